@@ -1,7 +1,7 @@
 """megazero: ZeRO-100B and Megatron-style 3D parallelism for GPT training, and ZeRO for modules of others.
 
-`shard`, `Sharded` and `launch` are the library (docs/library.md). Importing the package imports nothing else, torch
-neither: what is asked for is imported then.
+`shard`, `Sharded`, `backward` and `launch` are the library (docs/library.md). Importing the package imports nothing
+else, torch neither: what is asked for is imported then.
 """
 
 import importlib
@@ -12,10 +12,10 @@ from megazero.base.version import __version__
 if TYPE_CHECKING:
     from megazero.library.meeting import launch
     from megazero.library.shard import shard
-    from megazero.library.sharded import Sharded
+    from megazero.library.sharded import Sharded, backward
 
-__all__ = ["Sharded", "__version__", "launch", "shard"]
-_FOUND_IN = {"Sharded": "sharded", "launch": "meeting", "shard": "shard"}
+__all__ = ["Sharded", "__version__", "backward", "launch", "shard"]
+_FOUND_IN = {"backward": "sharded", "Sharded": "sharded", "launch": "meeting", "shard": "shard"}
 
 
 def __getattr__(name: str) -> Any:

@@ -72,13 +72,15 @@ def _stand_ins(owner: nn.Module, shapes: Shapes, device: torch.device) -> Iterat
     owner._parameters.update(taken)
 
 
-def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> None:
-    """Take the values of rank 0 into a unit, and give the module parameters that are views of it."""
+def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> dict[str, nn.Parameter]:
+    """Take the values of rank 0 into a unit, and give the module parameters that are views of it; return these."""
     take(unit, {m.name: m.places[0].owner._parameters[m.places[0].attribute] for m in members}, world)
     made = unit.make_parameters()
     for member in members:
+        member.parameter.is_sharded = True  # type: ignore[attr-defined]  # another module may hold it too
         for place in member.places:
             place.owner._parameters[place.attribute] = made[member.name]
+    return made
 
 
 def take(unit: Unit, values: dict[str, Tensor | nn.Parameter | None], world: Axis) -> None:

@@ -13,43 +13,23 @@ for it: those who came first have served the others until then. What rests is ch
 whatever a rank gathers has the same values at any time.
 
 Every rank takes part in every round, in the same order, whatever it calls; nothing can be mistaken or wait for ever
-unless the ranks wait for different meetings, and then all know.
+unless the ranks wait for different meetings, and then all know. Several modules of a process share the numbers: a rank
+that waits for a unit of one is served by ranks that are in another.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Sequence
 
 import torch
 
 from megazero.base.errors import UserError
 from megazero.comm.collectives import all_gather
-from megazero.comm.transport.exchange import MismatchError
+from megazero.library.process import Process
 from megazero.zero.gather import Gather
 from megazero.zero.unit import Unit
 
+_MOST = 1 << 20  # units of a process
 MEETINGS = ("backward", "step", "gathered", "gradients", "full_state_dict", "load_state_dict", "save", "load")
-
-
-def other_parts(rank: int, than: int) -> UserError:
-    """Return the error for ranks in lockstep that have called different units."""
-    do = "let every rank call the same parts, or give shard(lockstep=False)"
-    return UserError(507, f"it has run other parts of the module than rank {than}", do, rank=rank)
-
-
-@contextmanager
-def in_lockstep(own: int) -> Iterator[None]:
-    """Tell it where the messages of another rank show that it has called other units.
-
-    Args:
-        own: this rank.
-
-    Raises:
-        UserError: 507.
-    """
-    try:
-        yield
-    except MismatchError as error:
-        raise other_parts(max(own, error.rank), min(own, error.rank)) from None
 
 
 class AgreedGather(Gather):
@@ -61,10 +41,12 @@ class AgreedGather(Gather):
         units: all of the module, in its order; they rest in shards over the same ranks.
     """
 
-    def __init__(self, device: torch.device, units: Sequence[Unit]):
+    def __init__(self, device: torch.device, units: Sequence[Unit], process: Process):
         super().__init__(device)
-        self._device, self._units, self._axis = device, units, units[0].axes.shard
-        self._numbers = {unit: number for number, unit in enumerate(units)}
+        self._device, self._units, self._axis = device, process.units, units[0].axes.shard
+        self._module = process.modules
+        self._numbers = {unit: number for number, unit in enumerate(units, len(self._units))}
+        self._units += map(weakref.ref, units)
 
     def prefetch(self, units: list[Unit]) -> None:
         """Gather nothing beforehand: nobody knows whether it will be needed."""
@@ -77,9 +59,14 @@ class AgreedGather(Gather):
                 super().prefetch([unit])
                 super().unshard([unit])
 
+    def replace(self, unit: Unit, new: Unit) -> None:
+        """Let a unit have the number of another one, in whose place it is."""
+        self._numbers[new] = self._numbers.pop(unit)
+        self._units[self._numbers[new]] = weakref.ref(new)
+
     def before_sum(self, unit: Unit) -> None:
         """Wait until the gradients of a unit are complete on all ranks. Raises UserError 507, as `meet`."""
-        self._reach(len(self._units) + self._numbers[unit])
+        self._reach(_MOST + self._numbers[unit])
 
     def meet(self, meeting: str) -> None:
         """Wait until all ranks have come to one of `MEETINGS`.
@@ -87,17 +74,17 @@ class AgreedGather(Gather):
         Raises:
             UserError: 507, another rank waits for another one.
         """
-        self._reach(2 * len(self._units) + MEETINGS.index(meeting))
+        self._reach(2 * _MOST + len(MEETINGS) * self._module + MEETINGS.index(meeting))
 
     def _reach(self, mine: int) -> None:
         """Serve the others until it is the turn of what this rank waits for."""
         while True:
             wanted = all_gather(torch.tensor([mine], device=self._device), self._axis, "agree").tolist()
             first = min(wanted)
-            if first < len(self._units):
+            if first < _MOST:
                 if first == mine:
                     return
-                self._serve(self._units[first])
+                self._serve(first)
             elif first == max(wanted):
                 return
             else:
@@ -106,8 +93,10 @@ class AgreedGather(Gather):
                 what += self._words(wanted[0])
                 raise UserError(507, what, "let every rank make the same calls", rank=self._axis.ranks[rank])
 
-    def _serve(self, unit: Unit) -> None:
+    def _serve(self, number: int) -> None:
         """Take part in the gathering of a unit that others need."""
+        unit = self._units[number]()
+        assert unit is not None, "who calls its module on one rank has it on all"
         with self._time(unit):
             with self._stream.queued():
                 whole, pending = unit.start_unshard()
@@ -117,5 +106,8 @@ class AgreedGather(Gather):
 
     def _words(self, number: int) -> str:
         """Return in words what a rank waits for that is no unit."""
-        kind, of = divmod(number, len(self._units))
-        return f"sharded.{MEETINGS[number - 2 * len(self._units)]}" if kind > 1 else f"a sum of {self._units[of].name}"
+        kind, of = divmod(number, _MOST)
+        if kind == 2:
+            return f"sharded.{MEETINGS[of % len(MEETINGS)]}"
+        unit = self._units[of]()
+        return "a sum" if unit is None else f"a sum of {unit.name}"

@@ -7,13 +7,14 @@ parameter is.
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass
-from functools import wraps
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from megazero.library.parts import Part, Place
 from megazero.zero.unit import Unit
@@ -21,7 +22,7 @@ from megazero.zero.unit import Unit
 Forward = Callable[..., Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shown:
     """A parameter as its part shows it.
 
@@ -30,12 +31,14 @@ class Shown:
         index: its place among the unit's parameters.
         name: its full name.
         places: where the module looks for it.
+        parameter: what it finds there while it is not shown.
     """
 
     unit: Unit
     index: int
     name: str
     places: tuple[Place, ...]
+    parameter: nn.Parameter
 
     def named_places(self) -> Iterator[tuple[tuple[nn.Module, str], str]]:
         """Yield (owner, attribute) of each place with the parameter's name."""
@@ -75,7 +78,8 @@ class BuiltPart:
         open: calls whose backward is still to come.
         looks_up: it is an embedding, whose backward reads nothing of it.
         after: the part that was called after it in the last forward: it is prefetched.
-        outside: a parameter of it was used outside of its forward: its updated values have to be there before.
+        nodes: of autograd, which take the gradients of its parameters' uses outside of its forward.
+        strays: such gradients that are still to come in this backward.
     """
 
     part: Part
@@ -85,7 +89,8 @@ class BuiltPart:
     depth: int = 0
     open: int = 0
     after: "BuiltPart | None" = None
-    outside: bool = False
+    nodes: list[Node] = field(default_factory=list)
+    strays: int = 0
     shown: list[Shown] = field(init=False)
     units: list[Unit] = field(init=False)
     looks_up: bool = field(init=False)
@@ -93,11 +98,25 @@ class BuiltPart:
     number: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self._find()
+        self.looks_up = isinstance(self.part.module, nn.Embedding | nn.EmbeddingBag)
+        self.number = zlib.crc32(self.part.name.encode())
+
+    @property
+    def thawed(self) -> list[Shown]:
+        """Return the parameters that were frozen, and are not any more."""
+        return [shown for shown in self.frozen if shown.parameter.requires_grad]
+
+    def give(self, unit: Unit, new: Unit) -> None:
+        """Let a trained unit have the place of one that was frozen."""
+        self.trained += [replace(shown, unit=new) for shown in self.frozen if shown.unit is unit]
+        self.frozen = [shown for shown in self.frozen if shown.unit is not unit]
+        self._find()
+
+    def _find(self) -> None:
         self.shown = [*self.trained, *self.frozen]
         self.units = list(dict.fromkeys(shown.unit for shown in self.shown))
-        self.looks_up = isinstance(self.part.module, nn.Embedding | nn.EmbeddingBag)
         self.sharded = not all(unit.parameters_rest_whole for unit in self.units)
-        self.number = zlib.crc32(self.part.name.encode())
 
 
 def give_rows(table: nn.Embedding) -> None:
@@ -146,6 +165,22 @@ def _tell_recurrent(owners: Iterable[nn.Module]) -> None:
             owner.__dict__["_flat_weights"] = [getattr(owner, name, None) for name in owner._flat_weights_names]
 
 
+def watch(part: BuiltPart, unit: Unit, take: Callable[[BuiltPart, Shown, nn.Parameter], object]) -> None:
+    """Let `take` get the gradients that come to a unit's parameters themselves.
+
+    Where the unit rests whole, the part keeps the nodes of autograd that get them.
+    """
+    for shown in part.trained:
+        if shown.unit is not unit:
+            continue
+        parameter, asked = shown.parameter, shown.parameter.requires_grad
+        parameter.requires_grad_(True)
+        parameter.register_post_accumulate_grad_hook(partial(take, part, shown))
+        if unit.parameters_rest_whole:
+            part.nodes.append(get_gradient_edge(parameter).node)
+        parameter.requires_grad_(asked)
+
+
 def before_backward(outputs: Any, event: Callable[[object], None]) -> None:
     """Let autograd call `event` when the gradient of a tensor among some outputs has arrived, before it goes on."""
     for x in tensors_in(outputs):
@@ -165,6 +200,15 @@ def tensors_in(outputs: Any) -> Iterator[Tensor]:
             yield from tensors_in(one)
     elif is_dataclass(outputs):
         yield from tensors_in(list(vars(outputs).values()))
+
+
+def prepare(part: BuiltPart, run: Callable[..., Any], take: Callable[[BuiltPart, Shown, nn.Parameter], object]) -> None:
+    """Let calls of a part go through `run`, and gradients that come to its parameters themselves to `take`."""
+    for table in dict.fromkeys(table for shown in part.trained for table in shown.tables):
+        give_rows(table)
+    wrap(part, run)
+    for unit in part.units:
+        watch(part, unit, take)
 
 
 def wrap(part: BuiltPart, run: Callable[..., Any]) -> None:

@@ -10,25 +10,25 @@ backward runs once, when the gradients of all uses of all of them in that call h
 parameters used once, several times or not at all, whatever the module does inside. They are written into the units'
 buffers then, and a unit whose calls have all had their gradients can be reduced. `.grad` stays empty.
 
-What autograd saves of a sharded unit's parameters is replaced by (unit, place), with torch's saved_tensors_hooks, and
-looked up again in backward. torch asks only the innermost hooks; so whatever is no parameter of ours goes to those
-around (of `torch.utils.checkpoint`, say). A part is gathered when the gradient of one of its outputs arrives: what is
-checkpointed inside of it runs again then, and finds the parameters themselves, which have the gathered values. Only an
-embedding needs nothing of itself in backward.
+What autograd saves of a sharded unit's parameters is looked up again in backward (`saved.py`). A part is gathered when
+the gradient of one of its outputs arrives: what is checkpointed inside of it runs again then, and finds the parameters
+themselves, which have the gathered values. Only an embedding needs nothing of itself in backward.
 
-Every rank has to gather the same units in the same order. Each keeps a number made of its own order (`order`), which
-`Sharded.backward` compares.
+Every rank has to gather the same units in the same order. Each keeps a number made of its own order (`Process.order`),
+which calls of `Sharded` compare.
+
+A parameter that is frozen when its part is called is a constant there. A backward that trains other modules may come
+through this one, which gathers its parts and drops their gradients.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from megazero.base.errors import UserError
 from megazero.library.built import (
@@ -36,41 +36,15 @@ from megazero.library.built import (
     Forward,
     Shown,
     before_backward,
-    give_rows,
     hide,
+    prepare,
     put,
     tensors_in,
-    wrap,
 )
+from megazero.library.process import Process
+from megazero.library.saved import saving
 from megazero.zero.gather import Gather
 from megazero.zero.unit import Unit
-
-
-@dataclass(eq=False, slots=True)
-class _Saved:
-    """A place in a unit's parameters, which stands for a saved tensor."""
-
-    call: "_Call"
-    unit: Unit
-    dtype: torch.dtype  # complex, where real parameters are looked at as complex ones
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    signs: tuple[bool, bool]  # it is conjugated, and negated, which torch remembers of a view
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Return the tensor, from the whole values of the unit."""
-        x = whole.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
-        x = x.conj() if self.signs[0] else x
-        return -x if self.signs[1] else x
-
-
-@dataclass(eq=False, slots=True)
-class _Kept:
-    """A saved tensor that is no parameter, and its version then: torch does not check it where there are hooks."""
-
-    tensor: Tensor
-    version: int
 
 
 @dataclass(eq=False, slots=True)
@@ -82,6 +56,7 @@ class _Call:
         step: the number of the step it belongs to.
         counted: it is one of its part's open calls. One that a checkpoint repeats in backward is not: the first one,
             whose backward that is, stands for it.
+        shown: the parameters that are not frozen.
     """
 
     calls: "Calls"
@@ -89,12 +64,14 @@ class _Call:
     before: "_Call | None"
     step: int
     counted: bool
+    shown: list[Shown]
 
     def begin_backward(self, _: object = None) -> None:
         """Gather the part, whose backward begins; prefetch the one whose backward comes next."""
         self.calls.require_step(self)
-        if self.calls.in_backward and any(unit.whole is None for unit in self.part.units):
-            self.calls.gather_for_backward(self.part)
+        self.calls.join()
+        if (self.calls.in_backward or not self.shown) and any(unit.whole is None for unit in self.part.units):
+            self.calls.gather_for_backward(self.part, keeps=bool(self.shown))
             if self.before is not None:
                 self.calls.prefetch(self.before.part)
 
@@ -115,17 +92,12 @@ class _Call:
             raise UserError(506, f"{part.part.name} got gradients after they had been reduced", do)
         if part.open == self.counted:
             self.calls.release_trained(part, gradients)
-        for shown, gradient in zip(part.trained, gradients, strict=True):
-            if gradient is None:
-                continue
-            slot = shown.unit.views[shown.name]
-            if gradient.layout == torch.sparse_coo:  # of an embedding alone
-                slot.write_rows(gradient._indices()[0], gradient._values())
-            else:
-                slot.write(gradient)
+        for shown, gradient in zip(self.shown, gradients, strict=True):
+            if gradient is not None and shown.parameter.requires_grad:
+                self.calls.take(shown, gradient)
         self.before = None  # the chain of calls would grow with every micro-batch
         part.open -= self.counted
-        if part.open == 0:
+        if part.strays == part.open == 0:
             self.calls.complete(part)
 
 
@@ -136,7 +108,7 @@ class _Parameters(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, anchor: Tensor) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(shown.values for shown in call.part.trained)
+        return tuple(shown.values for shown in call.shown)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
@@ -153,38 +125,35 @@ class Calls:
     Args:
         parts: of the module; the root, if it has parameters of its own, is among them.
         gather: of their units.
+        process: the other modules.
+        lockstep: all ranks gather the same units in the same order.
 
     Attributes:
         step: the number of steps done; the graph of an earlier one has parameters that are gone.
-        order: a number made of the units gathered in this step, in their order.
-        in_backward: `Sharded.backward` runs.
+        in_backward: a backward runs that trains the module, or comes through it.
+        trains: it trains the module.
+        on_thaw: called when parameters that were frozen are not any more.
+        factor: what gradients are multiplied by, where a backward has another loss scale than the module; else None.
         reduced: the parts whose reduction has begun in this backward.
         lent: whole values are looked at: nothing may be gathered or released.
     """
 
-    def __init__(self, parts: list[BuiltPart], gather: Gather):
-        self.parts, self.gather = parts, gather
-        self.step = self.order = 0
-        self.in_backward = self.lent = False
+    def __init__(self, parts: list[BuiltPart], gather: Gather, process: Process, *, lockstep: bool):
+        self.parts, self.gather, self.process, self._lockstep = parts, gather, process, lockstep
+        self._number, self.step = process.modules, 0
+        self.in_backward = self.trains = self.lent = False
+        self.factor: Tensor | None = None
+        self.on_thaw: Callable[[], object] = lambda: None
         self._last: _Call | None = None
         self._running: BuiltPart | None = None  # the part that was called last
         self._anchor: Tensor | None = None
         self._storages: dict[int, Unit] = {}  # of sharded units that are whole now
         self._held: BuiltPart | None = None  # a part without gradients that backward has gathered
+        self._task = -1  # autograd's number of the backward
         self.reduced: set[BuiltPart] = set()
         self._sharded = any(part.sharded for part in parts)
-        for table in dict.fromkeys(table for part in parts for shown in part.trained for table in shown.tables):
-            give_rows(table)
         for part in parts:
-            wrap(part, self.run)
-            for shown in part.trained:
-                self._watch(part, shown)
-
-    def _watch(self, part: BuiltPart, shown: Shown) -> None:
-        place = shown.places[0]
-        parameter = place.owner._parameters[place.attribute]
-        assert parameter is not None, "it has been adopted"
-        parameter.register_post_accumulate_grad_hook(lambda found: self.stray(part, shown, found))
+            prepare(part, self.run, self.stray)
 
     def run(self, part: BuiltPart, forward: Forward, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Run the forward of a part between its two events."""
@@ -193,15 +162,19 @@ class Calls:
         if self.lent:
             raise UserError(502, "the module was called inside of `gathered`", "leave that context first")
         wants = torch.is_grad_enabled()
+        self.join()
+        if not self.in_backward and not any(one.depth for one in self.parts):
+            self.follow()
         self._begin(part)
         call: _Call | None = None
         if wants:
-            counted = bool(part.trained) and not (self.in_backward and part.open)
-            call = _Call(self, part, None if self.in_backward else self._last, self.step, counted)
+            live = [shown for shown in part.trained if shown.parameter.requires_grad]
+            counted = bool(live) and not (self.in_backward and part.open)
+            call = _Call(self, part, None if self.in_backward else self._last, self.step, counted, live)
         part.depth, keeps = 1, part.root and wants
         try:
             self._show(part, call)
-            with self._saving(call) if self._sharded and call is not None else nullcontext():
+            with saving(call.need, self._unit_of) if self._sharded and call is not None else nullcontext():
                 outputs = forward(*arguments, **named)
             if call is not None and part.sharded and not part.root and not part.looks_up:
                 before_backward(outputs, call.begin_backward)
@@ -215,10 +188,15 @@ class Calls:
                 self._last = call
             self._end(part, wants=wants, keeps=keeps)
 
+    def follow(self) -> None:
+        """See whether parameters that were frozen are not any more."""
+        if any(part.thawed for part in self.parts):
+            self.release_all()
+            self.on_thaw()
+
     def _begin(self, part: BuiltPart) -> None:
         """Gather a part that is about to run, and prefetch the one that ran after it last time."""
         if not part.sharded:
-            self.gather.unshard(part.units)  # what an update has changed may be on its way
             return
         if any(unit.whole is None for unit in part.units):
             self.gathered(part)
@@ -237,31 +215,35 @@ class Calls:
         if part.sharded and any(unit.whole is None for unit in part.units):
             self.gather.prefetch(part.units)
 
-    def gather_for_backward(self, part: BuiltPart) -> None:
-        """Gather a part whose backward begins."""
-        if self._held is not None and self._held is not part:
+    def gather_for_backward(self, part: BuiltPart, *, keeps: bool) -> None:
+        """Gather a part whose backward begins; it is released when its gradients have come, or when the next begins.
+
+        Args:
+            keeps: gradients will come.
+        """
+        if self._held not in (None, part):
             self.release([self._held])
-        self._held = None if part.trained else part  # else its gradients tell when its backward is over
+        self._held = None if keeps else part
         self.gathered(part)
         self.gather.unshard(part.units)
 
     def gathered(self, part: BuiltPart) -> None:
         """Note that a part is gathered now."""
-        self.order = zlib.crc32(part.number.to_bytes(4, "little"), self.order)
+        if self._lockstep:
+            self.process.order = zlib.crc32(b"%d %d" % (self._number, part.number), self.process.order)
 
     def _show(self, part: BuiltPart, call: _Call | None) -> None:
         """Put a part's parameters where its module looks for them."""
-        if call is not None and part.trained:
+        live = set() if call is None else set(call.shown)
+        if call is not None and live:
             if self._anchor is None:
                 self._anchor = torch.zeros((), requires_grad=True, device=part.units[0].device)
             part.open += call.counted
-            values = _Parameters.apply(call, self._anchor)
-        else:
-            values = tuple(shown.values for shown in part.trained)
-        for shown, value in zip(part.trained, values, strict=True):
-            put(shown, value)
-        for shown in part.frozen:
-            put(shown, shown.values)
+            for shown, value in zip(call.shown, _Parameters.apply(call, self._anchor), strict=True):
+                put(shown, value)
+        for shown in part.shown:
+            if shown not in live:
+                put(shown, shown.values)
 
     def _unit_of(self, x: Tensor) -> Unit | None:
         """Return the sharded unit in whose gathered parameters a tensor is."""
@@ -306,25 +288,69 @@ class Calls:
 
     def complete(self, part: BuiltPart) -> None:
         """Let a part's gradients be reduced: no backward of it is to come."""
-        self.reduced.add(part)
         if not part.root:
             self.release([part])
-        for unit in part.units:
-            if unit.trainable:
-                unit.deliveries.on_complete()
+        if self.trains:
+            self.reduced.add(part)
+            for unit in part.units:
+                if unit.trainable:
+                    unit.deliveries.on_complete()
+
+    def take(self, shown: Shown, gradient: Tensor) -> None:
+        """Write a gradient into its unit's buffer, or add it to those before; drop it if others are trained."""
+        if not self.trains:
+            return
+        if self.factor is not None:
+            gradient = gradient * self.factor
+        slot = shown.unit.views[shown.name]
+        if gradient.layout == torch.sparse_coo:  # of an embedding alone
+            slot.write_rows(gradient._indices()[0], gradient._values())
+        else:
+            slot.write(gradient)
+
+    def begin_backward(self, _: object = None) -> None:
+        """Count the gradients to come to parameters themselves, and wait for none of units that are frozen."""
+        self._task = torch._C._current_graph_task_id()
+        for part in self.parts:
+            part.strays = sum(map(torch._C._will_engine_execute_node, part.nodes))
+            live = {shown.unit for shown in part.trained if shown.parameter.requires_grad}
+            for unit in part.units:
+                if unit.trainable and unit not in live:
+                    unit.deliveries.on_complete()
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Be around a backward of the whole module."""
-        self.in_backward = True
-        self.reduced.clear()
+    def backward(self, factor: Tensor | None) -> Iterator[None]:
+        """Be around a backward that trains the module.
+
+        Args:
+            factor: see `Calls`.
+        """
+        self.trains, self.factor = True, factor
+        self._enter()
         try:
             yield
         finally:
-            self.in_backward = False
-            self._last = self._running = self._held = None
-            self.release(self.parts)
-            self._storages.clear()
+            self.leave()
+
+    def join(self) -> None:
+        """Take part in a backward that trains other modules, and has come to this one."""
+        if self.process.in_backward and not self.in_backward:
+            self.trains = False
+            self._enter()
+            self.process.passed.append(self)
+
+    def _enter(self) -> None:
+        self.in_backward = True
+        self.reduced.clear()
+        for part in self.parts:
+            part.strays = 0
+
+    def leave(self) -> None:
+        """Free what a backward has needed."""
+        self.in_backward = False
+        self._last = self._running = self._held = None
+        self.release(self.parts)
+        self._storages.clear()
 
     def stray(self, part: BuiltPart, shown: Shown, parameter: nn.Parameter) -> None:
         """Take a gradient that came to a parameter itself, which was used while it was not shown.
@@ -336,21 +362,23 @@ class Calls:
             UserError: 506, the part's gradients have been reduced, or its values were not there.
         """
         gradient, parameter.grad = parameter.grad, None
-        view = shown.unit.views[shown.name]
+        self.join()
+        if self.in_backward and not self.trains:
+            return
         if gradient is None or not self.in_backward or part in self.reduced or gradient.numel() != shown.numel:
             what = f"{shown.name} was used outside of the forward of its submodule"
             raise UserError(506, what, "use it within the module's forward; its values are in sharded.gathered()")
-        part.outside = True
-        view.write(gradient)
+        self.take(shown, gradient)
+        if torch._C._current_graph_task_id() == self._task:  # else a checkpoint's own backward
+            part.strays -= 1
+            if part.strays == part.open == 0:
+                self.complete(part)
 
     def next_step(self) -> None:
-        """Begin the next step: graphs of this one are void."""
+        """Begin the next step: graphs of this one are void, and parameters that rest whole have their new values."""
         self.step += 1
-        self.order = 0
         self.close()
-        for part in self.parts:
-            if part.outside:  # nobody waits for what the update sends to it
-                self.gather.unshard([unit for unit in part.units if unit.parameters_rest_whole])
+        self.gather.unshard([unit for part in self.parts for unit in part.units if unit.parameters_rest_whole])
 
     def close(self) -> None:
         """Expect no backward of what has run in this step."""
@@ -366,33 +394,7 @@ class Calls:
     def require_backward(self, call: _Call) -> None:
         """Refuse a backward that nobody reduces. Raises UserError 506."""
         self.require_step(call)
+        self.join()
         if not self.in_backward:
-            raise UserError(
-                506, "loss.backward() was called", "call sharded.backward(loss), which reduces gradients too"
-            )
-
-    def _saving(self, call: _Call | None) -> AbstractContextManager[object]:
-        """Return the hooks that keep places of sharded parameters instead of the parameters."""
-        outer = _top_saved_tensors_default_hooks(False)
-        pack_outer, unpack_outer = outer or (lambda x: x, lambda x: x)
-
-        def pack(x: Tensor) -> Any:
-            unit = self._unit_of(x)
-            if unit is None or call is None:
-                if outer or x.is_inference():
-                    return pack_outer(x)
-                return _Kept(x.detach(), x._version)  # the tensor itself would hold the graph that holds it
-            signs = x.is_conj(), x.is_neg()
-            return _Saved(call, unit, x.dtype, int(x.storage_offset()), x.shape, x.stride(), signs)
-
-        def unpack(kept: Any) -> Tensor:
-            if isinstance(kept, _Kept):
-                if kept.tensor._version != kept.version:
-                    what = f"a tensor that backward needs, of shape {tuple(kept.tensor.shape)}, was changed in place"
-                    raise UserError(506, what, "change a copy")
-                return kept.tensor
-            if not isinstance(kept, _Saved):
-                return unpack_outer(kept)
-            return kept.of(kept.call.need(kept.unit))
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+            do = "call sharded.backward(loss), which reduces gradients too"
+            raise UserError(506, "loss.backward() was called", do)

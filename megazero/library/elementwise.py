@@ -8,6 +8,7 @@ small matrix, and on the same elements in two pieces.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -28,12 +29,12 @@ class Kept:
     Attributes:
         elements: its names for values of each element.
         counts: it has a count of its updates, called "step".
-        lr: the learning rate that it was made with.
+        lr: the learning rate that it was made with; None: it has none.
     """
 
     elements: tuple[str, ...]
     counts: bool
-    lr: float
+    lr: float | None
 
 
 def trial(make: Factory, name: str) -> Kept:
@@ -57,16 +58,19 @@ def trial(make: Factory, name: str) -> Kept:
     others = [key for key, value in state.items() if key not in elements and value is not None]
     if odd := [key for key in others if key != "step"]:
         raise UserError(501, f"{name} keeps {odd[0]!r}, which is no value of each element", where="optimizer")
-    return Kept(elements, "step" in others, float(optimizer.defaults.get("lr", 0.0)))
+    lr = optimizer.defaults.get("lr")
+    return Kept(elements, "step" in others, None if lr is None else float(lr))
 
 
 def _stepped(
     make: Factory, name: str, start: Tensor, gradients: Sequence[Tensor]
 ) -> tuple[Tensor, torch.optim.Optimizer]:
-    """Return the values behind some steps, and the optimizer."""
+    """Return the values after some steps, and the optimizer. A learning rate of 0 would show nothing: it becomes 1."""
     parameter = nn.Parameter(start.clone())
     try:
         optimizer = make([{"params": [parameter]}])
+        for group in optimizer.param_groups:
+            group["lr"] = group.get("lr") or 1.0
         for gradient in gradients:
             parameter.grad = gradient.clone()
             optimizer.step()
@@ -82,15 +86,21 @@ class _Piece:
         where: their place in the shard.
         parameter: a view of the masters.
         states: views of the unit's buffers, by name.
+        make: makes the optimizer.
 
     Attributes:
         step: counts the updates, fp32, 0-dim, on the host.
     """
 
     def __init__(
-        self, where: slice, parameter: nn.Parameter, states: dict[str, Tensor], optimizer: torch.optim.Optimizer
+        self,
+        where: slice,
+        parameter: nn.Parameter,
+        states: dict[str, Tensor],
+        make: Callable[[], torch.optim.Optimizer],
     ):
-        self.where, self._parameter, self._states, self._optimizer = where, parameter, states, optimizer
+        self.where, self._parameter, self._states, self._make = where, parameter, states, make
+        self._optimizer = make()
         self.step = torch.zeros(())
         self._done = 0  # updates that the optimizer's own state has seen
         self._adopt()
@@ -98,8 +108,10 @@ class _Piece:
     def update(self, gradient: Tensor, lr: float, *, counts: bool) -> None:
         """Update with a gradient of the masters' dtype."""
         if (updates := int(self.step)) != self._done:  # a checkpoint was loaded
-            self._optimizer.state[self._parameter] = dict(self._states)
-            if counts:
+            self._optimizer = self._make()  # its first update may be another one than with a state of zeros
+            if updates:
+                self._optimizer.state[self._parameter] = dict(self._states)
+            if updates and counts:
                 there = any(group.get("fused") or group.get("capturable") for group in self._optimizer.param_groups)
                 device = self._parameter.device if there else None
                 self._optimizer.state[self._parameter]["step"] = torch.tensor(float(updates), device=device)
@@ -113,7 +125,7 @@ class _Piece:
         self._adopt()
 
     def _adopt(self) -> None:
-        """Move state that the optimizer has made anew into the unit's buffers, which checkpoints save."""
+        """Move state that the optimizer has made into the unit's buffers, which checkpoints save."""
         own = self._optimizer.state.get(self._parameter, {})
         for name, buffer in self._states.items():
             if name in own and own[name] is not buffer:
@@ -147,8 +159,9 @@ class Elementwise:
             for group, where in unit.layout.group_slices(unit.shard):
                 parameter = nn.Parameter(unit.masters[where])
                 states = {name: flat[where] for name, flat in self.state[unit].items()}
-                optimizer = make([{"params": [parameter], **options[group.optimizer]}])
-                self._pieces[unit].append((_Piece(where, parameter, states, optimizer), group.lr_factor))
+                asked = [{"params": [parameter], **options[group.optimizer]}]
+                piece = _Piece(where, parameter, states, partial(make, asked))
+                self._pieces[unit].append((piece, group.lr_factor))
 
     @property
     def staging_bytes(self) -> int:

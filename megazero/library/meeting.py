@@ -4,7 +4,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -19,6 +19,7 @@ from megazero.comm.ledger import Ledger
 from megazero.launcher.environment import RankContext, World, world_from_environment
 from megazero.launcher.rendezvous import connect, disconnect
 from megazero.launcher.spawn import run_local
+from megazero.library.process import Process
 
 T = TypeVar("T")
 _BYTES = "bytes of a tensor"  # the key that tells an encoded tensor from a dictionary
@@ -26,10 +27,11 @@ _BYTES = "bytes of a tensor"  # the key that tells an encoded tensor from a dict
 
 @dataclass
 class _Here:
-    """The place of this process among the ranks, and its communication once it has met them."""
+    """The place of this process among the ranks, its communication once it has met them, and its sharded modules."""
 
     place: RankContext
     comm: CommContext | None = None
+    process: Process = field(default_factory=Process)
 
 
 # Of a process, or of a thread that acts as a rank of its own: whoever shards a second module has met the others.
@@ -45,8 +47,8 @@ def be(place: RankContext, comm: CommContext | None = None) -> None:
     _HERE.set(_Here(place, comm))
 
 
-def meet(timeout: timedelta) -> tuple[World, CommContext]:
-    """Return this process' place in the world, and a communication context with a ledger of its own.
+def meet(timeout: timedelta) -> tuple[World, CommContext, Process]:
+    """Return this process' place in the world, a communication context with a ledger of its own, and its modules.
 
     Raises:
         UserError: 111, 3xx, the ranks do not come together; 510, torch.distributed was initialised by somebody else.
@@ -67,7 +69,7 @@ def meet(timeout: timedelta) -> tuple[World, CommContext]:
     comm = replace(here.comm, ledger=Ledger())
     if held is not None:
         comm.ledger.hold("staging", held.now)
-    return world, comm
+    return world, comm, here.process
 
 
 def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:

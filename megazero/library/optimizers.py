@@ -8,17 +8,17 @@ Parameters whose names fit the pattern of a group have that group's options inst
 the first that fits counts. Ours knows "lr", and "weight_decay" (the same or 0).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.kernels.operations import Operations
 from megazero.library.elementwise import Elementwise, Factory, Options, kind_of, trial
+from megazero.library.following import Following, following
 from megazero.optim.adamw import AdamW
 from megazero.optim.optimizer import Optimizer
 from megazero.zero.layout import Group
@@ -39,20 +39,24 @@ class Recipe:
         lr: its learning rate where a step does not say one.
         make: (units, bucket, kernels) -> the optimizer.
         group: the group of a parameter, by its name.
+        trains: there is an optimizer.
     """
 
     state: tuple[str, ...]
     lr: float
-    make: Callable[[list[Unit], int, Operations], Optimizer]
+    make: Callable[[list[Unit], int, Operations], Following]
     group: Callable[[str], Group]
+    trains: bool = True
 
 
-def recipe_of(asked: Asked, groups: Groups) -> Recipe:
-    """Return how to make the optimizer that was asked for.
+def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
+    """Return how to make the optimizer that was asked for; None: one of no parameter.
 
     Raises:
         UserError: 501, there is none of that name, it does not know an option, or it does not treat elements alike.
     """
+    if asked is None:
+        return Recipe((), 0.0, lambda units, bucket, ops: Following(units, _none), lambda name: Group(True), False)
     if callable(asked):
         return _of_torch(asked, groups)
     options = {"name": asked} if isinstance(asked, str) else dict(asked)
@@ -72,17 +76,16 @@ def _adamw(options: dict[str, Any], groups: Groups) -> Recipe:
         if own.get("weight_decay", decay) not in (0.0, decay):
             what = f"{pattern!r}: weight_decay {own['weight_decay']} beside {decay}"
             raise UserError(501, what, "give 0, or an optimizer of torch", where=_WHERE)
+    factors = [_lr_factor(pattern, own, lr) for pattern, own in groups]
 
     def group(name: str) -> Group:
-        own = _fitting(name, groups)
-        return Group(own.get("weight_decay", decay) != 0.0, own.get("lr", lr) / lr if "lr" in own else 1.0)
+        number = _fitting(name, groups)
+        own, factor = ({}, 1.0) if number is None else (groups[number][1], factors[number])
+        return Group(own.get("weight_decay", decay) != 0.0, factor)
 
-    def make(units: list[Unit], bucket: int, ops: Operations) -> Optimizer:
-        by_kind: dict[tuple[torch.dtype, torch.dtype], list[Unit]] = {}
-        for unit in units:
-            by_kind.setdefault((unit.masters.dtype, unit.updated.values.dtype), []).append(unit)
-        told = {"betas": options["betas"], "eps": options["eps"], "weight_decay": decay}
-        return ByUnit([(some, AdamW(some, **told, bucket=bucket, ops=ops)) for some in by_kind.values()])
+    def make(units: list[Unit], bucket: int, ops: Operations) -> Following:
+        told = {"betas": options["betas"], "eps": options["eps"], "weight_decay": decay, "bucket": bucket, "ops": ops}
+        return following(units, lambda unit: AdamW([unit], **told), AdamW.STATE)
 
     return Recipe(AdamW.STATE, lr, make, group)
 
@@ -90,8 +93,9 @@ def _adamw(options: dict[str, Any], groups: Groups) -> Recipe:
 def _of_torch(make: Factory, groups: Groups) -> Recipe:
     name = getattr(make, "__name__", None) or getattr(getattr(make, "func", None), "__name__", "the optimizer")
     kept = trial(make, name)
-    if not kept.lr:
+    if (lr := kept.lr) is None:
         raise UserError(501, f"{name} has no learning rate of its own", "give it lr", where=_WHERE)
+    factors = [_lr_factor(pattern, own, lr) for pattern, own in groups]
     options: dict[str, Options] = {Elementwise.KIND: {}}
     for number, (pattern, own) in enumerate(groups):
         rest = {key: value for key, value in own.items() if key != "lr"}
@@ -99,40 +103,30 @@ def _of_torch(make: Factory, groups: Groups) -> Recipe:
         options[f"{Elementwise.KIND} {number}"] = rest
 
     def group(parameter: str) -> Group:
-        number = next((n for n, (pattern, _) in enumerate(groups) if fnmatchcase(parameter, pattern)), None)
+        number = _fitting(parameter, groups)
         if number is None:
             return Group(True, 1.0, Elementwise.KIND)
-        return Group(True, groups[number][1].get("lr", kept.lr) / kept.lr, f"{Elementwise.KIND} {number}")
+        return Group(True, factors[number], f"{Elementwise.KIND} {number}")
 
-    def of(units: list[Unit], bucket: int, ops: Operations) -> Optimizer:
-        return kind_of(kept)(units, make, options, counts=kept.counts)
+    def of(units: list[Unit], bucket: int, ops: Operations) -> Following:
+        kind = kind_of(kept)
+        return following(units, lambda unit: kind([unit], make, options, counts=kept.counts), kept.elements)
 
-    return Recipe(kept.elements, kept.lr, of, group)
-
-
-def _fitting(name: str, groups: Groups) -> Options:
-    return next((options for pattern, options in groups if fnmatchcase(name, pattern)), {})
+    return Recipe(kept.elements, lr, of, group)
 
 
-class ByUnit:
-    """Several optimizers of one kind, each for units of one dtype (`optim/optimizer.py`)."""
+def _none(unit: Unit) -> Optimizer:
+    raise AssertionError(f"{unit.name} is not trained")
 
-    KIND: ClassVar[str] = AdamW.KIND
-    STATE: ClassVar[tuple[str, ...]] = AdamW.STATE
 
-    def __init__(self, optimizers: Iterable[tuple[list[Unit], AdamW]]):
-        self._of = {unit: optimizer for units, optimizer in optimizers for unit in units}
-        self.state = {unit: optimizer.state[unit] for unit, optimizer in self._of.items()}
+def _fitting(name: str, groups: Groups) -> int | None:
+    """Return the number of the first group that a parameter is in; None: it is in none."""
+    return next((number for number, (pattern, _) in enumerate(groups) if fnmatchcase(name, pattern)), None)
 
-    @property
-    def staging_bytes(self) -> int:
-        """Return the bytes kept besides the state."""
-        return sum(optimizer.staging_bytes for optimizer in dict.fromkeys(self._of.values()))
 
-    def steps(self, unit: Unit) -> list[Tensor]:
-        """Return the update counts of a unit's pieces, to be set when a run resumes."""
-        return self._of[unit].steps(unit)
-
-    def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.updated`."""
-        self._of[unit].update(unit, lr=lr, scale=scale, skip=skip)
+def _lr_factor(pattern: str, options: Options, lr: float) -> float:
+    """Return a group's learning rate as a multiple of the optimizer's. Raises UserError 501: that is 0."""
+    own = options.get("lr", lr)
+    if own != lr and lr == 0:
+        raise UserError(501, f"{pattern!r}: lr {own} next to an optimizer's lr of 0", "give both one", where=_WHERE)
+    return own / lr if lr else 1.0

@@ -80,8 +80,9 @@ def parts_of(module: nn.Module, units: Units | None, without: Container[str] = (
     Raises:
         UserError: 500, one of `units` is no submodule.
     """
-    names = _repeated(module) if units is None else submodules(module, units, "units")
     modules = dict(module.named_modules())
+    names = _repeated(module) if units is None else submodules(module, units, "units")
+    names = {_reader(name, modules) for name in names} - {""}
     parts = {"": Part(ROOT, module)} | {name: Part(name, modules[name]) for name in modules if name in names}
     members: dict[nn.Parameter, tuple[str, list[Place], set[str]]] = {}
     for owner_name, owner in module.named_modules(remove_duplicate=False):  # one that several parts share is in all
@@ -100,6 +101,16 @@ def parts_of(module: nn.Module, units: Units | None, without: Container[str] = (
         home = homes.pop() if len(homes) == 1 else ""
         parts[home].members.append(Member(name, parameter, tuple(places)))
     return [part for name, part in parts.items() if part.members or not name]
+
+
+def _reader(name: str, modules: dict[str, nn.Module]) -> str:
+    """Return the name of the submodule of torch that reads the weights of a submodule and never calls it, or its own.
+
+    Attention reads those of its projection; a layer of a transformer, in evaluation, those of all in it.
+    """
+    parents = [name[:at] for at in range(len(name)) if name[at] == "."]
+    readers = nn.MultiheadAttention | nn.TransformerEncoderLayer
+    return next((parent for parent in ["", *parents] if name and isinstance(modules[parent], readers)), name)
 
 
 def _home(name: str, parts: dict[str, Part]) -> str:

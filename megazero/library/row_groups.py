@@ -19,11 +19,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.grid import Axis
 from megazero.comm.rows import Counts, exchange_counts, exchange_rows
+from megazero.library.process import Process
 from megazero.library.row_optimizers import RowOptimizer
 
 
@@ -73,7 +74,10 @@ class RowGroup:
     Attributes:
         rows: those that this rank owns, of all tables [n, D].
         state: what the optimizer keeps of them, by name.
+        weights: the parameters that the tables have in place of the whole ones, by number: they may be frozen.
         steps: the number of updates so far.
+        open: a backward runs that trains the module.
+        factor: what gradients are multiplied by in it; None: nothing.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class RowGroup:
         device: torch.device,
         world: Axis,
         optimizer: RowOptimizer,
+        process: Process,
         *,
         trained: bool,
     ):
@@ -99,8 +104,9 @@ class RowGroup:
         self._keys = self._wholes.cumsum(0) - self._wholes  # the key of each table's row 0
         self._arrived: list[_Arrived] = []
         self._fetched: dict[int, tuple[Tensor, FoundRows]] = {}
-        self._open = False  # a backward runs
-        self.steps = 0
+        self.weights: dict[int, nn.Parameter] = {}
+        self._process, self.open, self.steps = process, False, 0
+        self.factor: Tensor | None = None
 
     def own(self, table: int) -> slice:
         """Return where the rows of a table lie that this rank owns."""
@@ -112,9 +118,11 @@ class RowGroup:
         Raises:
             UserError: 511, an id is no row; 507, other ranks ask other tables.
         """
-        order = sorted(asked)
-        found = self._look_up(order, [asked[table].reshape(-1) for table in order])
-        self._fetched = {table: (asked[table], one) for table, one in zip(order, found, strict=True)}
+        self._fetched.clear()
+        for live in (True, False):  # gradients come for all tables of a look-up, or for none
+            order = [table for table in sorted(asked) if self._is_live(table) is live]
+            found = self._look_up(order, [asked[table].reshape(-1) for table in order]) if order else []
+            self._fetched |= {table: (asked[table], one) for table, one in zip(order, found, strict=True)}
 
     def look_up(self, table: int, ids: Tensor) -> FoundRows:
         """Look up in one table. Every rank calls it, unless what it asks for was fetched.
@@ -164,7 +172,7 @@ class RowGroup:
                 raise UserError(507, what, rank=rank)
         counts = [of_rank[: world.size] for of_rank in said]
         asked = exchange_rows(here[by_owner], counts, world, "row ids")
-        wants = torch.is_grad_enabled() and self.trained
+        wants = torch.is_grad_enabled() and self._is_live(tables[0])
         anchor = torch.zeros((), requires_grad=True, device=device) if wants else None
         each = [found[table] for table in tables]
         values = _LookUp.apply(self, asked, by_owner, each, counts, anchor)
@@ -175,6 +183,14 @@ class RowGroup:
             for first, one, at in zip(firsts, values, places_of, strict=False)
         ]
 
+    def _is_live(self, table: int) -> bool:
+        """Return whether rows of a table are to be updated. Raises UserError 502: it was frozen when it was sharded."""
+        live = self.weights[table].requires_grad
+        if live and not self.trained:
+            what = f"{self.tables[table].name} requires a gradient, and was frozen when it was sharded"
+            raise UserError(502, what, "freeze it after megazero.shard, which then has memory for its state")
+        return live
+
     def _names(self, tables: list[int]) -> list[str]:
         return [self.tables[table].name for table in tables]
 
@@ -184,15 +200,17 @@ class RowGroup:
         return exchange_rows(self.rows[asked], back, self._world, "row values")
 
     def take_gradients(self, step: int, asked: Tensor, gradients: Tensor, counts: Counts) -> None:
-        """Send gradients to the owners of their rows, and keep those that come.
+        """Send gradients to the owners of their rows, and keep those that come; drop them if others are trained.
 
         Raises:
             UserError: 506, no backward runs, or the rows were looked up before the last update.
         """
-        if not self._open or step != self.steps:
+        if not (self.open or self._process.in_backward) or step != self.steps:
             what = f"{self.tables[0].name}: gradients outside of sharded.backward, or of an earlier step"
             raise UserError(506, what, "call sharded.backward(loss) between two steps")
-        self._arrived.append(_Arrived(asked, exchange_rows(gradients, counts, self._world, "row gradients")))
+        if self.open:
+            gradients = gradients if self.factor is None else gradients * self.factor
+            self._arrived.append(_Arrived(asked, exchange_rows(gradients, counts, self._world, "row gradients")))
 
     def squares(self) -> Tensor:
         """Return the sum of squares of this rank's gradients of the step, fp64; sums them by row first."""
@@ -222,10 +240,6 @@ class RowGroup:
             self._optimizer.update(self.rows, self.state, one.rows, gradients, rate, step)
         self.forget()
         self.steps += 1
-
-    def open(self, now: bool) -> None:
-        """Say that a backward runs, or that none does: gradients may come, or not."""
-        self._open = now
 
     def forget(self) -> None:
         """Forget the gradients of this step, and what was fetched."""

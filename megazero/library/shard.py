@@ -3,7 +3,6 @@
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -13,27 +12,26 @@ from torch import Tensor, nn
 from megazero.base.errors import UserError
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
-from megazero.comm.grid import Axis, Grid, make_grid, single
+from megazero.comm.grid import Axis, make_grid, single
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
-from megazero.comm.pool import Pool
-from megazero.kernels.operations import Operations
-from megazero.kernels.select import choose
 from megazero.library.adopt import Initial, Shapes, adopt, adopt_buffers, make_values
 from megazero.library.agreed import AgreedGather
+from megazero.library.assembly import Assembly, Memory, unit_of
 from megazero.library.built import BuiltPart, Shown
 from megazero.library.calls import Calls
+from megazero.library.lockstep import Lockstep
 from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
-from megazero.library.parts import ROOT, Member, Part, Units, fitting, parts_of, submodules
+from megazero.library.parts import ROOT, Part, Units, fitting, parts_of, submodules
+from megazero.library.process import Process
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
 from megazero.library.tables import Table, split_rows
-from megazero.zero.engine import Engine
+from megazero.zero.gather import Gather
 from megazero.zero.layout import Entry, lay_out
 from megazero.zero.offload import Offload
-from megazero.zero.placement import STAGES, Precision, UnitAxes
-from megazero.zero.unit import Unit
+from megazero.zero.placement import STAGES, UnitAxes
 
 _LOG = logging.getLogger("megazero")
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,7 +40,7 @@ _OFFLOAD = ("optimizer", "parameters")
 
 def shard(
     module: nn.Module,
-    optimizer: Asked,
+    optimizer: Asked | None,
     *,
     stage: int,
     units: Units | None = None,
@@ -62,7 +60,7 @@ def shard(
 
     Args:
         module: on any device, or on meta; every rank gets the values of rank 0.
-        optimizer: see `optimizers.py`.
+        optimizer: see `optimizers.py`; None: nothing is trained, and all parameters become frozen.
         stage: of ZeRO, 0 to 3.
         units: the submodules whose parameters are gathered together: names, patterns of names, classes, or the
             submodules; None: its repeated blocks. What is in none of them is one more unit.
@@ -84,23 +82,21 @@ def shard(
     Raises:
         UserError: 5xx, see docs/library.md; 111 and 3xx, the ranks do not come together; 106, shard_ranks.
     """
-    if stage not in STAGES:
-        raise UserError(510, f"stage: expected 0 to 3, got {stage!r}", where="shard")
-    if precision is not None and precision not in _DTYPES:
-        raise UserError(510, f"precision: expected one of {', '.join(_DTYPES)}, got {precision!r}", where="shard")
+    _require_known(module, stage, precision)
     if tables and not lockstep:
-        raise UserError(510, "lockstep=False beside tables, in which all ranks look up together", where="shard")
-    if any(hasattr(parameter, "gradient_slot") for parameter in module.parameters()):
-        raise UserError(510, "the module is sharded already", "shard a module once", where="shard")
+        raise UserError(510, "lockstep=False next to tables, in which all ranks look up together", where="shard")
+    if optimizer is None:
+        module.requires_grad_(False)
     recipe, rows, by_row = recipe_of(optimizer, groups), row_optimizer(table_optimizer), _tables(module, tables)
     parts = parts_of(module, units, by_row)
     fitting([pattern for pattern, _ in groups], [name for name, _ in module.named_parameters()], "groups")
-    if not any(member.parameter.requires_grad for part in parts for member in part.members):
-        raise UserError(510, "the module has no parameter that requires a gradient", where="shard")
+    if optimizer is not None and not any(m.parameter.requires_grad for part in parts for m in part.members):
+        do = "give None for the optimizer of a frozen module"
+        raise UserError(510, "the module has no parameter that requires a gradient", do, where="shard")
     if odd := next((m for p in parts for m in p.members if _untrainable(m.parameter)), None):
         what = f"{odd.name} is {odd.parameter.dtype}: only parameters of floating point are trained"
         raise UserError(510, what, "freeze it, or keep its real and imaginary parts", where="shard")
-    world, comm = meet(timedelta(seconds=timeout))
+    world, comm, process = meet(timedelta(seconds=timeout))
     device = world.device
     grid = single(comm)
     if world.size > 1:
@@ -109,17 +105,36 @@ def shard(
         )
     _require_one_module(parts, grid["world"], device)
     dtype = None if precision is None else _DTYPES[precision]
-    memory = _Memory(device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
+    memory = Memory(device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
     axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=STAGES[stage], replica=grid["replica"])
     shapes = {place: m.parameter.shape for part in parts for m in part.members for place in m.places}
     built = [_built(part, dtype, recipe, memory, axes, grid["world"], initial, shapes) for part in parts]
     adopt_buffers(module, grid["world"], device, initial)
-    agreed = None if lockstep else _agreed(built, device)
-    engine = _engine(built, recipe, grid, memory, clip, agreed)
-    calls = Calls(built, engine.gather)
-    split = split_rows(by_row, rows, grid["world"], device, dtype)
+    process.modules += 1
+    agreed = None if lockstep else _agreed(built, device, process)
+    assembly = Assembly(built, recipe, grid, memory, clip, agreed or Gather(device))
+    calls = Calls(built, assembly.gather, process, lockstep=lockstep)
+    split = split_rows(by_row, rows, grid["world"], device, process, dtype)
     cast = (lambda inputs: inputs) if dtype is None else (lambda inputs: _cast(inputs, dtype))
-    return Sharded(module, built, engine, calls, split, grid, recipe.lr, cast, agreed)
+    meetings = Lockstep(world.rank, axes, list(module.parameters()), process, agreed, device)
+    return Sharded(module, assembly, calls, split, recipe.lr, cast, meetings)
+
+
+def _require_known(module: nn.Module, stage: int, precision: str | None) -> None:
+    """Refuse a stage or a precision that there is none of, and a module that is, or whose weights are, sharded already.
+
+    Raises:
+        UserError: 510.
+    """
+    if stage not in STAGES:
+        raise UserError(510, f"stage: expected 0 to 3, got {stage!r}", where="shard")
+    if precision is not None and precision not in _DTYPES:
+        raise UserError(510, f"precision: expected one of {', '.join(_DTYPES)}, got {precision!r}", where="shard")
+    if any(hasattr(parameter, "gradient_slot") for parameter in module.parameters()):
+        raise UserError(510, "the module is sharded already", "shard a module once", where="shard")
+    if odd := next((name for name, one in module.named_parameters() if hasattr(one, "is_sharded")), None):
+        what = f"{odd} is a parameter of another module too, which is sharded already"
+        raise UserError(510, what, "shard one module that holds both", where="shard")
 
 
 def _untrainable(parameter: nn.Parameter) -> bool:
@@ -140,26 +155,6 @@ def _tables(module: nn.Module, asked: Units) -> dict[str, Table]:
             raise UserError(511, f"tables: {name} shares its weight", "leave it out of tables")
         found[name] = table
     return found
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """Give units the place where they rest, buffers, and the kernels that compute on them."""
-
-    device: torch.device
-    ledger: Ledger
-    offload: Offload | None
-    kernels: str
-    _pools: dict[torch.dtype, Pool] = field(default_factory=dict)
-
-    def ops(self, dtype: torch.dtype, *, updates: bool = False) -> Operations:
-        """Return the kernels beside parameters of a dtype; those of an update are where the update is."""
-        there = updates and self.offload is not None and self.offload.optimizer is not None
-        return choose(self.kernels, torch.device("cpu") if there else self.device, dtype)
-
-    def pool(self, dtype: torch.dtype) -> Pool:
-        """Return the buffers of all units for whole parameters, and whole gradients, of a dtype."""
-        return self._pools.setdefault(dtype, Pool(dtype, self.device, self.ledger, "pool"))
 
 
 def _offload_of(asked: str | Mapping[str, str] | None, device: torch.device, ledger: Ledger) -> Offload | None:
@@ -199,7 +194,7 @@ def _built(
     part: Part,
     dtype: torch.dtype | None,
     recipe: Recipe,
-    memory: _Memory,
+    memory: Memory,
     axes: UnitAxes,
     world: Axis,
     initial: Initial | None,
@@ -210,10 +205,12 @@ def _built(
     agree(world, memory.device, lambda: make_values(part, world, memory.device, initial, shapes))
     shown: list[tuple[bool, Shown]] = []
     for (own, trained), members in kinds.items():
-        unit = _unit(_unit_name(part, own, kinds, trained=trained), own, members, recipe, memory, axes, trained=trained)
-        adopt(unit, members, world)
+        entries = [Entry(m.name, tuple(m.parameter.shape), recipe.group(m.name), split=True) for m in members]
+        layout = lay_out(_unit_name(part, own, kinds, trained=trained), entries)
+        unit = unit_of(layout, own, memory, axes, trained=trained)
+        found = adopt(unit, members, world)
         index = {interval.name: place for place, interval in enumerate(unit.layout.intervals)}
-        shown += [(trained, Shown(unit, index[m.name], m.name, m.places)) for m in members]
+        shown += [(trained, Shown(unit, index[m.name], m.name, m.places, found[m.name])) for m in members]
     part.members.clear()  # nobody holds the parameters that the module came with any more
     return BuiltPart(
         part,
@@ -229,59 +226,10 @@ def _unit_name(part: Part, dtype: torch.dtype, kinds: Mapping[tuple[torch.dtype,
     return f"{part.name} ({', '.join(words)})" if words else part.name
 
 
-def _unit(
-    name: str,
-    dtype: torch.dtype,
-    members: Sequence[Member],
-    recipe: Recipe,
-    memory: _Memory,
-    axes: UnitAxes,
-    *,
-    trained: bool,
-) -> Unit:
-    entries = [Entry(m.name, tuple(m.parameter.shape), recipe.group(m.name), split=True) for m in members]
-    narrow = dtype in (torch.bfloat16, torch.float16)
-    precision = Precision(dtype, torch.float32 if narrow else dtype)
-    return Unit(
-        lay_out(name, entries),
-        axes,
-        precision,
-        memory.device,
-        (memory.pool(dtype), memory.pool(precision.gradients)),
-        memory.offload,
-        ops=memory.ops(dtype if dtype.is_floating_point else torch.float32),
-        trainable=trained,
-    )
-
-
-def _agreed(built: Sequence[BuiltPart], device: torch.device) -> AgreedGather | None:
+def _agreed(built: Sequence[BuiltPart], device: torch.device, process: Process) -> AgreedGather | None:
     """Return the gathering of units by ranks that call different ones; None: no unit is gathered."""
     units = [unit for part in built for unit in part.units]
-    return None if all(unit.parameters_rest_whole for unit in units) else AgreedGather(device, units)
-
-
-def _engine(
-    built: Sequence[BuiltPart],
-    recipe: Recipe,
-    grid: Grid,
-    memory: _Memory,
-    clip: float,
-    agreed: AgreedGather | None,
-) -> Engine:
-    """Return the engine over the units that are trained, in the order of the module."""
-    units = [unit for part in built for unit in part.units if unit.trainable]
-    names = [unit.layout.name for unit in units]
-    there = "host_" if memory.offload is not None and memory.offload.optimizer is not None else ""
-    wide = any(unit.masters.dtype == torch.float64 for unit in units)
-    ops = memory.ops(torch.float64 if wide else units[0].updated.values.dtype, updates=True)
-    optimizer = recipe.make(units, grid.comm.bucket, ops)
-    memory.ledger.hold(f"{there}staging", optimizer.staging_bytes)
-    scaling = any(unit.parameters.values.dtype == torch.float16 for unit in units)
-    told = {"clip": clip, "tokens_per_step": 1, "grid": grid, "scaling": scaling, "ops": ops, "offload": memory.offload}
-    engine = Engine([names], units, names, optimizer, **told, halts=False, gather=agreed)
-    if agreed is not None:
-        engine.stages[0].reduction.before = agreed.before_sum
-    return engine
+    return None if all(unit.parameters_rest_whole for unit in units) else AgreedGather(device, units, process)
 
 
 def _cast(inputs: Any, dtype: torch.dtype) -> Any:

@@ -12,7 +12,7 @@ follows, so that stages 0 and 1 reduce once a step.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,12 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import UserError
-from megazero.comm.collectives import all_gather
-from megazero.comm.grid import Grid
-from megazero.library.agreed import AgreedGather, in_lockstep, other_parts
-from megazero.library.built import BuiltPart
+from megazero.library.assembly import Assembly
+from megazero.library.backward import Backwards, run_backward
 from megazero.library.calls import Calls
-from megazero.library.describe import loss_text, parts_table
+from megazero.library.describe import parts_table
+from megazero.library.lockstep import Lockstep, in_lockstep
 from megazero.library.parts import saved_buffers
 from megazero.library.state import SavedStep, State
 from megazero.library.tables import Tables
@@ -75,13 +74,12 @@ class Sharded:
 
     Args:
         module: its parameters are those of the units by now.
-        parts: of the module, the root first.
-        engine: over the units that are trained.
+        assembly: of its parts and engine.
         calls: the runs of the parts.
         tables: whose rows are split.
         lr: of a step that does not say one.
         cast: what happens to the inputs: to the parameters' precision, if one was asked for.
-        agreed: how ranks that call different units gather them; None: all call the same.
+        lockstep: the calls that all ranks make together.
 
     Attributes:
         module: the module.
@@ -91,31 +89,40 @@ class Sharded:
     def __init__(
         self,
         module: nn.Module,
-        parts: Sequence[BuiltPart],
-        engine: Engine,
+        assembly: Assembly,
         calls: Calls,
         tables: Tables,
-        grid: Grid,
         lr: float,
         cast: Callable[[Any], Any],
-        agreed: AgreedGather | None = None,
+        lockstep: Lockstep,
     ):
-        self.module, self._parts, self._engine, self._calls, self._grid = module, parts, engine, calls, grid
-        self._lr, self._cast, self._tables = lr, cast, tables
-        self._units = [unit for part in parts for unit in part.units]
-        self._agreed = agreed
-        self._whole = WholeValues(module, parts, engine, calls, tables.shards, grid["world"], self._meet)
-        self._events = UnitEvents(self._units, grid.comm.ledger.seconds)
+        self.module, self._assembly, self._calls = module, assembly, calls
+        self._parts, self._grid = assembly.parts, assembly.grid
+        self._lr, self._cast, self._tables, self._lockstep = lr, cast, tables, lockstep
+        self._meet = lockstep.meet
         self._watch: tuple[int, TextIO] | None = None
         self._known = _places(module)
-        self._one = torch.ones((), device=self._units[0].device)
-        self._backwards = 0  # of this step
-        self._shards_gradients = any(not unit.gradients_rest_whole for unit in engine.units)
-        self._failed = False  # a backward of this step ended on the way
-        self._skipped = torch.zeros((), dtype=torch.int64, device=self._one.device)
-        self._checked, self._reduced = 0, False
-        self.steps = 0
-        engine.begin_step()
+        self._use(assembly.engine())
+        self._skipped = torch.zeros((), dtype=torch.int64, device=self._units[0].device)
+        self._checked = self.steps = 0
+        calls.on_thaw = self._thaw
+
+    def _use(self, engine: Engine) -> None:
+        self._engine, self._units = engine, [unit for part in self._parts for unit in part.units]
+        world, calls, tables = self._grid["world"], self._calls, self._tables
+        self._whole = WholeValues(self.module, self._parts, engine, calls, tables.shards, world, self._meet)
+        self._events = UnitEvents(self._units, self._grid.comm.ledger.seconds)
+        self._events.listen(on=self._watch is not None)
+        self._backwards = Backwards(engine, calls, tables, self._lockstep)
+
+    def _thaw(self) -> None:
+        """Train parameters too that were frozen. Raises UserError 502: between the backwards of a step."""
+        if self._backwards.count:
+            name = next(shown.name for part in self._parts for shown in part.thawed)
+            what = f"{name} was unfrozen between a backward and its step"
+            raise UserError(502, what, "call requires_grad_(True) after the step")
+        updates = self.steps - int(self._skipped)
+        self._use(self._assembly.thaw(self._engine, updates, self._calls.stray))
 
     @property
     def rank(self) -> int:
@@ -152,7 +159,7 @@ class Sharded:
         self._tables.fetch(ids)
 
     def backward(self, loss: Tensor, *, last: bool = True) -> None:
-        """Compute the gradients of a loss, and reduce them over the ranks.
+        """Compute the gradients of a loss, and reduce them over the ranks; `backward` does so for several modules.
 
         Args:
             loss: one number: of this rank, the mean over its samples.
@@ -162,43 +169,7 @@ class Sharded:
             UserError: 505, the loss is no single number, or gradients of gradients are asked for; 506, its graph is of
                 an earlier step; 507, ranks have run other parts of the module, or in another order.
         """
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            what = f"expected one number that depends on parameters, got {loss_text(loss)}"
-            raise UserError(505, what, "give the mean of the losses, outside of torch.no_grad()", where="backward")
-        self._meet("backward")
-        with in_lockstep(self.rank):
-            self._require_one_order()
-            self._backward(loss, last=last)
-
-    def _backward(self, loss: Tensor, *, last: bool) -> None:
-        (stage,) = self._engine.stages
-        if self._failed:
-            self._forget()
-        if self._backwards:
-            stage.finish_reduction()
-            if self._reduced and not self._shards_gradients:
-                for unit in self._engine.units:
-                    unit.keep_own_gradients()
-                stage.clear()  # what is reduced next holds what was reduced before
-        self._reduced = last
-        scaled = self._engine.loss(loss, self._one if self._backwards == 0 else self._one - 1)
-        self._backwards += 1
-        self._failed = True
-        with self._calls.backward(), self._tables.backward():
-            stage.backward(0, scaled.backward, reduce=last or self._shards_gradients, last=False)
-        self._failed = False
-
-    def _forget(self) -> None:
-        """Forget the gradients of this step, also those that are under way."""
-        (stage,) = self._engine.stages
-        stage.finish_reduction()
-        for unit in self._engine.units:
-            unit.drop_gradients()
-        self._tables.forget()
-        self._calls.release_all()
-        self._engine.begin_step()
-        self._calls.close()
-        self._backwards, self._reduced, self._failed = 0, False, False
+        run_backward(loss, [self._backwards], last=last)
 
     def step(self, lr: float | None = None, *, table_lr: float | None = None) -> Step:
         """Clip the gradients and update the parameters; the next call sees the new ones.
@@ -210,29 +181,20 @@ class Sharded:
         Raises:
             UserError: 503, there was no backward, or the last one had last=False; 507, a rank has run other parts.
         """
-        if self._failed:
-            raise UserError(503, "the last backward failed", "run the step's forward and backward again", where="step")
-        if not self._backwards:
-            raise UserError(503, "a step without a backward", "call sharded.backward(loss) before", where="step")
+        self._backwards.require_whole()
         (stage,) = self._engine.stages
-        if not self._reduced:
-            raise UserError(
-                503, "the last backward of the step had last=False", "give the last one last=True", where="step"
-            )
         self._meet("step")
         stage.finish_reduction()
         sum_replicas(self._engine.units)
         with in_lockstep(self.rank):
             self._calls.release_all()
-            self._require_one_order()
+        self._backwards.leave_frozen()
         result = self._engine.finish_step(self._lr if lr is None else lr, beside=self._tables.squares())
         self._skipped += result.skipped
         if self._tables.shards:
             done = self.steps + 1 - int(self._skipped)
             self._tables.update(table_lr, result.applied, done, skipped=bool(result.skipped))
-        self._engine.begin_step()
-        self._calls.next_step()
-        self._backwards = 0
+        self._backwards.next_step()
         self.steps += 1
         if self._watch is not None and self.steps % self._watch[0] == 0 and self.rank == 0:
             print(f"step {self.steps}\n{self._events.table()}", file=self._watch[1], flush=True)
@@ -262,9 +224,9 @@ class Sharded:
         Raises:
             UserError: 500, a name fits no parameter that is trained; 503, there was no backward.
         """
-        if not self._backwards:
+        if not self._backwards.count:
             raise UserError(503, "gradients without a backward", "call sharded.backward(loss) before")
-        if not self._reduced and not self._shards_gradients:
+        if not self._backwards.reduced:
             raise UserError(503, "the last backward had last=False", "gradients are reduced by the last one")
         return self._whole.gradients(names)
 
@@ -297,6 +259,7 @@ class Sharded:
             UserError: 403, it could not be written; 508, the folder has this step already; 302, a value is not finite.
         """
         self._meet("save")
+        self._calls.follow()
         return self._state().save(Path(folder), SavedStep(self.steps, int(self._skipped)))
 
     def load(self, folder: str | Path, step: int | None = None) -> int:
@@ -309,7 +272,8 @@ class Sharded:
             UserError: 402, there is none; 410, it is damaged; 508, it is of another module or another optimizer.
         """
         self._meet("load")
-        self._forget()
+        self._calls.follow()
+        self._backwards.forget()
         found = self._state().load(Path(folder), step)
         self.steps = found.steps
         self._skipped.fill_(found.skipped)
@@ -369,25 +333,6 @@ class Sharded:
         what = f"{type(owner).__name__}.{attribute} was added, taken away or replaced after the module was sharded"
         raise UserError(502, what, "change the module first, values within `with sharded.gathered(...)`")
 
-    def _meet(self, meeting: str) -> None:
-        """Let ranks that call different units come to the same call of this class. Raises UserError 507."""
-        if self._agreed is not None:
-            self._agreed.meet(meeting)
-
-    def _require_one_order(self) -> None:
-        """Refuse a backward, or a step, if ranks have gathered other units, or in another order. Raises UserError 507.
-
-        Their messages have been taken for each other's. Where parameters are sharded over several ranks, the host waits
-        for the device here.
-        """
-        if self._agreed is not None or self.ranks == 1 or all(unit.parameters_rest_whole for unit in self._units):
-            return
-        mine = torch.tensor([self._calls.order], dtype=torch.int64, device=self._one.device)
-        shard = self._units[0].axes.shard
-        orders = all_gather(mine, shard, "agree").tolist()
-        if odd := [rank for rank, order in zip(shard.ranks, orders, strict=True) if order != orders[0]]:
-            raise other_parts(odd[0], shard.ranks[0])
-
 
 def _places(module: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
     """Return every parameter of a module by its owner and attribute."""
@@ -397,3 +342,20 @@ def _places(module: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
         for attribute, parameter in owner._parameters.items()
         if parameter is not None
     }
+
+
+def backward(loss: Tensor, *modules: Sharded, last: bool = True) -> None:
+    """Compute the gradients of a loss for some sharded modules, and reduce them over the ranks.
+
+    Gradients that reach other sharded modules in its graph are dropped. fp16: the backward runs with the smallest loss
+    scale of the modules, and the gradients of each are brought to its own.
+
+    Args:
+        loss: one number: of this rank, the mean over its samples.
+        modules: in the order of their forwards.
+        last: as of `Sharded.backward`.
+
+    Raises:
+        UserError: as `Sharded.backward`; 510, there is no module, or one was sharded without an optimizer.
+    """
+    run_backward(loss, [module._backwards for module in dict.fromkeys(modules)], last=last)

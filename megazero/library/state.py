@@ -28,9 +28,12 @@ from megazero.checkpoint.shard import BLOCK, NAMES
 from megazero.checkpoint.store import Store
 from megazero.comm.agreement import agree
 from megazero.comm.grid import Grid
+from megazero.library.following import following_of
 from megazero.library.tables import RowShard
 from megazero.zero.engine import Engine
 from megazero.zero.unit import Unit
+
+_UPDATES = "updates."  # in a manifest's config: of a parameter that was frozen in some
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class State:
         self._rows = {name: (table, own) for table in tables for name, own in _tensors_of(table)}
         self._units, self._engine, self._buffers, self._grid, self._stage = units, engine, buffers, grid, stage
         self._world, self._device = grid["world"], units[0].device
+        self._optimizer = following_of(engine)
         self._logical = {
             i.name: Logical(shape=list(i.shape), pieces=[], dtype=NAMES[unit.masters.dtype], trained=unit.trainable)
             for unit in units
@@ -141,9 +145,12 @@ class State:
         progress = manifest.progress
         assert progress is not None, "a module's checkpoint has it"
         self._engine.restore(progress.updates, progress.loss_scale, progress.good_steps)
+        counts = {k.removeprefix(_UPDATES): n for k, n in manifest.config.items() if k.startswith(_UPDATES)}
+        self._optimizer.restore(progress.updates, counts)
         for unit in self._units:
             if not unit.trainable:
                 self._engine.gather.publish(unit)
+        self._engine.gather.unshard([unit for unit in self._units if unit.parameters_rest_whole])
         return SavedStep(manifest.step, progress.skipped)
 
     def _held(self, *, saves: bool) -> list[ShardState]:
@@ -182,7 +189,8 @@ class State:
             )
             tensors[name] = logical.model_copy(update={"pieces": pieces})
         sizes = {name: self._grid[name].size for name in ("tensor", "pipeline", "data")}
-        main = self._engine.units[0].masters.dtype
+        counts = self._optimizer.counts(progress.updates)
+        main = (self._engine.units or self._units)[0].masters.dtype
         manifest = Manifest(
             format=FORMAT,
             run=uuid.uuid4().hex,
@@ -196,7 +204,7 @@ class State:
             progress=progress,
             random={},
             identity={},
-            config={"batch.global": 1},
+            config={"batch.global": 1, **{_UPDATES + name: n for name, n in counts.items()}},
             software={"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()},
         )
         store.commit(step, manifest.to_bytes())

@@ -19,6 +19,7 @@ from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
 from megazero.kernels import counter
 from megazero.library.adopt import from_first
+from megazero.library.process import Process
 from megazero.library.row_groups import RowGroup, TableShape
 from megazero.library.row_optimizers import RowOptimizer
 
@@ -86,11 +87,15 @@ class Tables:
     Args:
         shards: of all tables.
         groups: each with its tables, by the names of their modules and their numbers in the group.
+
+    Attributes:
+        trained: rows of some of them are updated.
     """
 
     def __init__(self, shards: Sequence[RowShard], groups: Sequence[tuple[RowGroup, dict[str, int]]], world: Axis):
         self.shards, self._world = shards, world
         self._groups = [group for group, _ in groups]
+        self.trained = any(group.trained for group in self._groups)
         self._places = {name: (group, number) for group, numbers in groups for name, number in numbers.items()}
 
     def fetch(self, ids: Mapping[str, Tensor]) -> None:
@@ -124,15 +129,19 @@ class Tables:
             group.update(lr, scale, step, skipped=skipped)
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Be around a backward: gradients may come."""
+    def backward(self, factor: Tensor | None) -> Iterator[None]:
+        """Be around a backward: gradients may come.
+
+        Args:
+            factor: what they are multiplied by; None: nothing.
+        """
         for group in self._groups:
-            group.open(True)
+            group.factor, group.open = factor, True
         try:
             yield
         finally:
             for group in self._groups:
-                group.open(False)
+                group.open = False
 
     def forget(self) -> None:
         """Forget the gradients of this step."""
@@ -145,6 +154,7 @@ def split_rows(
     optimizer: RowOptimizer,
     world: Axis,
     device: torch.device,
+    process: Process,
     computes: torch.dtype | None = None,
 ) -> Tables:
     """Split the rows of tables over the ranks; their modules look up in them from then on. Every rank calls it.
@@ -153,6 +163,7 @@ def split_rows(
 
     Args:
         tables: by the names of their modules.
+        process: the other modules.
         computes: the dtype of what is looked up; None: that of the rows.
 
     Raises:
@@ -168,7 +179,7 @@ def split_rows(
     for (width, dtype, trained), names in alike.items():
         wholes = {name: len(tables[name].weight) for name in names}
         shapes = [TableShape(f"{name}.weight", whole, world.shard(whole)) for name, whole in wholes.items()]
-        group = RowGroup(shapes, width, dtype, device, world, optimizer, trained=trained)
+        group = RowGroup(shapes, width, dtype, device, world, optimizer, process, trained=trained)
         groups.append((group, {name: number for number, name in enumerate(names)}))
         for number, name in enumerate(names):
             shards[name] = _split(tables[name], group, number, world)
@@ -187,8 +198,15 @@ def _split(table: Table, group: RowGroup, number: int, world: Axis) -> RowShard:
         _draw(shard, table.padding_idx)
     else:
         shard.take(table.weight)
-    table.weight = nn.Parameter(shard.values, requires_grad=False)
+    table.weight = group.weights[number] = nn.Parameter(shard.values, requires_grad=group.trained)
+    if group.trained:
+        table.weight.register_post_accumulate_grad_hook(lambda _: _refuse(shape.name))
     return shard
+
+
+def _refuse(name: str) -> None:
+    do = "look its rows up; the whole table is in sharded.full_state_dict()"
+    raise UserError(506, f"{name} has a rank's own rows alone, and was used outside of a look-up", do)
 
 
 def _draw(shard: RowShard, padding: int | None) -> None:

@@ -117,7 +117,6 @@ class WholeValues:
         agree(self._world, self._units[0].device, lambda: self._require_fitting(state, keys))
         by_name = {name: state.get(key) for key, name in reversed(keys.items())}
         self._calls.release_all()
-        self._engine.gather.unshard([unit for unit in self._units if unit.parameters_rest_whole])  # of an update
         for unit in self._units:
             take(unit, dict(by_name), self._world)
         for table in self._tables:

@@ -132,7 +132,7 @@ class Engine:
         self._offload = offload or Offload()
         self.units, self.optimizer, self.grid, self.ops = units, optimizer, grid, ops
         self.clip, self.tokens_per_step = clip, tokens_per_step
-        device = units[0].device
+        device = units[0].device if units else torch.device("cpu")
         self.gather = gather or Gather(device)
         self._delayed: Delayed | None = None
         if self._offload.delayed:

@@ -1,9 +1,8 @@
 """Reduce gradients over the ranks with other samples, and over those that have seen other uses of a parameter.
 
-A unit's reduction starts when its last gradient has arrived, and is finished when the next unit's starts: one reduction
-is under way beside the backward of the next unit. Reductions start in one fixed order, the reverse of the forward's,
-whatever the order in which units become complete. A unit that backward never reached is reduced as zeros at the end,
-because the other ranks wait for it.
+A unit's reduction starts when its last gradient has arrived, and ends when the next one starts, next to the backward of
+the next unit. Reductions start in the reverse order of the forward, whatever the order in which units become complete.
+A unit that backward never reached is reduced as zeros at the end, because the other ranks wait for it.
 
     along           sum                                          when
     shard           of other samples, to where the optimizer     stages 0, 1: once a step; 2, 3: each micro-batch
@@ -14,8 +13,7 @@ because the other ranks wait for it.
     tensor          of the tokens of the other ranks, of what    once a step, `sum_tp_replicated`
                     is whole on each (sequence parallelism)
 
-The first three may be taken in another dtype (`zero.reduce_dtype`). The last is of norms and biases, few elements, and
-stays in that of the accumulation.
+The first three may be taken in another dtype (`zero.reduce_dtype`); the last, of few elements, stays in its own.
 """
 
 from collections import deque
@@ -51,6 +49,7 @@ class Reduction:
         # Called with each unit whose own gradients are complete; they are then dropped instead of reduced.
         self.inspect: Callable[[Unit], object] | None = None
         self.before: Callable[[Unit], object] = lambda unit: None  # called with each unit that is reduced next
+        self.follows: Reduction | None = None  # the reductions of this backward that start first
         for index, unit in enumerate(units):
             unit.deliveries.on_complete = lambda index=index: self._complete(index)
 
@@ -88,7 +87,7 @@ class Reduction:
         self._begin_ready()
 
     def _begin_ready(self) -> None:
-        while self._next >= 0 and self._ready[self._next]:
+        while self._next >= 0 and self._ready[self._next] and not (self.follows and self.follows._next >= 0):
             unit = self._units[self._next]
             self._next -= 1
             self.before(unit)

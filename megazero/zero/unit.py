@@ -138,13 +138,15 @@ class Unit:
 
     def make_parameters(self) -> dict[str, nn.Parameter]:
         """Return the model's parameters: views of this unit's memory, which `install` and `release` move."""
-        for interval in self.layout.intervals:
-            values = self._nothing if self.whole is None else _view(self.whole, interval)
-            parameter = nn.Parameter(values, requires_grad=self.trainable)
+        return self.move_parameters([nn.Parameter(self._nothing, requires_grad=self.trainable) for _ in self.views])
+
+    def move_parameters(self, parameters: list[nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Let parameters, in buffer order, be views of this unit's memory; return them by name."""
+        self._members = parameters
+        for parameter, interval in zip(parameters, self.layout.intervals, strict=True):
+            parameter.data = self._nothing if self.whole is None else _view(self.whole, interval)
             parameter.gradient_slot = self.views[interval.name]  # type: ignore[attr-defined]
-            self._members.append(parameter)
-        names = (interval.name for interval in self.layout.intervals)
-        return dict(zip(names, self._members, strict=True))
+        return dict(zip(self.views, parameters, strict=True))
 
     def start_unshard(self) -> tuple[Tensor, Pending]:
         """Start to gather all parameters into a buffer of the pool; `install` it when they have come."""

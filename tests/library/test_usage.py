@@ -227,6 +227,13 @@ def sharded_twice() -> None:
     megazero.shard(sharded_case("plain", 0).module, "adamw", stage=0)
 
 
+def shared_with_another_module() -> None:
+    first, second = made("plain"), made("plain")
+    second.get_submodule("first").weight = first.get_submodule("first").weight
+    megazero.shard(first, "adamw", stage=0, kernels="reference")
+    megazero.shard(second, "adamw", stage=0, kernels="reference")
+
+
 def other_order() -> None:
     sharded = sharded_case("plain", 3)
     stack = sharded.module
@@ -284,6 +291,7 @@ WRONG: dict[Callable[[], None], tuple[int, str]] = {
     without_values: (1, "MZ-509.*meta device"),
     nothing_to_train: (1, "MZ-510 .*no parameter"),
     sharded_twice: (1, "MZ-510 .*sharded already"),
+    shared_with_another_module: (1, "MZ-510 .*first.weight is a parameter of another module"),
 }
 
 

@@ -1,0 +1,101 @@
+"""Let the ranks know before a call of `Sharded` whether all make it, have frozen the same and run the same before."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from zlib import crc32
+
+import torch
+from torch import nn
+
+from megazero.base.errors import UserError
+from megazero.comm.collectives import all_gather
+from megazero.comm.grid import Axis
+from megazero.comm.transport.exchange import MismatchError
+from megazero.library.agreed import MEETINGS, AgreedGather
+from megazero.library.process import Process
+from megazero.zero.placement import UnitAxes
+
+
+def _other_parts(rank: int, than: int) -> UserError:
+    """Return the error for ranks in lockstep that have called different units."""
+    do = "let every rank call the same parts and make as many backwards, or give shard(lockstep=False)"
+    return UserError(507, f"it has run other parts of the module than rank {than}", do, rank=rank)
+
+
+@contextmanager
+def in_lockstep(own: int) -> Iterator[None]:
+    """Report the messages of another rank that show that it has called other units.
+
+    Args:
+        own: this rank.
+
+    Raises:
+        UserError: 507.
+    """
+    try:
+        yield
+    except MismatchError as error:
+        raise _other_parts(max(own, error.rank), min(own, error.rank)) from None
+
+
+class Lockstep:
+    """The calls of one `Sharded` that all ranks make together.
+
+    Each rank sends three numbers to the others, for which the host waits: its call, what it has gathered, and what is
+    frozen.
+
+    Args:
+        rank: this one.
+        parameters: of the module.
+        agreed: how ranks that call different units gather them; None: all call the same.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        axes: UnitAxes,
+        parameters: Sequence[nn.Parameter],
+        process: Process,
+        agreed: AgreedGather | None,
+        device: torch.device,
+    ):
+        self.rank, self._axes, self._parameters, self._agreed = rank, axes, parameters, agreed
+        self._process, self._device = process, device
+
+    def meet(self, meeting: str) -> None:
+        """Wait until all ranks have come to one of `MEETINGS`; groups of replicas come together to a step alone.
+
+        Raises:
+            UserError: 507, another rank has made another call, or run other parts; 502, it has frozen others.
+        """
+        if self._agreed is not None:
+            self._agreed.meet(meeting)
+        order = self._process.order if self._agreed is None else 0
+        frozen = crc32(bytes(parameter.requires_grad for parameter in self._parameters))
+        self._compare(self._axes.shard, meeting, order, frozen)
+        if meeting == "step":
+            self._compare(self._axes.replica, meeting, 0, frozen)
+
+    def _compare(self, axis: Axis, meeting: str, order: int, frozen: int) -> None:
+        if axis.size == 1:
+            return
+        mine = torch.tensor([[MEETINGS.index(meeting), order, frozen]], device=self._device)
+        with in_lockstep(self.rank):
+            calls, orders, froze = all_gather(mine, axis, "agree").T.tolist()
+        if any(_odd(numbers) is not None for numbers in (calls, orders)):
+            self._process.order = 0  # what follows begins alike
+        if (at := _odd(calls)) is not None:
+            own, first = MEETINGS[calls[at]], MEETINGS[calls[0]]
+            what = f"it waits for sharded.{own}, and rank {axis.ranks[0]} for sharded.{first}"
+            do = "let every rank make the same calls, and as many backwards before each step"
+            raise UserError(507, what, do, rank=axis.ranks[at])
+        if (at := _odd(orders)) is not None:
+            raise _other_parts(axis.ranks[at], axis.ranks[0])
+        if (at := _odd(froze)) is not None:
+            what = f"it has frozen other parameters than rank {axis.ranks[0]}"
+            raise UserError(502, what, "call requires_grad_ alike on every rank", rank=axis.ranks[at])
+
+
+def _odd(numbers: list[int]) -> int | None:
+    """Return the place of the first number that is another than the first; None: all are alike."""
+    return next((at for at, number in enumerate(numbers) if number != numbers[0]), None)
