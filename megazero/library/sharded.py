@@ -14,8 +14,6 @@ follows, so that stages 0 and 1 reduce once a step.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,43 +29,13 @@ from megazero.library.calls import Calls
 from megazero.library.describe import loss_text, parts_table
 from megazero.library.parts import saved_buffers
 from megazero.library.state import SavedStep, State
+from megazero.library.step import Step
 from megazero.library.tables import Tables
 from megazero.library.whole import Names, WholeValues
 from megazero.observe.unit_table import UnitEvents
 from megazero.plan.placements import STAGES
-from megazero.zero.engine import Engine, StepNumbers, StepResult
+from megazero.zero.engine import Engine
 from megazero.zero.reduce import sum_replicas
-
-
-@dataclass(frozen=True)
-class Step:
-    """The results of a step; reading one waits for the device.
-
-    Attributes:
-        result: as the engine has it, on the device.
-    """
-
-    result: StepResult
-
-    @cached_property
-    def numbers(self) -> StepNumbers:
-        """Return all of them on the host."""
-        return StepNumbers.of(self.result.packed.tolist())
-
-    @property
-    def grad_norm(self) -> float:
-        """Return the norm of the step's gradient over all ranks, before clipping."""
-        return self.numbers.grad_norm
-
-    @property
-    def skipped(self) -> bool:
-        """Return whether nothing was updated, because the gradient was not finite."""
-        return self.numbers.skipped
-
-    @property
-    def loss(self) -> float:
-        """Return the mean over the ranks of the sum of the step's losses."""
-        return self.numbers.loss
 
 
 class Sharded:
