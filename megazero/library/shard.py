@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from megazero.library.built import BuiltPart, Shown
 from megazero.library.calls import Calls
 from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
+from megazero.library.parameters import guard
 from megazero.library.parts import ROOT, Member, Part, Units, fitting, parts_of, submodules
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
@@ -118,8 +120,8 @@ def shard(
     engine = _engine(built, recipe, grid, memory, clip, agreed)
     calls = Calls(built, engine.gather)
     split = split_rows(by_row, rows, grid["world"], device, dtype)
-    cast = (lambda inputs: inputs) if dtype is None else (lambda inputs: _cast(inputs, dtype))
-    return Sharded(module, built, engine, calls, split, grid, recipe.lr, cast, agreed)
+    guard(module, built, split.shards, calls)
+    return Sharded(module, built, engine, calls, split, grid, recipe.lr, partial(_cast, dtype=dtype), agreed)
 
 
 def _untrainable(parameter: nn.Parameter) -> bool:
@@ -284,8 +286,10 @@ def _engine(
     return engine
 
 
-def _cast(inputs: Any, dtype: torch.dtype) -> Any:
-    """Return inputs with every tensor of floating point in this dtype."""
+def _cast(inputs: Any, dtype: torch.dtype | None) -> Any:
+    """Return inputs with every tensor of floating point in this dtype; None: as they are."""
+    if dtype is None:
+        return inputs
     if isinstance(inputs, Tensor):
         return inputs.to(dtype) if inputs.is_floating_point() else inputs
     if isinstance(inputs, dict):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from megazero.comm.grid import Grid
 from megazero.library.agreed import AgreedGather, in_lockstep, other_parts
 from megazero.library.built import BuiltPart
 from megazero.library.calls import Calls
-from megazero.library.describe import loss_text, parts_table
+from megazero.library.describe import loss_text, no_attribute, parts_table
 from megazero.library.parts import saved_buffers
 from megazero.library.state import SavedStep, State
 from megazero.library.step import Step
@@ -105,6 +105,18 @@ class Sharded:
             self._checked = self.steps + 1
         with in_lockstep(self.rank):
             return self.module(*self._cast(arguments), **self._cast(named))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(no_attribute(name, vars(self).get("module")))
+
+    def train(self, mode: bool = True) -> "Sharded":
+        """Let the module be in training mode, or not, as `nn.Module.train`; return this."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "Sharded":
+        """Let the module be in evaluation mode; return this."""
+        return self.train(False)
 
     def prefetch_rows(self, ids: Mapping[str, Tensor]) -> None:
         """Look up in several tables whose rows are split, in one exchange; their next look-up returns what came.

@@ -143,8 +143,7 @@ class Unit:
             parameter = nn.Parameter(values, requires_grad=self.trainable)
             parameter.gradient_slot = self.views[interval.name]  # type: ignore[attr-defined]
             self._members.append(parameter)
-        names = (interval.name for interval in self.layout.intervals)
-        return dict(zip(names, self._members, strict=True))
+        return {interval.name: made for interval, made in zip(self.layout.intervals, self._members, strict=True)}
 
     def start_unshard(self) -> tuple[Tensor, Pending]:
         """Start to gather all parameters into a buffer of the pool; `install` it when they have come."""
@@ -167,8 +166,9 @@ class Unit:
         """Show the model its parameters in this buffer, of `start_unshard`."""
         assert self.whole is None, f"unit {self.layout.name} is there already"
         self.whole = whole
-        for parameter, values in zip(self._members, self._views_of(whole), strict=True):
-            parameter.data = values
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may watch what others do with them
+            for parameter, values in zip(self._members, self._views_of(whole), strict=True):
+                parameter.data = values
         self.on_event("gathered")
 
     def release(self) -> None:
@@ -177,8 +177,9 @@ class Unit:
             return
         self._pools[0].give(self.whole)
         self.whole = None
-        for parameter in self._members:
-            parameter.data = self._nothing
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._members:
+                parameter.data = self._nothing
         self.on_event("released")
 
     def discard(self, whole: Tensor) -> None:
@@ -369,9 +370,8 @@ class Unit:
         """Let parameters rest as they are in a unit that is whole here, where somebody has changed them."""
         assert self.whole is not None, f"unit {self.layout.name} is not there"
         for interval in self.layout.intervals:
-            if interval.name not in names:
-                continue
-            self.resting.write(self.whole[interval.start : interval.stop], interval.start)
+            if interval.name in names:
+                self.resting.write(self.whole[interval.start : interval.stop], interval.start)
         self._offload.join()
         if self.secondary is not None:
             self.secondary.forget()
