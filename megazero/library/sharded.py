@@ -282,6 +282,8 @@ class Sharded:
     def load(self, folder: str | Path, step: int | None = None) -> int:
         """Take all of a checkpoint of any number of ranks and any stage; return its step. Every rank calls it.
 
+        It is verified first: a refusal changes nothing, and training can go on.
+
         Args:
             step: None: the newest.
 
@@ -289,8 +291,10 @@ class Sharded:
             UserError: 402, there is none; 410, it is damaged; 508, it is of another module or another optimizer.
         """
         self._meet("load")
+        state = self._state()
+        path, manifest = state.verified(Path(folder), step)
         self._forget()
-        found = self._state().load(Path(folder), step)
+        found = state.load(path, manifest)
         self.steps = found.steps
         self._skipped.fill_(found.skipped)
         return self.steps
