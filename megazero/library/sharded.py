@@ -24,7 +24,7 @@ from megazero.base.errors import UserError
 from megazero.comm.collectives import all_gather
 from megazero.comm.grid import Grid
 from megazero.library.agreed import AgreedGather, in_lockstep, other_parts
-from megazero.library.built import BuiltPart
+from megazero.library.built import BuiltPart, refuse_compiled
 from megazero.library.calls import Calls
 from megazero.library.describe import loss_text, no_attribute, parts_table
 from megazero.library.parts import saved_buffers
@@ -98,8 +98,9 @@ class Sharded:
 
         Raises:
             UserError: 502, parameters were added to the module, or taken away or replaced, after it was sharded; 507,
-                a rank has run other parts of it.
+                a rank has run other parts of it; 510, it is called from code that torch.compile compiles.
         """
+        refuse_compiled("sharded")
         if self._checked <= self.steps:  # once a step
             self._require_unchanged()
             self._checked = self.steps + 1
