@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megazero.base.errors import FailedElsewhere, UserError
 from megazero.base.version import __version__
@@ -22,10 +21,10 @@ from megazero.comm.ledger import Ledger
 from megazero.launcher.environment import RankContext, World, world_from_environment
 from megazero.launcher.rendezvous import connect, disconnect
 from megazero.launcher.spawn import run_local
+from megazero.library.plain import decoded, encoded
 from megazero.library.raised import first_kept, keep
 
 T = TypeVar("T")
-_BYTES = "bytes of a tensor"  # the key that tells an encoded tensor from a dictionary
 
 
 @dataclass
@@ -105,7 +104,7 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
                     raise
                 raise UserError(510, f"raised {type(error).__name__}: {error}", where=where) from None
             if place.world.rank == 0:
-                answer.write(json.dumps(_encoded(found)).encode())
+                answer.write(json.dumps(encoded(found)).encode())
                 answer.flush()
             disconnect()
             return 0
@@ -117,33 +116,4 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
             why = lines[0] if lines else f"exit code {code}"
             raise UserError(510, f"a rank failed: {why}", where=where)
         answer.seek(0)
-        return cast(T, _decoded(json.loads(answer.read())))
-
-
-def _encoded(value: Any) -> Any:
-    """Return a value in JSON's types."""
-    if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous()
-        data = flat.view(-1).view(torch.uint8).numpy().tobytes().hex()
-        return {_BYTES: data, "dtype": str(flat.dtype).removeprefix("torch."), "shape": list(flat.shape)}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _encoded(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encoded(one) for one in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    do = "return numbers, text, tensors, lists and dictionaries with text for keys"
-    raise UserError(510, f"rank 0 returned a {type(value).__name__}", do, where="launch")
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decoded(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    if _BYTES not in value:
-        return {key: _decoded(one) for key, one in value.items()}
-    dtype = getattr(torch, value["dtype"])
-    if not (data := bytearray.fromhex(value[_BYTES])):
-        return torch.empty(value["shape"], dtype=dtype)
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(value["shape"])
+        return cast(T, decoded(json.loads(answer.read())))

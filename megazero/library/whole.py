@@ -215,6 +215,6 @@ def _in_words(value: object) -> str:
         return f"a {type(value).__name__}"
     try:
         value.detach().reshape(-1)[:1].tolist()
-    except (RuntimeError, NotImplementedError) as error:  # of the meta device, of a layout or a class of its own
+    except RuntimeError as error:  # of the meta device, of a layout or a class of its own
         return f"a tensor on {value.device} that cannot be read: {str(error).splitlines()[0]}"
     return str(tuple(value.shape))
