@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -141,3 +142,20 @@ def leaves() -> None:
 def test_a_rank_that_ends_without_an_exception_is_named():
     with pytest.raises(UserError, match=r"MZ-510 leaves: a rank failed: MZ-313 rank=\d.*exit code 5"):
         megazero.launch(leaves, 2)
+
+
+def aborts() -> None:
+    os.kill(os.getpid(), signal.SIGABRT)  # as a failed allocation in C++ does
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_a_rank_that_dies_under_a_limit_of_its_address_space_says_so(limited: bool):
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if limited:
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 44, hard))
+    try:
+        with pytest.raises(UserError, match=r"MZ-310 .*SIGABRT") as refused:
+            megazero.launch(aborts, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert ("is limited to 16,777,216 MB: raise `ulimit -v`" in str(refused.value)) == limited
