@@ -7,7 +7,7 @@ before each one (`__torch_function__`, as in torch.nn.UninitializedParameter):
     shape, dtype, device, ...  those of the whole parameter, also while its values rest in shards
     values                     those of the last update, once they have come; refused while they rest in shards
     changes in place           refused outside of `Sharded.gathered`: masters and other ranks would not get them
-    `.grad`                    refused: it stays empty, so an optimizer or a norm would do nothing and not say so
+    `.grad`, hooks of it       refused: it stays empty, so an optimizer or a norm would do nothing and not say so
 
 While a part's forward runs, the module sees plain tensors in the place of its parameters (`calls.py`).
 """
@@ -29,7 +29,7 @@ _SHAPES = {"size", "numel", "nelement", "dim", "ndimension", "stride", "is_conti
 _SHAPE_PROPERTIES = {"shape", "ndim", "nbytes"}
 _VALUE_PROPERTIES = {"data", "real", "imag", "T", "mT", "H", "mH"}
 _FREE = {"is_floating_point", "is_complex", "element_size", "get_device", "requires_grad_", "__hash__"}
-_FREE |= {"register_hook", "register_post_accumulate_grad_hook"}
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 _CHANGE = "call sharded.load_state_dict(state), or change values within `with sharded.gathered(...)`"
 
 
@@ -62,6 +62,9 @@ class ShardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if name == "__get__" and of == "grad":
                 return arguments[0]._own_grad()
+            if name in _HOOKS:
+                what = f"{arguments[0].full_name}.{name} was called: no gradient comes to it"
+                raise UserError(506, what, "sharded.gradients() returns gradients; change a loss, or hook activations")
             if name in _SHAPES or (name == "__get__" and of in _SHAPE_PROPERTIES):
                 return function(arguments[0]._shaped(), *arguments[1:], **named)
             if name in _FREE or (name in ("__get__", "__set__") and of not in _VALUE_PROPERTIES):

@@ -22,6 +22,7 @@ COPY = r"MZ-506: first.weight: a sharded module cannot be copied or pickled"
 CHANGE = r"MZ-502: .* outside of `sharded.gathered`; call sharded.load_state_dict"
 CONVERSION = r"MZ-502: a sharded module was to be moved or converted .*precision="
 GRAD = r"MZ-506: first.weight.grad was read, .*sharded.gradients\(\).*shard\(clip=...\).*sharded.step\(\)"
+HOOK = r"MZ-506: first.bias.register_hook was called: no gradient comes to it; sharded.gradients"
 LOAD = r"MZ-502: load_state_dict of a sharded module was called; call sharded.load_state_dict"
 
 
@@ -87,6 +88,7 @@ USES: dict[str, tuple[Use, str, str]] = {
     "clip_grad_norm_": (lambda m, e: nn.utils.clip_grad_norm_(m.parameters(), 1.0), GRAD, GRAD),
     ".grad": (lambda m, e: m.get_parameter("first.weight").grad, GRAD, GRAD),
     "zero_grad": (lambda m, e: m.zero_grad(), GRAD, GRAD),
+    "register_hook": (lambda m, e: m.get_parameter("first.bias").register_hook(print), HOOK, HOOK),
 }  # fmt: skip
 
 
