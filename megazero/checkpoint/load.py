@@ -32,6 +32,10 @@ class _Copy:
     dtype: torch.dtype
     disks: PagedHome | None = None
 
+    def elsewhere(self) -> "_Copy":
+        """Return a copy of the same bytes into memory of its own."""
+        return replace(self, into=torch.empty(len(self.into), dtype=self.dtype), disks=None)
+
     def parts(self, elements: int) -> "Iterator[_Copy]":
         """Yield copies that together make this one, cut at multiples of so many elements of the buffer."""
         begins, first = int(self.into.storage_offset()), 0
@@ -49,6 +53,7 @@ def load_tensors(
     rank: int,
     size: int,
     stop: Callable[[], bool] = lambda: False,
+    fills: bool = True,
 ) -> int:
     """Fill a rank's tensors; return how many bytes were read.
 
@@ -58,13 +63,14 @@ def load_tensors(
         holdings: the state to fill, in the kinds that it has; with zeros where the manifest does not have the kind.
         rank, size: in the world, which shares the check of files that no rank needs anything of.
         stop: polled while reading; True: give up, the tensors are not needed any more.
+        fills: False: read and verify the same bytes, and leave the tensors as they are.
 
     Raises:
-        UserError: 410, a file is damaged; the tensors filled by then must not be used.
+        UserError: 410, a file is damaged; with `fills` the tensors filled by then must not be used.
     """
     copies: list[list[_Copy]] = [[] for _ in manifest.files]
     starts = {name: [piece[1] for piece in logical.pieces] for name, logical in manifest.tensors.items()}
-    for holding in holdings:  # what a step tried before may have left
+    for holding in holdings if fills else ():  # what a step tried before may have left
         for kind in holding.tensors.keys() - set(manifest.kinds):
             if holding.disks is None:
                 holding.tensors[kind].zero_()
@@ -80,7 +86,7 @@ def load_tensors(
             try:
                 reader.check_header(header)
                 for copy in sorted(copies[index], key=lambda copy: copy.at):
-                    if not _fill(reader, copy, stop):
+                    if not _fill(reader, copy if fills else copy.elsewhere(), stop):
                         return read
                     progress.advance()
             finally:

@@ -7,6 +7,7 @@ the chain ends: the system reports it. Ranks that began different operations und
 waiting will resolve.
 """
 
+import resource
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,8 @@ def death(status: RankStatus, exit_code: int) -> UserError:
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         do = "out of memory? see the system's log" if name == "SIGKILL" else "see its output above"
+        if (space := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:  # ranks inherit it
+            do = f"its address space is limited to {space >> 20:,} MB: raise `ulimit -v`, or {do}"
         return UserError(310, f"was ended by {name} {where}, {_doing(status)}", do, **_who(status))
     return UserError(
         313, f"ended with exit code {exit_code} {where}, {_doing(status)}", "see its output above", **_who(status)

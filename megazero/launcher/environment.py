@@ -201,6 +201,11 @@ def meeting_of_step(environment: Mapping[str, str] = os.environ, known: Sequence
     return Meeting(host, port, named[0] if named else None, nodes)
 
 
+def master(environment: Mapping[str, str] = os.environ) -> str:
+    """Return where the ranks of torchrun meet, as host:port."""
+    return f"{addresses.shown(environment['MASTER_ADDR'])}:{addresses.shown(environment['MASTER_PORT'])}"
+
+
 def stay_on(interface: str, environment=os.environ) -> None:
     """Make backends listen on `interface`, unless the user has named another for them."""
     for name in INTERFACES:

@@ -38,6 +38,7 @@ from megazero.launcher.environment import (
     World,
     attempt,
     host_name,
+    master,
     meeting_of_step,
     secret_of_step,
     stay_on,
@@ -176,12 +177,30 @@ def _store(place: RankContext, timeout: timedelta) -> Store:
     if place.store is not None:
         store: Store = FileStore(str(place.store), world.size)
     elif world.launcher == "torchrun":
-        lasting, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
-        store = PrefixStore(f"attempt {attempt()}", lasting)
+        store = PrefixStore(f"attempt {attempt()}", _store_of_torchrun(world, timeout))
     else:
         store = _step_store(world, meeting_of_step(), timeout)
     store.set_timeout(timeout)
     return store
+
+
+def _store_of_torchrun(world: World, timeout: timedelta) -> Store:
+    """Return torch's store. Raises UserError 320, 322: ranks do not come, or rank 0 cannot listen."""
+    try:
+        lasting, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            what = f"cannot listen on {master()}: another process does"
+            raise UserError(
+                322, what, "set MASTER_PORT, or --master-port of torchrun, to a free port", rank=0
+            ) from None
+        seconds = timeout.total_seconds()
+        what = f"rank 0 did not answer at {master()} within {seconds:g} s"
+        if world.rank == 0:
+            what = f"not all {world.size} ranks came to {master()} within {seconds:g} s"
+        do = "start all ranks with torchrun; if this is to be one process, unset RANK, WORLD_SIZE and LOCAL_RANK"
+        raise UserError(320, what, do, rank=world.rank) from None
+    return lasting
 
 
 def _step_store(world: World, meeting: Meeting, timeout: timedelta) -> Store:

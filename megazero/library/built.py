@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.graph import Node, get_gradient_edge
 
+from megazero.base.errors import UserError
 from megazero.library.parts import Part, Place
 from megazero.zero.unit import Unit
 
@@ -174,11 +176,12 @@ def watch(part: BuiltPart, unit: Unit, take: Callable[[BuiltPart, Shown, nn.Para
         if shown.unit is not unit:
             continue
         parameter, asked = shown.parameter, shown.parameter.requires_grad
-        parameter.requires_grad_(True)
-        parameter.register_post_accumulate_grad_hook(partial(take, part, shown))
-        if unit.parameters_rest_whole:
-            part.nodes.append(get_gradient_edge(parameter).node)
-        parameter.requires_grad_(asked)
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may watch what others do with them
+            parameter.requires_grad_(True)
+            parameter.register_post_accumulate_grad_hook(partial(take, part, shown))
+            if unit.parameters_rest_whole:
+                part.nodes.append(get_gradient_edge(parameter).node)
+            parameter.requires_grad_(asked)
 
 
 def before_backward(outputs: Any, event: Callable[[object], None]) -> None:
@@ -212,16 +215,34 @@ def prepare(part: BuiltPart, run: Callable[..., Any], take: Callable[[BuiltPart,
 
 
 def wrap(part: BuiltPart, run: Callable[..., Any]) -> None:
-    """Let every call of a part's module run between its events; a module that is compiled stays so inside of them."""
+    """Let every call of a part's module run between its events; a module that is compiled stays so inside of them.
+
+    A call of it from code that torch.compile compiles is refused.
+    """
     module = part.part.module
     compiled: Forward | None = module._compiled_call_impl
     forward: Forward = compiled or module.forward
 
     @wraps(forward)
     def call(*arguments: Any, **named: Any) -> Any:
+        refuse_compiled(part.part.name)
         return run(part, forward, arguments, named)
 
     if compiled is None:
         module.forward = call
     else:
         module._compiled_call_impl = call
+
+
+def refuse_compiled(name: str) -> None:
+    """Refuse a call from code that torch.compile compiles: what gathers parameters cannot be traced.
+
+    Raises:
+        UserError: 510.
+    """
+    if get_eval_frame_callback() is not None:
+        what = f"{name} was called from a module or function that torch.compile compiles"
+        raise UserError(510, what, "compile each block instead: for block in module.blocks: block.compile()")
+
+
+refuse_compiled._torchdynamo_disable = True  # type: ignore[attr-defined]  # it is called, not traced: without a warning

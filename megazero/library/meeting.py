@@ -1,8 +1,10 @@
 """Meet the other ranks: those that torchrun or srun started, or those that `launch` forks; alone without either."""
 
 import json
+import signal
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -10,19 +12,20 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megazero.base.errors import UserError
+from megazero.base.errors import FailedElsewhere, UserError
 from megazero.base.version import __version__
+from megazero.comm.collectives import CollectiveError
 from megazero.comm.context import CommContext
 from megazero.comm.ledger import Ledger
 from megazero.launcher.environment import RankContext, World, world_from_environment
 from megazero.launcher.rendezvous import connect, disconnect
 from megazero.launcher.spawn import run_local
+from megazero.library.plain import decoded, encoded
 from megazero.library.process import Process
+from megazero.library.raised import first_kept, keep
 
 T = TypeVar("T")
-_BYTES = "bytes of a tensor"  # the key that tells an encoded tensor from a dictionary
 
 
 @dataclass
@@ -83,51 +86,36 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
 
     Raises:
         UserError: 510, a rank failed, and has said why; or what rank 0 returned is none of these.
+        BaseException: what the function raised first on any rank, with that rank and its traceback as a note.
     """
     lines: list[str] = []
-    with tempfile.TemporaryFile() as answer:
+    where = getattr(function, "__name__", "launch")
+    with ExitStack() as files:
+        answer = files.enter_context(tempfile.TemporaryFile())
+        raised = [files.enter_context(tempfile.TemporaryFile()) for _ in range(nproc)]
 
         def main(place: RankContext) -> int:
             be(place)
-            found = function(*arguments)
+            try:
+                found = function(*arguments)
+            except (UserError, CollectiveError, FailedElsewhere):  # these have lines of their own
+                raise
+            except BaseException as error:
+                keep(error, place.world.rank, raised[place.world.rank])
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                raise UserError(510, f"raised {type(error).__name__}: {error}", where=where) from None
             if place.world.rank == 0:
-                answer.write(json.dumps(_encoded(found)).encode())
+                answer.write(json.dumps(encoded(found)).encode())
                 answer.flush()
             disconnect()
             return 0
 
-        code = run_local(nproc, main, lambda _, line: lines.append(line))
+        code = run_local(nproc, main, lambda _, line: lines.append(line), signalled=signal.raise_signal)
         if code:
+            if (error := first_kept(raised)) is not None:
+                raise error
             why = lines[0] if lines else f"exit code {code}"
-            raise UserError(510, f"a rank failed: {why}", where=getattr(function, "__name__", "launch"))
+            raise UserError(510, f"a rank failed: {why}", where=where)
         answer.seek(0)
-        return cast(T, _decoded(json.loads(answer.read())))
-
-
-def _encoded(value: Any) -> Any:
-    """Return a value in JSON's types."""
-    if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous()
-        data = flat.view(-1).view(torch.uint8).numpy().tobytes().hex()
-        return {_BYTES: data, "dtype": str(flat.dtype).removeprefix("torch."), "shape": list(flat.shape)}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _encoded(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encoded(one) for one in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    do = "return numbers, text, tensors, lists and dictionaries with text for keys"
-    raise UserError(510, f"rank 0 returned a {type(value).__name__}", do, where="launch")
-
-
-def _decoded(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decoded(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    if _BYTES not in value:
-        return {key: _decoded(one) for key, one in value.items()}
-    dtype = getattr(torch, value["dtype"])
-    if not (data := bytearray.fromhex(value[_BYTES])):
-        return torch.empty(value["shape"], dtype=dtype)
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(value["shape"])
+        return cast(T, decoded(json.loads(answer.read())))

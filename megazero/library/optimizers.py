@@ -59,6 +59,10 @@ def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
         return Recipe((), 0.0, lambda units, bucket, ops: Following(units, _none), lambda name: Group(True), False)
     if callable(asked):
         return _of_torch(asked, groups)
+    if not isinstance(asked, str | Mapping):
+        what = f"expected a name, options or a function of parameters, got a {type(asked).__name__}"
+        do = "shard has other parameters than the module: give lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        raise UserError(501, what, do, where=_WHERE)
     options = {"name": asked} if isinstance(asked, str) else dict(asked)
     if (name := options.pop("name", None)) != AdamW.KIND:
         do = 'give "adamw", or a function that makes an optimizer of torch for some parameters'

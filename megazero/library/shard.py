@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megazero.library.calls import Calls
 from megazero.library.lockstep import Lockstep
 from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
+from megazero.library.parameters import guard
 from megazero.library.parts import ROOT, Part, Units, fitting, parts_of, submodules
 from megazero.library.process import Process
 from megazero.library.row_optimizers import row_optimizer
@@ -115,9 +117,9 @@ def shard(
     assembly = Assembly(built, recipe, grid, memory, clip, agreed or Gather(device))
     calls = Calls(built, assembly.gather, process, lockstep=lockstep)
     split = split_rows(by_row, rows, grid["world"], device, process, dtype)
-    cast = (lambda inputs: inputs) if dtype is None else (lambda inputs: _cast(inputs, dtype))
     meetings = Lockstep(world.rank, axes, list(module.parameters()), process, agreed, device)
-    return Sharded(module, assembly, calls, split, recipe.lr, cast, meetings)
+    guard(module, built, split.shards, calls)
+    return Sharded(module, assembly, calls, split, recipe.lr, partial(_cast, dtype=dtype), meetings)
 
 
 def _require_known(module: nn.Module, stage: int, precision: str | None) -> None:
@@ -232,8 +234,10 @@ def _agreed(built: Sequence[BuiltPart], device: torch.device, process: Process) 
     return None if all(unit.parameters_rest_whole for unit in units) else AgreedGather(device, units, process)
 
 
-def _cast(inputs: Any, dtype: torch.dtype) -> Any:
-    """Return inputs with every tensor of floating point in this dtype."""
+def _cast(inputs: Any, dtype: torch.dtype | None) -> Any:
+    """Return inputs with every tensor of floating point in this dtype; None: as they are."""
+    if dtype is None:
+        return inputs
     if isinstance(inputs, Tensor):
         return inputs.to(dtype) if inputs.is_floating_point() else inputs
     if isinstance(inputs, dict):

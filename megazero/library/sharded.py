@@ -14,10 +14,8 @@ follows, so that stages 0 and 1 reduce once a step.
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 from torch import Tensor, nn
@@ -25,48 +23,19 @@ from torch import Tensor, nn
 from megazero.base.errors import UserError
 from megazero.library.assembly import Assembly
 from megazero.library.backward import Backwards, run_backward
+from megazero.library.built import refuse_compiled
 from megazero.library.calls import Calls
-from megazero.library.describe import parts_table
+from megazero.library.describe import no_attribute, parts_table
 from megazero.library.lockstep import Lockstep, in_lockstep
 from megazero.library.parts import saved_buffers
 from megazero.library.state import SavedStep, State
+from megazero.library.step import Step
 from megazero.library.tables import Tables
 from megazero.library.whole import Names, WholeValues
 from megazero.observe.unit_table import UnitEvents
 from megazero.plan.placements import STAGES
-from megazero.zero.engine import Engine, StepNumbers, StepResult
+from megazero.zero.engine import Engine
 from megazero.zero.reduce import sum_replicas
-
-
-@dataclass(frozen=True)
-class Step:
-    """The results of a step; reading one waits for the device.
-
-    Attributes:
-        result: as the engine has it, on the device.
-    """
-
-    result: StepResult
-
-    @cached_property
-    def numbers(self) -> StepNumbers:
-        """Return all of them on the host."""
-        return StepNumbers.of(self.result.packed.tolist())
-
-    @property
-    def grad_norm(self) -> float:
-        """Return the norm of the step's gradient over all ranks, before clipping."""
-        return self.numbers.grad_norm
-
-    @property
-    def skipped(self) -> bool:
-        """Return whether nothing was updated, because the gradient was not finite."""
-        return self.numbers.skipped
-
-    @property
-    def loss(self) -> float:
-        """Return the mean over the ranks of the sum of the step's losses."""
-        return self.numbers.loss
 
 
 class Sharded:
@@ -137,13 +106,26 @@ class Sharded:
 
         Raises:
             UserError: 502, parameters were added to the module, or taken away or replaced, after it was sharded; 507,
-                a rank has run other parts of it.
+                a rank has run other parts of it; 510, it is called from code that torch.compile compiles.
         """
+        refuse_compiled("sharded")
         if self._checked <= self.steps:  # once a step
             self._require_unchanged()
             self._checked = self.steps + 1
         with in_lockstep(self.rank):
             return self.module(*self._cast(arguments), **self._cast(named))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(no_attribute(name, vars(self).get("module")))
+
+    def train(self, mode: bool = True) -> "Sharded":
+        """Let the module be in training mode, or not, as `nn.Module.train`; return this."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "Sharded":
+        """Let the module be in evaluation mode; return this."""
+        return self.train(False)
 
     def prefetch_rows(self, ids: Mapping[str, Tensor]) -> None:
         """Look up in several tables whose rows are split, in one exchange; their next look-up returns what came.
@@ -265,6 +247,8 @@ class Sharded:
     def load(self, folder: str | Path, step: int | None = None) -> int:
         """Take all of a checkpoint of any number of ranks and any stage; return its step. Every rank calls it.
 
+        It is verified first: a refusal changes nothing, and training can go on.
+
         Args:
             step: None: the newest.
 
@@ -273,8 +257,10 @@ class Sharded:
         """
         self._meet("load")
         self._calls.follow()
+        state = self._state()
+        path, manifest = state.verified(Path(folder), step)
         self._backwards.forget()
-        found = self._state().load(Path(folder), step)
+        found = state.load(path, manifest)
         self.steps = found.steps
         self._skipped.fill_(found.skipped)
         return self.steps

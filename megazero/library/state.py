@@ -113,8 +113,8 @@ class State:
             checkpoints.close()
         return store.path(step.steps)
 
-    def load(self, folder: Path, step: int | None) -> SavedStep:
-        """Fill all tensors from a step of a folder; return its counts. Every rank calls it.
+    def verified(self, folder: Path, step: int | None) -> tuple[Path, Manifest]:
+        """Return a step of a folder once all ranks have verified what they read of it. Every rank calls it.
 
         Args:
             step: None: the newest.
@@ -133,13 +133,14 @@ class State:
             self._require_fitting(manifest, path)
             return path, manifest
 
-        path, manifest = agree(self._world, self._device, read)
-        held, buffers = self._held(saves=False), self._held_buffers()
-        agree(
-            self._world,
-            self._device,
-            lambda: load_tensors(path, manifest, [*held, *buffers], rank=self._world.rank, size=self._world.size),
-        )
+        found = agree(self._world, self._device, read)
+        self._read(*found, [*self._held(saves=False), *self._held_buffers()], fills=False)
+        return found
+
+    def load(self, path: Path, manifest: Manifest) -> SavedStep:
+        """Fill all tensors from a step that has been verified; return its counts. Every rank calls it."""
+        buffers = self._held_buffers()
+        self._read(path, manifest, [*self._held(saves=False), *buffers], fills=True)
         for buffer, filled in zip(self._buffers.values(), buffers, strict=True):
             buffer.copy_(filled.tensors[WEIGHT].view(buffer.shape))
         progress = manifest.progress
@@ -152,6 +153,14 @@ class State:
                 self._engine.gather.publish(unit)
         self._engine.gather.unshard([unit for unit in self._units if unit.parameters_rest_whole])
         return SavedStep(manifest.step, progress.skipped)
+
+    def _read(self, path: Path, manifest: Manifest, held: Sequence[ShardState], *, fills: bool) -> None:
+        rank, size = self._world.rank, self._world.size
+        agree(
+            self._world,
+            self._device,
+            lambda: load_tensors(path, manifest, held, rank=rank, size=size, fills=fills),
+        )
 
     def _held(self, *, saves: bool) -> list[ShardState]:
         hold = holding_to_save if saves else holding_to_load

@@ -197,9 +197,23 @@ def _raw(x: Tensor) -> bytes:
 
 
 def _require_fitting(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a state_dict that is not the module's. Raises UserError 508."""
+    """Refuse a state_dict that is not the module's, before anything of it is taken. Raises UserError 508."""
+    if not isinstance(state, Mapping):
+        what = f"expected names with tensors, got a {type(state).__name__}"
+        raise UserError(508, what, "give the state_dict of this module", where="load_state_dict")
     for key in (*shapes, *state):
-        got = tuple(state[key].shape) if key in state else None
-        if shapes.get(key) != got:
-            what = f"{key}: expected {shapes.get(key, 'no such name')}, got {'nothing' if got is None else got}"
+        got = _in_words(state[key]) if key in state else "nothing"
+        if (expected := str(shapes.get(key, "no such name"))) != got:
+            what = f"{key}: expected {expected}, got {got}"
             raise UserError(508, what, "give the state_dict of this module", where="load_state_dict")
+
+
+def _in_words(value: object) -> str:
+    """Return the shape of a tensor whose values can be read, or what else it is."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    try:
+        value.detach().reshape(-1)[:1].tolist()
+    except RuntimeError as error:  # of the meta device, of a layout or a class of its own
+        return f"a tensor on {value.device} that cannot be read: {str(error).splitlines()[0]}"
+    return str(tuple(value.shape))

@@ -9,8 +9,8 @@
                  shards the sum of the neighbours', and then these between ranks of the same place, which cross hosts
                  once; rounded once at each hop.
 
-A value is off by at most 1/254 of the largest magnitude of its block of 256 with 8 bits, 1/14 with 4 (`kernels/
-reference.py`). A block with a value that is not finite arrives as NaN, so a step is skipped where it would have been.
+A code is off by at most 1/254 of the largest magnitude of its block of 256 with 8 bits, 1/14 with 4; bf16 adds 1/256.
+A block with a value that is not finite arrives as NaN, so a step is skipped where it would have been.
 
 With error feedback each rank keeps, of every gradient that it sends, what the codes do not mean, and adds it before it
 rounds the next one: what it has sent in all is then off by one rounding, however many steps there were. That takes as

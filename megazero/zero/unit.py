@@ -4,7 +4,7 @@ Values that do not rest whole are whole for a while in a buffer of the pool: gat
 `install` and `release`, the gradients of one micro-batch (`partial`) from the first delivery until they are reduced.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -143,10 +143,15 @@ class Unit:
     def move_parameters(self, parameters: list[nn.Parameter]) -> dict[str, nn.Parameter]:
         """Let parameters, in buffer order, be views of this unit's memory; return them by name."""
         self._members = parameters
-        for parameter, interval in zip(parameters, self.layout.intervals, strict=True):
-            parameter.data = self._nothing if self.whole is None else _view(self.whole, interval)
-            parameter.gradient_slot = self.views[interval.name]  # type: ignore[attr-defined]
+        for parameter, view in zip(parameters, self.views.values(), strict=True):
+            parameter.gradient_slot = view  # type: ignore[attr-defined]
+        self._show(self._nothing if self.whole is None else _view(self.whole, i) for i in self.layout.intervals)
         return dict(zip(self.views, parameters, strict=True))
+
+    def _show(self, values: Iterable[Tensor]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may watch what others do with them
+            for parameter, own in zip(self._members, values, strict=True):
+                parameter.data = own
 
     def start_unshard(self) -> tuple[Tensor, Pending]:
         """Start to gather all parameters into a buffer of the pool; `install` it when they have come."""
@@ -169,8 +174,7 @@ class Unit:
         """Show the model its parameters in this buffer, of `start_unshard`."""
         assert self.whole is None, f"unit {self.layout.name} is there already"
         self.whole = whole
-        for parameter, values in zip(self._members, self._views_of(whole), strict=True):
-            parameter.data = values
+        self._show(self._views_of(whole))
         self.on_event("gathered")
 
     def release(self) -> None:
@@ -179,8 +183,7 @@ class Unit:
             return
         self._pools[0].give(self.whole)
         self.whole = None
-        for parameter in self._members:
-            parameter.data = self._nothing
+        self._show([self._nothing] * len(self._members))
         self.on_event("released")
 
     def discard(self, whole: Tensor) -> None:
@@ -371,9 +374,8 @@ class Unit:
         """Let parameters rest as they are in a unit that is whole here, where somebody has changed them."""
         assert self.whole is not None, f"unit {self.layout.name} is not there"
         for interval in self.layout.intervals:
-            if interval.name not in names:
-                continue
-            self.resting.write(self.whole[interval.start : interval.stop], interval.start)
+            if interval.name in names:
+                self.resting.write(self.whole[interval.start : interval.stop], interval.start)
         self._offload.join()
         if self.secondary is not None:
             self.secondary.forget()

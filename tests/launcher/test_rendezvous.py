@@ -1,12 +1,17 @@
 """How ranks meet: who is missing is named, who runs something else is refused, one address is listened on."""
 
 import os
+import re
 import socket
 import textwrap
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from megazero.base.errors import UserError
+from megazero.launcher.environment import RankContext, world_from_environment
+from megazero.launcher.rendezvous import connect
 from tests.launcher.test_faults import listening
 from tests.processes import until_gone
 from tests.warm import Process
@@ -117,3 +122,36 @@ def test_a_host_that_others_cannot_reach_is_refused():
     _, err = process.communicate()
     assert process.returncode == 1
     assert "127.0.0.1 cannot be reached from the other 1 hosts" in err.splitlines()[-1]
+
+
+def refused(rank: int, port: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the line of a rank that torchrun's variables tell to meet another one."""
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**variables, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as error:
+        connect(RankContext.of(world_from_environment()), timeout=timedelta(seconds=1), fingerprint="")
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        (
+            0,
+            r"MZ-320 rank=0: not all 2 ranks came to 127.0.0.1:\d+ within 1 s; start all ranks with torchrun",
+        ),
+        (1, r"MZ-320 rank=1: rank 0 did not answer at 127.0.0.1:\d+ within 1 s; start all ranks with torchrun"),
+    ],
+)
+def test_variables_left_over_in_a_shell_are_named(rank: int, expected: str, monkeypatch: pytest.MonkeyPatch):
+    line = refused(rank, free_port(), monkeypatch)
+    assert re.match(expected, line) and "if this is to be one process, unset RANK, WORLD_SIZE and LOCAL_RANK" in line
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        line = refused(0, str(taken.getsockname()[1]), monkeypatch)
+    assert re.match(r"MZ-322 rank=0: cannot listen on 127.0.0.1:\d+: another process does; set MASTER_PORT", line)

@@ -1,6 +1,8 @@
 """Checkpoints of sharded modules: any grid and stage reads any other; damage and other modules are refused."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 from megazero.base.errors import UserError
 from megazero.checkpoint.retention import verify
 from tests.library.odd_modules import made
-from tests.library.running import on_ranks, plain, sharded_case, train
+from tests.library.running import loss_of, on_ranks, plain, sharded_case, train
 
 CASES = ("frozen", "buffers", "mixed", "tied")
 
@@ -70,10 +72,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path):
         first_half("frozen", 0, tmp_path)
     with pytest.raises(UserError, match="MZ-402"):
         sharded_case("frozen", 0).load(tmp_path, step=7)
-    shard = tmp_path / "step_00000002/shard_00000.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-3] ^= 1
-    shard.write_bytes(data)
+    damage(tmp_path / "step_00000002/shard_00000.safetensors")
     with pytest.raises(UserError, match="MZ-410"):
         sharded_case("frozen", 0).load(tmp_path)
 
@@ -89,3 +88,72 @@ def test_state_dicts_go_in_and_out():
         sharded.load_state_dict({name: value for name, value in expected.items() if name != "first.weight"})
     with pytest.raises(UserError, match=r"MZ-508 .*no such name"):
         sharded.load_state_dict({**expected, "more": torch.zeros(1)})
+
+
+def refused_and_gone_on(stage: int, folder: Path, refusal: str) -> tuple[str, dict[str, Tensor]]:
+    """Train a step, go as far as the next backward, have a load refused, and finish that step."""
+    sharded = sharded_case("buffers", stage, clip=0.5)
+    train(sharded, "buffers", 0, 1)
+    sharded.backward(loss_of("buffers", sharded, 1, sharded.rank))
+    good = sharded.full_state_dict()
+    try:
+        if refusal == "checkpoint":
+            sharded.load(folder)
+        else:
+            sharded.load_state_dict({**good, **wrong_values(good, refusal)} if sharded.rank == 0 else {})
+    except UserError as error:
+        line = str(error)
+    else:
+        line = "nothing was refused"
+    sharded.step()
+    return line, sharded.full_state_dict()
+
+
+def wrong_values(good: dict[str, Tensor], refusal: str) -> dict[str, Any]:
+    """Return an entry for the last parameter of a state_dict that nobody can take."""
+    name = "norm.weight"
+    wrong = {
+        "text": "x",
+        "array": [0.0] * 6,
+        "meta": good.get(name, torch.zeros(6)).to("meta"),
+        "shape": torch.zeros(5),
+    }
+    return {name: wrong[refusal]}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("refusal", "expected"),
+    [
+        ("checkpoint", r"MZ-410 .*block \d+"),
+        ("text", "MZ-508 load_state_dict: norm.weight: expected \\(6,\\), got a str"),
+        ("array", "MZ-508 .*got a list"),
+        ("meta", "MZ-508 .*got a tensor on meta that cannot be read"),
+        ("shape", "MZ-508 .*got \\(5,\\)"),
+    ],
+)
+def test_a_refused_load_changes_nothing(stage: int, refusal: str, expected: str, tmp_path: Path):
+    """The damage is in the last bytes of the last file, so that all else could have been read before."""
+    on_ranks(2, first_half, "buffers", stage, tmp_path)
+    damage(sorted((tmp_path / "step_00000002").glob("*.safetensors"))[-1])
+    (line, found), (other, _) = on_ranks(2, refused_and_gone_on, stage, tmp_path, refusal)
+    one, *rest = sorted((line, other), key=lambda said: "stopped, because rank" in said)
+    assert re.search(expected, one) and all(re.search(rf"{expected}|stopped, because rank", said) for said in rest)
+    assert all(torch.equal(value, found[name]) for name, value in on_ranks(2, two_steps, stage)[0].items())
+
+
+def two_steps(stage: int) -> dict[str, Tensor]:
+    sharded = sharded_case("buffers", stage, clip=0.5)
+    train(sharded, "buffers", 0, 2)
+    return sharded.full_state_dict()
+
+
+def damage(shard: Path) -> None:
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
+
+
+def test_text_for_a_state_dict_is_refused():
+    with pytest.raises(UserError, match=r"MZ-508 .*expected names with tensors, got a str"):
+        sharded_case("plain", 0).load_state_dict("model.pt")  # type: ignore[arg-type]

@@ -98,6 +98,25 @@ def test_a_recommender_trains_as_in_one_process(table_optimizer: dict[str, Any],
         assert torch.allclose(found[name], values, rtol=1e-11, atol=1e-12), name
 
 
+def with_skipped_steps(stage: int, skipped: tuple[int, ...]) -> dict[str, Tensor]:
+    """Train the steps, and before some of them steps with losses that are not finite."""
+    sharded = sharded_model(stage, ADAM)
+    for step in range(STEPS):
+        for _ in range(skipped.count(step)):
+            sharded.backward(loss(sharded, step + 10, sharded.rank) * float("nan"))
+            assert sharded.step().skipped
+        sharded.backward(loss(sharded, step, sharded.rank))
+        sharded.step()
+    return sharded.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_lazy_adam_counts_the_steps_that_were_not_skipped(stage: int):
+    expected, *_ = on_ranks(2, with_skipped_steps, stage, ())
+    found, *_ = on_ranks(2, with_skipped_steps, stage, (0, 2, 2))
+    assert all(torch.equal(found[name], values) for name, values in expected.items())
+
+
 def one_step(stage: int, ahead: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     sharded = sharded_model(stage, ADAGRAD)
     assert "row ids" not in sharded.traffic()["world"]

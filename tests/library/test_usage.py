@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import megazero
 from megazero.base.errors import UserError
 from megazero.library.meeting import launch
 from tests.library.odd_modules import Block, Stack, made, numbers, of_numbers
-from tests.library.running import LR, on_ranks, plain, sharded_case, train, trained
+from tests.library.running import ADAMW, LR, on_ranks, plain, sharded_case, train, trained
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -79,6 +80,42 @@ def test_optimizers_of_torch(make: Callable[..., torch.optim.Optimizer], groups:
         optimizer.step()
         optimizer.zero_grad()
     found, *_ = on_ranks(2, with_optimizer, make, groups)
+    for name, values in module.state_dict().items():
+        assert torch.allclose(found[name], values, rtol=1e-12, atol=1e-13), name
+
+
+GROUPS = [
+    ("*norm*", {"weight_decay": 0.0}),
+    ("first.*", {"lr": 4 * LR}),
+    ("*.bias", {"lr": LR / 8, "weight_decay": 0.0}),
+]
+
+
+def with_groups(stage: int) -> dict[str, Tensor]:
+    sharded = sharded_case("plain", stage, groups=GROUPS)
+    for step in range(3):
+        sharded.backward(of_numbers(sharded, step, sharded.rank))
+        sharded.step()
+    return sharded.full_state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_groups_of_adamw_have_their_rate_and_decay(stage: int):
+    """The first pattern that fits counts: the norms' biases have the rate of all, those of the first layer its own."""
+    module = made("plain")
+    by_name = [
+        {"params": [p], **ADAMW, **next((own for pattern, own in GROUPS if fnmatchcase(name, pattern)), {})}
+        for name, p in module.named_parameters()
+    ]
+    rates = {(group["lr"], group["weight_decay"]) for group in by_name}
+    assert rates == {(LR, 0.1), (LR, 0.0), (4 * LR, 0.1), (LR / 8, 0.0)}
+    optimizer = torch.optim.AdamW(by_name)
+    for step in range(3):
+        for rank in range(2):
+            (of_numbers(module, step, rank) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found, *_ = on_ranks(2, with_groups, stage)
     for name, values in module.state_dict().items():
         assert torch.allclose(found[name], values, rtol=1e-12, atol=1e-13), name
 
