@@ -66,21 +66,19 @@ class Unit:
         quantizers: Quantizers | None = None,
         trainable: bool = True,
     ):
-        self.trainable = trainable
         self.on_event: Callable[[str], object] = lambda event: None
         self.layout, self.axes, self.device, self._pools, self.reduction = layout, axes, device, pools, reduction
         self._offload = offload = offload or Offload()
-        self.disks = offload.disks
+        self.disks, self.trainable = offload.disks, trainable
         self.resting = resting = RestingState(layout, axes, precision, device, offload, trainable=trainable)
         self.numel, self.shard, self.updated = resting.numel, resting.shard, resting.updated
         self.parameters, self.gradients, self.masters = resting.parameters, resting.gradients, resting.masters.values
-        given = quantizers or Quantizers()
-        self.quantizers = given.of_unit(len(self.masters), axes.shard, precision.gradients, device)
+        given, size = quantizers or Quantizers(), len(self.masters)
+        self.quantizers = given.of_unit(size, axes.shard, precision.gradients, device)
         self.offloaded_gradients = resting.offloaded_gradients
         # A stage 3 shard on the host that is the whole, with one shard rank, still has to come.
         self.parameters_rest_whole = len(self.parameters) == self.numel and offload.parameters is None
-        coded = self.quantizers.parameters
-        whole = self.parameters_rest_whole
+        coded, whole = self.quantizers.parameters, self.parameters_rest_whole
         self.secondary = None if whole else second_shard(self.numel, axes, precision.parameters, device, coded)
         self.gradients_rest_whole = len(self.gradients) == self.numel
         self._ends_of_sum: tuple[FlatBuffer, FlatBuffer] | None = None  # of the reduction, where both rest here

@@ -286,4 +286,4 @@ def wrong_tables() -> tuple[str, str]:
 def test_what_tables_cannot_follow_is_one_line():
     for frozen, used in on_ranks(2, wrong_tables):
         assert "MZ-502" in frozen and "a.weight requires a gradient, and was frozen" in frozen
-        assert "MZ-506" in used and "a.weight has a rank's own rows alone" in used
+        assert "MZ-506" in used and "a.weight was used outside of the forward" in used
