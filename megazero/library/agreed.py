@@ -29,7 +29,17 @@ from megazero.zero.gather import Gather
 from megazero.zero.unit import Unit
 
 _MOST = 1 << 20  # units of a process
-MEETINGS = ("backward", "step", "gathered", "gradients", "full_state_dict", "load_state_dict", "save", "load")
+MEETINGS = (
+    "backward",
+    "step",
+    "gathered",
+    "gradients",
+    "clip_gradients",
+    "full_state_dict",
+    "load_state_dict",
+    "save",
+    "load",
+)
 
 
 class AgreedGather(Gather):

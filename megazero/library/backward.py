@@ -80,6 +80,14 @@ class Backwards:
             do = "give the last one last=True"
             raise UserError(503, "the last backward of the step had last=False", do, where="step")
 
+    def require_reduced(self, call: str) -> None:
+        """Refuse a look at gradients that are not there, or have not been summed. Raises UserError 503."""
+        if not self.count:
+            raise UserError(503, f"{call} without a backward", "call sharded.backward(loss) before", where=call)
+        if not self.reduced:
+            do = "gradients are reduced by the last one"
+            raise UserError(503, "the last backward had last=False", do, where=call)
+
     def leave_frozen(self) -> None:
         """Let the update leave alone what was frozen in all backwards of the step."""
         following_of(self.engine).frozen = self.frozen

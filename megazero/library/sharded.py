@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import UserError
+from megazero.base.packages import refuse_without
 from megazero.library.assembly import Assembly
 from megazero.library.backward import Backwards, run_backward
 from megazero.library.built import refuse_compiled
@@ -206,11 +207,29 @@ class Sharded:
         Raises:
             UserError: 500, a name fits no parameter that is trained; 503, there was no backward.
         """
-        if not self._backwards.count:
-            raise UserError(503, "gradients without a backward", "call sharded.backward(loss) before")
-        if not self._backwards.reduced:
-            raise UserError(503, "the last backward had last=False", "gradients are reduced by the last one")
+        self._backwards.require_reduced("gradients")
         return self._whole.gradients(names)
+
+    def clip_gradients(self, names: Names, limit: float) -> Tensor:
+        """Limit the norm of some parameters' gradients, taken together, between the last `backward` and `step`.
+
+        Every rank calls it, once for each group; a limit of all that was given to `shard` comes after. Gradients are
+        gathered one unit at a time.
+
+        Args:
+            names: of parameters, or patterns of names.
+            limit: of the norm; above 0.
+
+        Returns: the norm before: one number, fp64, on the device.
+
+        Raises:
+            UserError: 500, a name fits no parameter that is trained, or the limit is not above 0; 503, there was no
+                backward, or the last one had last=False.
+        """
+        if not limit > 0:
+            raise UserError(500, f"expected a limit above 0, got {limit}", where="clip_gradients")
+        self._backwards.require_reduced("clip_gradients")
+        return self._whole.clip_gradients(names, limit)
 
     def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
         """Return what `module.state_dict()` would, whole, in host memory, of the first rank; elsewhere nothing.
@@ -295,8 +314,9 @@ class Sharded:
         """Draw what happens to each unit inside the context, on rank 0, as an SVG or PNG file: one step, say.
 
         Raises:
-            UserError: 405, the file cannot be written.
+            UserError: 121, matplotlib is not installed; 405, the file cannot be written.
         """
+        refuse_without("matplotlib")
         with self._events.recording() as events:
             yield
         if self.rank == 0:

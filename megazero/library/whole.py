@@ -16,6 +16,7 @@ from megazero.library.built import BuiltPart
 from megazero.library.calls import Calls
 from megazero.library.parts import fitting, saved_buffers
 from megazero.library.tables import RowShard
+from megazero.optim.clip import clip_factor
 from megazero.zero.engine import Engine
 from megazero.zero.unit import Unit
 
@@ -47,7 +48,7 @@ class WholeValues:
         self._units = [unit for part in parts for unit in part.units]
 
     @contextmanager
-    def gathered(self, names: str | Sequence[str] = "*") -> Iterator[dict[str, Tensor]]:
+    def gathered(self, names: Names = "*") -> Iterator[dict[str, Tensor]]:
         """Yield the whole values of parameters by name, on every rank; what is changed in place counts from then on.
 
         Args:
@@ -126,7 +127,7 @@ class WholeValues:
                 buffer.copy_(value)
             from_first(buffer, self._world)
 
-    def gradients(self, names: str | Sequence[str] = "*") -> dict[str, Tensor]:
+    def gradients(self, names: Names = "*") -> dict[str, Tensor]:
         """Return whole reduced gradients, between `backward` and `step`: what `.grad` holds elsewhere.
 
         Every rank calls it and gets copies: of the mean over the ranks, before clipping, in the dtype of accumulation.
@@ -137,21 +138,46 @@ class WholeValues:
         Raises:
             UserError: 500, a name fits no parameter that is trained.
         """
-        trained = self._engine.units
-        chosen = fitting(names, [name for unit in trained for name in _names(unit)], "gradients")
         self._meet("gradients")
+        return {name: values for _, of_unit in self._gradients(names, "gradients") for name, values in of_unit.items()}
+
+    def clip_gradients(self, names: Names, limit: float) -> Tensor:
+        """Limit the norm of some parameters' gradients, taken together, between `backward` and `step`; return the norm.
+
+        Every rank calls it. Gradients are gathered one unit at a time.
+
+        Args:
+            names: of parameters, or patterns of names.
+            limit: above 0.
+
+        Returns: the norm before, fp64 on the device.
+
+        Raises:
+            UserError: 500, a name fits no parameter that is trained.
+        """
+        self._meet("clip_gradients")
+        norms, chosen = [], list[tuple[Unit, list[str]]]()
+        for unit, of_unit in self._gradients(names, "clip_gradients"):
+            norms += [values.double().norm() for values in of_unit.values()]
+            chosen.append((unit, list(of_unit)))
+        norm = torch.stack(norms).norm()
+        factor = clip_factor(norm, limit)
+        for unit, own in chosen:
+            _scale_reduced(unit, own, factor)
+        return norm
+
+    def _gradients(self, names: Names, what: str) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
+        """Yield units with their whole reduced gradients, copies, of the parameters that have these names."""
+        trained = self._engine.units
+        chosen = fitting(names, [name for unit in trained for name in _names(unit)], what)
         self._engine.stages[0].finish_reduction()
         factor = 1.0 / (self._world.size * self._engine.loss_scale.scale.double())
-        found: dict[str, Tensor] = {}
         for unit in trained:
             if chosen.isdisjoint(_names(unit)):
                 continue
             whole = unit.whole_gradients()
-            for interval in unit.layout.intervals:
-                if interval.name in chosen:
-                    values = whole[interval.start : interval.stop].view(interval.shape)
-                    found[interval.name] = values * factor.to(values.dtype)
-        return found
+            found = {i.name: whole[i.start : i.stop].view(i.shape) for i in unit.layout.intervals if i.name in chosen}
+            yield unit, {name: values * factor.to(values.dtype) for name, values in found.items()}
 
     def _require_fitting(self, state: Mapping[str, Tensor], keys: Mapping[str, str]) -> None:
         """Refuse, on rank 0, a state_dict that is not the module's. Raises UserError 508."""
@@ -190,6 +216,17 @@ class WholeValues:
 
 def _names(unit: Unit) -> list[str]:
     return [interval.name for interval in unit.layout.intervals]
+
+
+def _scale_reduced(unit: Unit, names: Sequence[str], factor: Tensor) -> None:
+    """Multiply the reduced gradients of some parameters, as far as this rank updates with them."""
+    shard, reduced = unit.shard, unit.take_reduced(0)
+    for interval in unit.layout.intervals:
+        if interval.name in names:
+            here = slice(max(interval.start, shard.start), min(interval.stop, shard.stop))
+            if here.start < here.stop:
+                reduced[here.start - shard.start : here.stop - shard.start].mul_(factor)
+    unit.put_reduced(0, reduced)
 
 
 def _raw(x: Tensor) -> bytes:

@@ -1,5 +1,6 @@
-"""The recipes of docs/library.md, held against plain torch: averaged weights, norms of groups, synchronised norms."""
+"""Hold the recipes of docs/library.md against plain torch: averages, norms and limits of groups, a norm over ranks."""
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import megazero
+from megazero.base.errors import UserError
 from tests.library.odd_modules import made, numbers, of_numbers
 from tests.library.running import ADAMW, on_ranks, sharded_case
 
@@ -54,10 +56,8 @@ def normed(stage: int) -> dict[str, float]:
 
 
 def group_norms(gradients: dict[str, Tensor]) -> dict[str, float]:
-    groups: dict[str, list[Tensor]] = {}
-    for name, gradient in gradients.items():
-        groups.setdefault(next(pattern for pattern, _ in CLIPS if fnmatchcase(name, pattern)), []).append(gradient)
-    return {pattern: float(nn.utils.get_total_norm(of)) for pattern, of in groups.items()}
+    groups = grouped(gradients)
+    return {pattern: float(nn.utils.get_total_norm([gradients[name] for name in of])) for pattern, of in groups.items()}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -66,6 +66,53 @@ def test_norms_of_groups(stage: int):
     ((of_numbers(module, 0, 0) + of_numbers(module, 0, 1)) / 2).backward()
     expected = group_norms({name: p.grad for name, p in module.named_parameters() if p.grad is not None})
     assert all(found == pytest.approx(expected, rel=1e-12) for found in on_ranks(2, normed, stage))
+
+
+def clipped(stage: int, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Train with a limit for each group; return the norms before it and the values after all steps."""
+    sharded, norms = sharded_case("plain", stage, **options), list[float]()
+    names = [name for name, _ in sharded.module.named_parameters()]
+    for step in range(STEPS):
+        sharded.backward(of_numbers(sharded, step, sharded.rank))
+        for pattern, of in grouped(names).items():
+            norms.append(float(sharded.clip_gradients(of, dict(CLIPS)[pattern])))
+        sharded.step()
+    return norms, sharded.full_state_dict(everywhere=True)
+
+
+def grouped(names: Iterable[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(next(pattern for pattern, _ in CLIPS if fnmatchcase(name, pattern)), []).append(name)
+    return groups
+
+
+@pytest.mark.parametrize("options", [{}, {"shard_ranks": 1}, {"offload": {"optimizer": "cpu"}}], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_limit_for_each_group(stage: int, options: dict[str, Any]):
+    module, norms = made("plain"), list[float]()
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)  # type: ignore[arg-type]
+    for step in range(STEPS):
+        for rank in range(2):
+            (of_numbers(module, step, rank) / 2).backward()
+        named = dict(module.named_parameters())
+        for pattern, of in grouped(named).items():
+            norms.append(float(nn.utils.clip_grad_norm_([named[name] for name in of], dict(CLIPS)[pattern])))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert norms[0] > CLIPS[0][1] and norms[1] > CLIPS[1][1]
+    for found, values in on_ranks(2, clipped, stage, options):
+        assert found == pytest.approx(norms, rel=1e-12)
+        for name, value in module.state_dict().items():
+            assert torch.allclose(values[name], value, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_a_limit_that_is_none(limit: float):
+    sharded = sharded_case("plain", 0)
+    sharded.backward(of_numbers(sharded, 0, 0))
+    with pytest.raises(UserError, match="expected a limit above 0"):
+        sharded.clip_gradients("*", limit)
 
 
 class Summed(torch.autograd.Function):

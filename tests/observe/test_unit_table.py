@@ -1,5 +1,6 @@
 """The table and the timeline of a step's units, of a run and of a sharded module."""
 
+import importlib.util
 import io
 import re
 from pathlib import Path
@@ -47,6 +48,13 @@ def test_a_timeline_that_cannot_be_written(tmp_path: Path):
     sharded = sharded_case("plain", 0)
     with pytest.raises(UserError, match="MZ-405"), sharded.timeline(tmp_path / "none/step.svg"):
         sharded.backward(of_numbers(sharded, 0, 0))
+
+
+def test_a_timeline_without_matplotlib_is_refused_before_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sharded = sharded_case("plain", 0)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"MZ-121.*matplotlib"), sharded.timeline(tmp_path / "step.svg"):
+        raise AssertionError("the step began")
 
 
 def test_events_are_counted_while_somebody_looks():
