@@ -284,11 +284,9 @@ def _tied(job: Job, share: Share, own: list[_Unit]) -> list[_Unit]:
 
 def _scalars(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
     """Yield the sums of the tied weight's gradient, the norm and the loss."""
-    tied = _tied(job, share, own)
-    for unit in tied:
+    for unit in _tied(job, share, own):
         yield Flow("ends", "tied", 1, _shard(job, unit) * job.bytes.summed)
-    copies = len(tied) if share.head else 0
-    counted = sum(unit.count for unit in own) - copies
+    counted = sum(unit.count for unit in own)
     everywhere = job.shape.layers + job.shape.tied + _ends(job)
     sums = [("tensor", "norm", counted), ("pipeline", "norm", everywhere), ("world", "loss", TOTALS)]
     if job.shards_optimizer:
@@ -311,9 +309,7 @@ def _from_disks(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
     numbers, shard = sum(unit.count for unit in own), sum(_shard(job, unit) * unit.count for unit in own)
     states = 3 * item.master  # masters and two moments
     if gradients:
-        copies = _tied(job, share, own) if share.head else []  # the norm counts them on the first stage
-        elements = shard - sum(_shard(job, unit) for unit in copies)
-        yield Flow("disk", "gradients back", numbers - len(copies), elements * item.gradient)
+        yield Flow("disk", "gradients back", numbers, shard * item.gradient)
     yield Flow("disk", "optimizer back", (3 + gradients) * numbers, shard * (states + gradients * item.gradient))
     rounded = job.disk_parameters and item.master != item.parameter
     yield Flow("disk", "optimizer out", (3 + rounded) * numbers, shard * (states + rounded * item.parameter))
