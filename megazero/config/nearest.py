@@ -2,19 +2,24 @@
 
 import difflib
 
+_MOST = 3  # keys of a hint
+
 
 def nearest(key: str, known: list[str]) -> str:
-    """Return a hint: the key of the same name in another section, else the key or section that is close, if any.
+    """Return a hint: the keys of the same name in other sections, else the key or section that is close, if any.
 
     Args:
         known: all keys (`option_keys`).
     """
     sections = sections_of(known)
     same = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    candidates = same or known + [section for section in sections if section.count(".") == key.count(".")]
-    found = difflib.get_close_matches(key, candidates, n=1, cutoff=0.0 if same else 0.5)
+    candidates = known + [section for section in sections if section.count(".") == key.count(".")]
+    found = (
+        same[:_MOST] if key.rpartition(".")[0] in sections else difflib.get_close_matches(key, same, n=1, cutoff=0.0)
+    )
+    found = found or difflib.get_close_matches(key, candidates, n=1, cutoff=0.5)
     near = [each for each in found if _alike(each.rpartition(".")[2], key.rpartition(".")[2])]
-    return f"did you mean {near[0]}?" if near else "see `megazero explain`"
+    return f"did you mean {' or '.join(near)}?" if near else "see `megazero explain`"
 
 
 def _alike(name: str, other: str) -> bool:

@@ -330,15 +330,14 @@ def resolved(config: Config) -> Config:
     ffn = model.ffn if model.ffn is not None else default_ffn(model.hidden, model.activation)
     if chunks is None:
         chunks = 2 if config.pipeline.schedule in ("interleaved", "zb-v") else 1
-    cooldown = config.schedule.cooldown
-    if cooldown is None:
+    if (cooldown := config.schedule.cooldown) is None:
         cooldown = (config.schedule.steps or config.run.steps) // 5
     return config.model_copy(
         update={
             "model": model.model_copy(update={"kv_heads": kv_heads, "ffn": ffn}),
             "zero": config.zero.model_copy(update={"stage": 1 if config.zero.stage is None else config.zero.stage}),
             "pipeline": config.pipeline.model_copy(update={"chunks": chunks}),
-            "stages": config.stages and tuple(map(_stage_with_names, config.stages)),
+            "stages": config.stages and tuple(_stage(each, config.schedule.cooldown) for each in config.stages),
             "data": data.model_copy(
                 update={
                     "train": QUICKSTART if data.train is None and data.sources is None else data.train,
@@ -357,11 +356,14 @@ def _named(given: NamedFiles) -> NamedFiles:
     return given.model_copy(update={"name": given.name or name})
 
 
-def _stage_with_names(stage: Stage) -> Stage:
-    if stage.data is None or stage.data.sources is None:
-        return stage
-    data = stage.data.model_copy(update={"sources": tuple(map(_named, stage.data.sources))})
-    return stage.model_copy(update={"data": data})
+def _stage(stage: Stage, cooldown: int | None) -> Stage:
+    """Return a stage with names of its sources, and the cooldown of its own course where the config gives none."""
+    data, schedule = stage.data, stage.schedule
+    if data is not None and data.sources is not None:
+        data = data.model_copy(update={"sources": tuple(map(_named, data.sources))})
+    if schedule is not None and schedule.steps is not None and schedule.cooldown is None and cooldown is None:
+        schedule = schedule.model_copy(update={"cooldown": schedule.steps // 5})
+    return stage.model_copy(update={"data": data, "schedule": schedule})
 
 
 def default_ffn(hidden: int, activation: str) -> int:

@@ -225,8 +225,14 @@ def test_an_import_in_another_length_and_precision(tiny_data: TinyData, tmp_path
     model.save_pretrained(tmp_path / "theirs")
     out = tmp_path / "imported"
     assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(out)]) == 0
-    options = [f"data.train={tiny_data.train}", "run.steps=2", "batch.global=4", "model.seq_len=16", "observe.every=1"]
-    options += ["precision.dtype=fp64", "schedule.warmup=1", f"checkpoint.resume={out}", f"run.dir={tmp_path / 'run'}"]
+    options = [f"data.train={tiny_data.train}", "run.steps=2", "batch.global=4", "model.seq_len=16"]
+    options += ["batch.micro=4", "observe.every=1"]
+    options += [
+        "precision.dtype=fp64",
+        "schedule.warmup=1",
+        f"checkpoint.resume={out}",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     config = load(str(out / "config.yaml"), [*options, "checkpoint.load=weights"])
     assert launch(config, "imported", 1) == 0
     model = model.double().eval()

@@ -226,7 +226,7 @@ def refused(config, code: int) -> str:
         (("run.seed=3",), "run.seed 0 -> 3"),
         (("batch.global=8",), "batch.global 4 -> 8"),
         (("data.tokenizer=null",), "tokenizer"),
-        (("data.valid=0.3",), "data "),
+        (("data.valid=0.3",), "data.valid 0.1 -> 0.3"),
     ],
 )
 def test_another_model_is_refused(tiny_data: TinyData, uninterrupted, tmp_path: Path, changes, what: str) -> None:

@@ -26,7 +26,7 @@ from megazero.comm.grid import Axis, Grid
 from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
 from megazero.comm.transport.host_staging import HostStaging, staging_pool
-from megazero.config.schema import Config, Zero, resolved
+from megazero.config.schema import Batch, Config, Zero, resolved
 from megazero.launcher import rendezvous
 from megazero.launcher.environment import RankContext
 from megazero.launcher.spawn import run_local
@@ -256,7 +256,7 @@ def share(monkeypatch: pytest.MonkeyPatch, folder: Path, *, shares_gpus: bool) -
             lambda device, ledger: seen.update(bounces=str(device)) or staging_pool(CPU, ledger),
         )
         comm = rendezvous.connect(place, timeout=TIMEOUT, fingerprint="test")
-        grid = grid_of(resolved(Config(zero=Zero(stage=0))), comm, place.world)
+        grid = grid_of(resolved(Config(zero=Zero(stage=0), batch=Batch(micro=1))), comm, place.world)
         total = all_reduce(torch.ones(3), grid["data"], "test").tolist()
         seen |= {"backend": comm.backend, "sum": total, "held": comm.ledger.bytes["host_bounce"].now}
         (folder / f"{place.world.rank}").write_text(json.dumps(seen))

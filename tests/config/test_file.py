@@ -222,7 +222,7 @@ def test_a_key_of_two_thousand_sections() -> None:
         ("optimizer.bettas", "did you mean optimizer.betas?"),
         ("optimizr.lr", "did you mean optimizer.lr?"),
         ("zero.stag", "did you mean zero.stage?"),
-        ("schedule.steps", "did you mean run.steps?"),
+        ("model.steps", "did you mean run.steps or schedule.steps?"),
         ("modle.hiden", "did you mean model.hidden?"),
     ],
 )

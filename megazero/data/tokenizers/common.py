@@ -29,12 +29,14 @@ class _Coder(Protocol):
 
 @contextmanager
 def guarded(path: Path, what: str, do: str) -> Iterator[None]:
-    """Turn whatever a library raises over a tokenizer's file into UserError 209; its Rust panics are no `Exception`."""
+    """Turn an exception of a library, or its Rust panic, over a tokenizer's file into UserError 209."""
     try:
         yield
-    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (UserError, MemoryError):
         raise
     except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise  # a signal that ends the process
         said = " ".join(str(error).split())[:120] or type(error).__name__
         raise UserError(209, f"{what}: {said}", do, where=path) from error
 

@@ -201,7 +201,7 @@ _FIXED = {
 }
 
 
-_ELSEWHERE = "train transformers' own class with megazero.shard (docs/library.md)"
+_ELSEWHERE = "train transformers' own class with megazero.shard"
 Size = Annotated[int, Field(ge=1, lt=2**31)]
 
 

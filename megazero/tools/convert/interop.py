@@ -106,7 +106,7 @@ def read_config(source: Path) -> dict[str, Any]:
     """
     if not source.exists() and not source.is_absolute() and len(source.parts) <= 2:  # as the hub's names are
         do = f"a model of the hub is downloaded first: hf download {source} --local-dir FOLDER"
-        raise UserError(414, "expected a folder, and there is none of this name", do, where=source)
+        raise UserError(414, f"no such folder{looked_up(source)}", do, where=source)
     path = source / "config.json"
     return config_from_theirs(_json(path, _CONFIG_BYTES), path)
 
