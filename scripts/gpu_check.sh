@@ -1,11 +1,14 @@
 #!/bin/sh
-# Shows on a machine with a GPU what a CPU cannot: kernels (built, against fp64, timed), steps that may not wait, training,
-# stage 3's exchange, the host's time, ranks and NCCL: one command, under 8 minutes, each part with a limit of its own.
-# Needs torch with CUDA, numpy, xxhash, einops and safetensors; what else is missing (nvcc, Liger, a second GPU) is a line
-# that says so. Nothing is fetched.
+# Runs all checks that need a GPU: one command, at most nine minutes, each part with a limit of its own. Parts and
+# options: scripts/gpu_check/__main__.py, docs/gpu.md. Needs torch with CUDA and the project's packages; any other tool
+# that is missing (nvcc, compute-sanitizer, Liger, a second GPU) is a line. Fetches nothing: missing packages are taken
+# from build/carried, if `python -m scripts.gpu_check.carry` has been run.
 #
-#     scripts/gpu_check.sh [--json FILE] [--only PART ...] [--seconds 460]      tables beside FILE too, in Markdown
+#     scripts/gpu_check.sh [--json FILE] [--only PART ...] [--second]
 #     scripts/gpu_check.sh --device cpu --tiny      # the same steps with the CPU's kernels and small sizes
 # PYTHON=.venv/bin/python scripts/gpu_check.sh takes another interpreter than python3.
 root=$(cd "$(dirname "$0")/.." && pwd) || exit 1
-PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "${PYTHON:-python3}" -m scripts.gpu_check "$@"
+python="${PYTHON:-python3}"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+installed=$("$python" -m scripts.gpu_check.carry --install)
+PYTHONPATH="${installed:+$installed:}$PYTHONPATH" exec "$python" -m scripts.gpu_check "$@"

@@ -1,20 +1,29 @@
 """Check every kernel against its specification in fp64, on fresh random inputs, on the device at hand.
 
-An error is in units of what is allowed: more than 1 is a fault.
+An error is in units of what is allowed: more than 1 is a fault. The reasons for what is allowed are in `samples.py`.
+
+    python -m scripts.gpu_check.correctness cuda      calls each of them once, for compute-sanitizer
 """
 
 import math
+import re
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from megazero.kernels import counter
+from megazero.launcher.scratch import scratch_folder
+from scripts.gpu_check import commands
 from scripts.gpu_check.findings import Asked, Row, told
-from scripts.gpu_check.kernels import missing
+from scripts.gpu_check.kernels import missing, obstacle
 from scripts.gpu_check.samples import FORMS, SAMPLES, Arguments, Draw, Sizes, distances, results
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SANITIZER_S = 90  # for one tool
 TINY = (Sizes(3, 2, 64, 48, 72, 2, 16, 100), Sizes(5, 1, 33, 7, 50, 1, 6, 33_001))
 # Rows of whole packs, odd rows, rows that a block holds in two ways, rows that none holds.
 LARGE = (
@@ -46,6 +55,59 @@ def rows(asked: Asked) -> Iterator[Row]:
             yield row | {"error": error, "fault": complaint}
 
 
+def sanitized(asked: Asked) -> Iterator[Row]:
+    """Yield what compute-sanitizer finds while each operation runs on small sizes: memcheck, and racecheck.
+
+    Each tensor has memory of its own: in torch's cache, an access past its end would hit another tensor. On a CPU the
+    operations run without the tool.
+    """
+    if (absent := missing(asked.device)) is not None:
+        yield absent
+        return
+    name = "compute-sanitizer"
+    sanitizer = shutil.which(name) or shutil.which(name, path="/usr/local/cuda/bin")
+    if asked.on_gpu and sanitizer is None:
+        yield {"name": name, "absent": "not on the PATH or in /usr/local/cuda"}
+        return
+    with scratch_folder("sanitizer") as folder, ThreadPoolExecutor() as pool:
+        words, apart = (
+            ["-m", "scripts.gpu_check.correctness", asked.device.type],
+            {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        )
+        futures = {}
+        for tool in ("memcheck", "racecheck"):
+            line = [*([sanitizer, "--tool", tool] if asked.on_gpu else []), sys.executable, *words]
+            futures[tool] = pool.submit(commands.run, line, folder / tool, SANITIZER_S, asked.device, **apart)
+        for tool, future in futures.items():
+            fault = future.result()
+            yield verdict(tool, (folder / tool).read_text(errors="replace"), fault, asked)
+
+
+def verdict(tool: str, said: str, fault: str, asked: Asked) -> Row:
+    """Return the row of what compute-sanitizer said; what it reports of torch's kernels is counted, and no fault."""
+    reports = [report for report in re.split(r"^=========\s*$", said, flags=re.MULTILINE) if " at " in report]
+    ours = [line for report in reports for line in re.findall(r".*(?:megazero::|8megazero).*", report)[:1]]
+    summary = re.findall(r"SUMMARY: (.*)", said) or [""]
+    row: Row = {"name": tool, "calls": said.count("called "), "of_ours": len(ours), "summary": summary[-1]}
+    row["of_others"] = len(reports) - len(ours)
+    if not ours and asked.on_gpu:
+        fault = "" if summary[-1] else fault or "no summary"
+    return row | {"fault": ours[0].strip("= ")[:200] if ours else fault or None}
+
+
+def call_all(device: torch.device) -> None:
+    """Call each operation in all forms and dtypes on small sizes; compare nothing."""
+    obstacle(device)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, make in (SAMPLES | FORMS).items():
+        for dtype in DTYPES:
+            for sizes in TINY:
+                results(torch.ops.megazero, name.partition(",")[0], make(Draw(dtype, generator), sizes))
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            print(f"called {name}, {dtype}", flush=True)
+
+
 def _checked(
     form: str, make: Callable[[Draw, Sizes], Arguments], draw: Draw, all_sizes: tuple[Sizes, ...]
 ) -> tuple[float, str]:
@@ -68,3 +130,7 @@ def _same_mask(arguments: tuple) -> bool:
     found = torch.ops.megazero.dropout_backward(torch.ones_like(grad), ids, positions, key, drop) != 0
     channels = torch.arange(grad.shape[-1], device=grad.device)
     return torch.equal(found, counter.keep_mask(key, ids, positions, channels, drop))
+
+
+if __name__ == "__main__":
+    call_all(torch.device("cuda", 0) if sys.argv[1] == "cuda" else torch.device("cpu"))

@@ -1,55 +1,60 @@
-"""Measure stage 3 with all its gathers and reductions, beside stage 0, which exchanges nothing.
+"""Measure stage 2 and 3 with all their gathers and reductions, and the time of the host for a layer.
 
-With several GPUs each has a rank, and NCCL carries all of it. With one GPU there is rank 0 of two, whose other rank is
-an echo (`echo.py`): all that its host, its streams and its memory do for the exchange is done, nothing goes over a
-link. Its loss is of no real model, and only has to be finite.
+Rank 0 of two is here, the other rank is an echo (`echo.py`): all that its host, its streams and its memory do for the
+exchange is done, nothing goes over a link. Its loss is of no real model, and only has to be finite.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from megazero.comm.grid import Grid, single
 from megazero.kernels.select import choose
-from scripts.gpu_check import ranks
+from scripts.gpu_check import peers
 from scripts.gpu_check.echo import echoing, one_rank_group
 from scripts.gpu_check.findings import Asked, Row
 from scripts.gpu_check.layouts import Case
-from scripts.gpu_check.speed import STEPS, WARM_UP, measured
+from scripts.gpu_check.speed import GPT_1_3B, STEPS, WARM_UP, Shape, gpt, measured, stepper
 
-MICRO_BATCH = 4
-STAGES = (2, 3)
+# So small that a GPU waits for its host, not the host for it.
+HOST, HOST_LAYERS = Shape(gpt(24, 64, 2, 16) | {"vocab": 128}, 1), 24
 
 
 def rows(asked: Asked) -> Iterator[Row]:
-    """Yield stage 0 alone, then stages with their exchange, and how much longer their steps are."""
-    alone = speed_of(0, single(), asked, "stage 0, one rank")
+    """Yield a GPT of 1.3B in stage 0, then in stages with their exchange, and how much longer their steps are."""
+    shape = GPT_1_3B.of(asked)
+    alone = speed_of(0, single(), asked, shape, 4, "stage 0, one rank")
     yield alone
-    gpus = torch.cuda.device_count() if asked.on_gpu else 0
-    if gpus > 1:
-        for row in ranks.speeds(gpus, asked, STAGES):
-            yield beside(row, alone)
-        return
     with one_rank_group(asked) as inner:
-        for stage in STAGES:
+        for stage in (2, 3):
             grid = echoing(inner)
-            row = speed_of(stage, grid, asked, f"stage {stage}, rank 0 of two, the other an echo")
-            yield beside(row | left_in_queue(grid, asked), alone)
+            row = speed_of(stage, grid, asked, shape, 4, f"stage {stage}, rank 0 of two, the other an echo")
+            if "step_s" in row and "step_s" in alone:
+                row["times_stage_0"] = row["step_s"] / alone["step_s"]
+            yield row | left_in_queue(grid, asked)
 
 
-def speed_of(stage: int, grid: Grid, asked: Asked, name: str) -> Row:
+def host(asked: Asked) -> Iterator[Row]:
+    """Yield the host's microseconds for each layer of a whole step: plain torch, ours alone, and in every stage."""
+    systems = {
+        "plain torch": measured("plain torch", partial(peers.plain, HOST, 1, asked, compiled=False), asked, HOST)
+    }
+    systems["ours, one rank"] = speed_of(0, single(), asked, HOST, 1, "ours, one rank")
+    for stage in range(4):
+        name = f"ours, stage {stage}, one of two"
+        systems[name] = speed_of(stage, echoing(None), asked, HOST, 1, name)
+    for name, row in systems.items():
+        us = row["host_s"] * 1e6 / HOST_LAYERS if "host_s" in row else None
+        yield {"name": name, "host_us": us, "fault": row.get("fault"), "absent": row.get("absent")}
+
+
+def speed_of(stage: int, grid: Grid, asked: Asked, shape: Shape, micro: int, name: str) -> Row:
     """Return the row of some steps in a stage, with the bytes that this rank sent in each."""
     ops = choose("auto", asked.device, torch.bfloat16)
-    case = Case(name, {"stage": stage, "micro_batch": MICRO_BATCH, "data": grid["data"].size}, dtype="bf16")
-    row = measured(name, case, grid, asked, ops)
-    sent = grid.comm.ledger.bytes_sent / (WARM_UP + STEPS)
-    return row | {"kernels": ops.name, "sent_gb": sent / 1e9}
-
-
-def beside(row: Row, alone: Row) -> Row:
-    """Return a row with how much longer its steps are than those of stage 0."""
-    both = "step_s" in row and "step_s" in alone
-    return row | {"times_stage_0": row["step_s"] / alone["step_s"]} if both else row
+    case = Case(name, {"stage": stage, "micro_batch": micro, "data": grid["data"].size}, "bf16", "auto")
+    row = measured(name, partial(stepper, case, grid, asked, ops, shape), asked, shape)
+    return row | {"kernels": ops.name, "sent_gb": grid.comm.ledger.bytes_sent / (WARM_UP + STEPS) / 1e9}
 
 
 def left_in_queue(grid: Grid, asked: Asked) -> Row:

@@ -48,37 +48,51 @@ def finite(value: Any) -> Any:
 
 def line(row: Row) -> str:
     """Return a row as a line of text."""
-    numbers = [f"{name} {_shown(row[name])}" for name in _columns([row])]
+    numbers = [f"{name} {_shown(value)}" for name, value in row.items() if name not in _WORDS and _is_plain(value)]
     return "  ".join([f"{row['name']:32}", *numbers, *filter(None, [_verdict(row)])]).rstrip()
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """Return a whole report: what it belongs to, and a table for each part."""
-    facts = [
-        f"| {name} | {_shown(value)} |"
-        for name, value in report["machine"].items()
-        if name != "name" and _is_plain(value)
-    ]
-    lines = ["# GPU check", "", "| of | |", "|---|---|", *facts, ""]
-    lines += [f"{report['failures']} failures, {report['seconds']:.0f} s", ""]
+    """Return a whole report: what it belongs to, and the rows of each part."""
+    facts = {name: value for name, value in report["machine"].items() if name != "name" and _is_plain(value)}
+    head = f"{report['failures']} failures, {report['seconds']:.0f} s"
+    lines = ["# GPU check", "", head, "", "| of | |", "|---|---|"]
+    lines += [f"| {name} | {_shown(value)} |" for name, value in facts.items()]
     for part in report["parts"].values():
-        lines += [f"## {part['title']} ({part['seconds']:.0f} s)", "", *_table(part["rows"]), ""]
-    return "\n".join(lines)
+        lines += ["", f"## {part['title']} ({part['seconds']:.0f} s)", "", "```", *map(line, part["rows"]), "```"]
+    return "\n".join([*lines, ""])
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
-    columns = _columns(rows)
-    lines = ["| " + " | ".join(["", *columns, ""]) + " |", "|---" * (len(columns) + 2) + "|"]
-    for row in rows:
-        cells = [_shown(row.get(name)) for name in columns]
-        lines.append("| " + " | ".join(cell.replace("|", "/") for cell in [row["name"], *cells, _verdict(row)]) + " |")
-    return lines
+def summary(report: Mapping[str, Any], shown: Sequence[str], most: int = 11_500) -> str:
+    """Return a report in so many characters at most: what is wrong, what is missing, and what was found.
+
+    Args:
+        shown: the parts whose rows are shown, the most important first; of others the largest of each number.
+    """
+    parts, machine = report["parts"], report["machine"]
+    facts = [str(machine[name]) for name in ("gpu", "torch", "python", "driver", "commit") if machine.get(name)]
+    lines = [f"SUMMARY: {report['failures']} failures, {report['seconds']:.0f} s; {', '.join(facts)}"]
+    wrong = [(name, row) for name, part in parts.items() for row in part["rows"] if row.get("fault")]
+    lines += [f"FAILED {name}: {row['name']}: {row['fault']}"[:260] for name, row in wrong]
+    for name, part in parts.items():
+        lines += [f"{name} ({part['seconds']:.0f} s): {_most(part['rows'], name not in shown)}"[:260]]
+    lacking = [(name, row) for name, part in parts.items() for row in part["rows"] if row.get("absent")]
+    lines += [f"not here, {name}: {row['name']}: {row['absent']}"[:160] for name, row in lacking]
+    for name in [each for each in shown if each in parts]:
+        lines += [f"-- {parts[name]['title']}"]
+        lines += [line(row)[:170] for row in parts[name]["rows"] if not row.get("fault") and not row.get("absent")]
+    kept = [text for number, text in enumerate(lines) if sum(map(len, lines[: number + 1])) + number < most]
+    return "\n".join([*kept, *([f"and {len(lines) - len(kept)} lines more"] if len(kept) < len(lines) else [])])
 
 
-def _columns(rows: Sequence[Row]) -> list[str]:
-    """Return the names of what can be shown in a table, in the order of their first coming."""
-    found = (name for row in rows for name, value in row.items() if name not in _WORDS and _is_plain(value))
-    return list(dict.fromkeys(found))
+def _most(rows: Sequence[Row], with_numbers: bool) -> str:
+    """Return how many rows there are, and the largest of each number in them."""
+    numbers: dict[str, float] = {}
+    for row in rows if with_numbers else []:
+        for name, value in row.items():
+            if isinstance(value, float):
+                numbers[name] = max(numbers.get(name, value), value)
+    return ", ".join([f"{len(rows)} rows", *(f"{name} <= {_shown(value)}" for name, value in numbers.items())])
 
 
 def _is_plain(value: Any) -> bool:
@@ -93,5 +107,5 @@ def _verdict(row: Row) -> str:
 
 def _shown(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.4g}"
     return "-" if value is None else str(value)

@@ -1,30 +1,27 @@
 """A tiny GPT in a few layouts: what each is made of, the text it reads, and one rank's part of training it.
 
-Everything between the settings and the numbers is what a run of train.py uses; only the package that checks configs is
-left out, so that a machine without it can be checked too.
+Everything between the options and the numbers is what a run of train.py uses.
 """
 
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from megazero.build.assemble import build, feeds_of
-from megazero.build.job import options_of
+from megazero.build.assemble import DTYPES, build, feeds_of
+from megazero.build.job import laid_out
 from megazero.build.pipeline import model_shape
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
+from megazero.config.schema import Config, resolved
 from megazero.data.sampler import index_of, sample_id
 from megazero.data.windows import MicroBatch
-from megazero.kernels.operations import REFERENCE
+from megazero.kernels.select import choose, for_host
 from megazero.launcher.environment import fix_cublas_workspace
 from megazero.plan.job import Job
 from megazero.plan.states import Bytes
+from megazero.run.attention import take
 from megazero.tools.certify.rank import Results, record
-
-if TYPE_CHECKING:
-    from megazero.config.schema import Config
 
 GLOBAL_BATCH, STEPS, CLIP = 8, 3, 0.5
 LR = 1e-4  # an element whose gradient is near zero moves by up to that, whichever sign rounding gives it
@@ -53,11 +50,15 @@ class Case:
 
     Attributes:
         how: the fields of its `Job` that are others than those of one process in stage 0.
+        kernels: as in precision.kernels.
+        grad_dtype: as in zero.grad_dtype.
     """
 
     name: str
     how: dict[str, Any] = field(default_factory=dict)
     dtype: str = "fp32"
+    kernels: str = "reference"
+    grad_dtype: str = "fp32"
 
     @property
     def job(self) -> Job:
@@ -66,54 +67,41 @@ class Case:
     @property
     def folder(self) -> str:
         """Return the name of the folder of its results."""
-        return f"{self.name}, {self.dtype}"
+        return f"{self.name}, {self.dtype}, {self.kernels}"
 
 
-def _named(values: Any) -> Any:
-    """Return dictionaries as objects with attributes."""
-    if not isinstance(values, dict):
-        return values
-    return SimpleNamespace(**{name: _named(value) for name, value in values.items()})
-
-
-_ALONE = Job(
-    model_shape(_named({"model": MODEL})), Bytes(4, 4, 4), stage=0, micro_batch=GLOBAL_BATCH, global_batch=GLOBAL_BATCH
-)
-
-
-def config_of(case: Case, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BATCH) -> "Config":
-    """Return the same as `settings`, in the form of a checked config."""
-    return _named(settings(case, model, batch))
-
-
-def settings(case: Case, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BATCH) -> dict[str, dict[str, Any]]:
-    """Return the options that decide what is computed, by section.
+def config_of(case: Case, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BATCH) -> Config:
+    """Return the checked config of a case.
 
     Args:
         batch: sequences in a step.
     """
-    found: dict[str, dict[str, Any]] = {
-        "run": {"seed": 0, "deterministic": False},
+    options = {
         "model": model,
-        "zero": {"grad_dtype": "fp32", "reduce_dtype": None},
-        "precision": {"dtype": case.dtype, "kernels": "reference"},
-        "optimizer": {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": CLIP},
-        "batch": {"global_": batch},
-        "data": {"mask_eod": False},
+        "precision": {"dtype": case.dtype, "kernels": case.kernels},
+        "optimizer": {"clip": CLIP},
+        "batch": {"global": batch, "micro": case.job.micro_batch},
+        "data": {"mask_eod": case.job.documents},
+        "zero": {"grad_dtype": case.grad_dtype},
     }
-    for option, value in options_of(case.job).items():
-        *sections, name = option.split(".")
-        inner = found
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[name] = value
-    return found
+    return laid_out(resolved(Config.model_validate(options)), case.job)
+
+
+_ALONE = Job(
+    model_shape(resolved(Config.model_validate({"model": MODEL}))),
+    Bytes(4, 4, 4),
+    stage=0,
+    micro_batch=GLOBAL_BATCH,
+    global_batch=GLOBAL_BATCH,
+)
 
 
 def train(case: Case, grid: Grid, device: torch.device) -> Results:
     """Train one rank's part of `STEPS` steps; the host is apart from the device, also where both are the CPU."""
     host = Host(device, grid.comm.ledger, apart=True)
-    built = build(config_of(case), grid, device, REFERENCE, host)
+    ops = choose(case.kernels, device, DTYPES[case.dtype])
+    host_ops = for_host(case.kernels, torch.float32)
+    built = build(config_of(case), grid, device, ops, host, host_ops=host_ops)
     feed_of = feeds_of(grid["tensor"], device, case.job.sequence)
 
     def passes(step: int) -> None:
@@ -126,7 +114,9 @@ def train(case: Case, grid: Grid, device: torch.device) -> Results:
 def exact(device: torch.device) -> None:
     """Set torch to give the same bits every time, and fp32 products in fp32; before the first product.
 
-    No TF32, no sums in 16 bits, no atomics.
+    No TF32, no sums in 16 bits, no atomics. Attention by plain products: the backward of other implementations adds up
+    in any order, and their fp32 sums may differ from a CPU's by more than `tolerances.py` allows. `attention.py`
+    compares the attention that a run chooses; `waits.py`, `steps.py` and `train.py` train with it.
     """
     torch.set_num_threads(1)
     if device.type == "cuda":
@@ -134,6 +124,7 @@ def exact(device: torch.device) -> None:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.use_deterministic_algorithms(True, warn_only=True)
+        take("math")
 
 
 def _batch(step: int, micro_batch: int, data_rank: int, job: Job) -> MicroBatch:

@@ -2,8 +2,8 @@
 
 import importlib.metadata
 import platform
-import subprocess
-import sys
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,20 +11,18 @@ import torch
 from torch.cuda import nccl
 
 from megazero.kernels.build import BuildError, find_nvcc
+from scripts.bench.figures import commit, machine
 from scripts.gpu_check.findings import Asked, Row
 
-ROOT = Path(__file__).parents[2]
+DRIVER = Path("/proc/driver/nvidia/version")
 PACKAGES = ("numpy", "xxhash", "einops", "safetensors", "triton", "liger-kernel", "pydantic", "ruamel.yaml", "wandb")
 
 
 def rows(asked: Asked) -> Iterator[Row]:
     """Yield one row of facts; then one for what the check can do without."""
-    facts: Row = {"name": "machine", "commit": commit(), "torch": torch.__version__, "cuda": torch.version.cuda or "-"}
-    facts |= {
-        "python": sys.version.split()[0],
-        "system": platform.platform(),
-        "host_torch_threads": torch.get_num_threads(),
-    }
+    facts: Row = {"name": "machine", "commit": commit() or "-", "host": machine(), "system": platform.platform()}
+    facts |= {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "-"}
+    facts["temporary_gb_free"] = shutil.disk_usage(tempfile.gettempdir()).free / 1e9
     if asked.on_gpu and not torch.cuda.is_available():
         yield facts | {"fault": "torch sees no GPU; --device cpu tries the same steps without one"}
         return
@@ -46,9 +44,7 @@ def _of_gpu(device: torch.device) -> Row:
         "gpu": properties.name,
         "gpus": torch.cuda.device_count(),
         "gpu_gib": properties.total_memory / 2**30,
-        "multiprocessors": properties.multi_processor_count,
-        "level_2_megabytes": properties.L2_cache_size >> 20,
-        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": DRIVER.read_text().splitlines()[0] if DRIVER.exists() else "-",
         "nccl": ".".join(map(str, nccl.version())) if torch.distributed.is_nccl_available() else "-",
         "cudnn": str(torch.backends.cudnn.version()),
     }
@@ -60,19 +56,3 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def commit() -> str:
-    """Return the commit of the code, and whether files were changed since; "-" where there is no repository."""
-    found = _said("git", "-C", str(ROOT), "rev-parse", "HEAD")
-    changed = found != "-" and _said("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no") != "-"
-    return f"{found} and changes" if changed else found
-
-
-def _said(*command: str) -> str:
-    """Return the first line that a command prints; "-" where there is none."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "-"
-    return next(iter(done.stdout.splitlines()), "-") if done.returncode == 0 else "-"

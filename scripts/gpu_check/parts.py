@@ -1,7 +1,8 @@
 """The parts of the check, each run in a process of its own that may not last longer than its limit.
 
 The processes are forked from one that has imported everything and has not touched a GPU, which saves each of them some
-seconds. A part writes its rows as it finds them, so what it has found is there even if it is ended.
+seconds. A part writes its rows into a file as it finds them, so what it has found is there even if it is ended. Parts
+that measure run alone; others run a few at a time.
 """
 
 import importlib
@@ -20,10 +21,11 @@ from pathlib import Path
 import torch
 
 from megazero.launcher.environment import set_for_gpus
-from megazero.launcher.scratch import scratch_folder
 from scripts.gpu_check.findings import Asked, Row, finite, line, told
 
 _FORK = multiprocessing.get_context("fork")
+LANES = {"cuda": 4, "cpu": 2}  # parts at a time that do not measure
+LEAST = 5.0  # without so many seconds left, a part is not begun
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,16 @@ class Part:
         limit: seconds after which it is ended.
         where: "module:function" in this package; the function is called with what is asked and yields rows.
         as_run: CUDA is set as a run sets it. Loading all kernels at the start takes some seconds.
+        alone: it measures, so nothing else runs.
+        after: a part that has to end before it begins; "": none.
     """
 
     title: str
     limit: float
     where: str
     as_run: bool = False
+    alone: bool = False
+    after: str = ""
 
     def rows(self) -> Callable[[Asked], Iterator[Row]]:
         """Return the function that finds the rows."""
@@ -48,68 +54,138 @@ class Part:
         return getattr(importlib.import_module(f"scripts.gpu_check.{module}"), function)
 
 
-# In the order of what one wants to know first: there may be no time for the last ones.
+# In the order of importance: there may be no time for the last ones. The kernels are built while the first parts run
+# on the reference.
 PARTS = {
-    "machine": Part("The machine", 30, "machine:rows"),
-    "build": Part("Kernels: build", 90, "kernels:built"),
-    "waits": Part("Steps that may not wait: sync debug mode", 60, "waits:rows", as_run=True),
-    "exchange": Part("Stage 3 with its exchange", 75, "exchange:rows", as_run=True),
-    "nccl": Part("NCCL, one rank for each GPU", 75, "ranks:on_own_gpus", as_run=True),
-    "training": Part("Training a GPT of 1.3B parameters", 100, "training:rows", as_run=True),
-    "host": Part("Host time for each layer", 40, "host:rows", as_run=True),
-    "blocks": Part("Blocks and cross entropy beside torch.compile and Liger", 75, "blocks:rows"),
-    "correctness": Part("Kernels: against fp64", 60, "correctness:rows"),
-    "engine": Part("Sharded and offloaded beside plain, one process", 45, "ranks:engine"),
-    "ranks": Part("Ranks that share the GPU beside one on the CPU", 75, "ranks:on_shared_gpu"),
-    "bandwidth": Part("Kernels: bytes per second", 120, "bandwidth:rows"),
+    "machine": Part("The machine", 30, "machine:rows", alone=True),
+    "build": Part("Kernels: build", 120, "kernels:built"),
+    "train": Part("train.py: a run, its checkpoints, documents, the same bits", 120, "train:rows", after="build"),
+    "engine": Part("Sharded and offloaded compared with plain, one process", 60, "ranks:engine"),
+    "ranks": Part("Ranks that share the GPU compared with one on the CPU", 100, "ranks:on_shared_gpu"),
+    "waits": Part("Steps that may not wait: sync debug mode", 75, "waits:rows", as_run=True, after="build"),
+    "fused": Part("Training with fused kernels compared with a CPU", 75, "ranks:fused", after="build"),
+    "correctness": Part("Kernels: against fp64", 75, "correctness:rows", after="build"),
+    "sanitizer": Part("Kernels: compute-sanitizer", 100, "correctness:sanitized", after="build"),
+    "nccl": Part("NCCL, one rank for each GPU", 75, "ranks:on_own_gpus", as_run=True, after="build"),
+    "gpt": Part("Steps of GPT-2 1.5B, s 1,024", 130, "steps:gpt", as_run=True, alone=True, after="build"),
+    "llama": Part("Steps of Llama 3.2 1B, s 4,096", 95, "steps:llama", as_run=True, alone=True, after="build"),
+    "attention": Part("Attention: each implementation, and the run's choice", 35, "attention:rows", alone=True),
+    "rates": Part("Products, host memory, disk, loading of kernels", 80, "rates:rows", alone=True, after="build"),
+    "exchange": Part("Stage 3 with its exchange", 45, "exchange:rows", as_run=True, alone=True, after="build"),
+    "bandwidth": Part("Kernels: bytes per second", 75, "bandwidth:rows", alone=True, after="build"),
+    "host": Part("Host time for each layer", 35, "exchange:host", as_run=True, alone=True, after="build"),
 }
+# A second call, for a GPU with more memory.
+SECOND = {
+    **{name: PARTS[name] for name in ("machine", "build")},
+    "whole": Part("Llama 2 7B in the memory of one GPU", 60, "steps:whole", as_run=True, alone=True, after="build"),
+    "hosted": Part("Llama 2 7B, optimizer on the host", 120, "steps:hosted", as_run=True, alone=True, after="build"),
+}
+# The parts whose rows the summary shows, the most important first. Of the others it shows the largest number of each
+# column.
+SHOWN = ("gpt", "llama", "whole", "hosted", "train", "rates", "attention", "exchange", "host", "bandwidth", "sanitizer")
+ALL = PARTS | SECOND
+
+
+class Running:
+    """A part's process, which writes its rows and what it prints into two files.
+
+    Args:
+        limit: seconds after which it is ended.
+    """
+
+    def __init__(self, name: str, asked: Asked, limit: float, folder: Path):
+        self.name, self._limit, self._began = name, limit, time.perf_counter()
+        self._found, self._log = folder / f"{name}.jsonl", folder / f"{name}.log"
+        for path in (self._found, self._log):
+            path.write_text("")
+        self._process = _FORK.Process(target=_run, args=(name, asked, self._found, self._log))
+        self._process.start()
+
+    def ended(self) -> bool:
+        """Return whether the process has ended, or its time."""
+        return not self._process.is_alive() or time.perf_counter() - self._began >= self._limit
+
+    def result(self) -> tuple[list[Row], float]:
+        """Print what the part said; return its rows, and the seconds that it took."""
+        late, seconds = self._process.is_alive(), time.perf_counter() - self._began
+        self.end()
+        texts = self._found.read_text().splitlines(keepends=True)
+        rows = [json.loads(text) for text in texts if text.endswith("\n")]  # it may have been killed within a row
+        print(f"\n{ALL[self.name].title}\n{self._log.read_text(errors='replace').rstrip()}", flush=True)
+        last: Row = {"name": self.name}
+        if late and self._limit < ALL[self.name].limit:
+            last["absent"] = f"the rest: the check's time was over after {self._limit:.0f} s"
+        elif late:
+            last["fault"] = f"not done within {self._limit:.0f} s"
+        elif self._process.exitcode:
+            last["fault"] = f"its process ended with {self._process.exitcode}"
+        if len(last) > 1:
+            print(line(last), flush=True)
+            rows.append(last)
+        return rows, seconds
+
+    def end(self) -> None:
+        """Kill the process and all that it has started."""
+        pid = self._process.pid
+        assert pid is not None, "it was started"
+        if self._process.is_alive():
+            for kill in (os.killpg, os.kill):  # it may not have come to make a group of its own
+                with suppress(ProcessLookupError):
+                    kill(pid, signal.SIGKILL)
+        self._process.join()
 
 
 def imported(names: list[str]) -> None:
     """Import the modules of some parts; one that cannot be imported is its own part's fault."""
     for name in names:
         with suppress(Exception):
-            PARTS[name].rows()
+            ALL[name].rows()
 
 
-def run(name: str, asked: Asked, limit: float) -> tuple[list[Row], float]:
-    """Run a part for at most so many seconds; return its rows, and the seconds that it took."""
-    begin = time.perf_counter()
-    with scratch_folder("check") as folder:
-        found = folder / "rows"
-        process = _FORK.Process(target=_run, args=(name, asked, found))
-        process.start()
-        try:
-            process.join(limit)
-        finally:
-            late = process.is_alive()
-            if late:
-                _end(process.pid)
-            process.join()
-        rows = [json.loads(text) for text in found.read_text().splitlines()] if found.exists() else []
-    if late and limit < PARTS[name].limit:
-        rows.append({"name": name, "absent": f"the rest: the check's time was over after {limit:.0f} s"})
-    elif late:
-        rows.append({"name": name, "fault": f"not done within {limit:.0f} s"})
-    elif process.exitcode:
-        rows.append({"name": name, "fault": f"its process ended with {process.exitcode}"})
-    if late or process.exitcode:
-        print(line(rows[-1]), flush=True)
-    return rows, time.perf_counter() - begin
+def run(
+    names: list[str], asked: Asked, seconds: float, folder: Path, tell: Callable[[str, list[Row], float], bool]
+) -> None:
+    """Run parts, each as soon as its turn comes.
+
+    Args:
+        seconds: for all of them together.
+        folder: for the files of each part.
+        tell: called with the name, rows and seconds of each part; false: no more parts are to be begun.
+    """
+    begin, waiting, running = time.perf_counter(), list(names), list[Running]()
+    try:
+        while waiting or running:
+            for name in list(waiting):
+                here = {each.name for each in running}
+                if ALL[name].after in {*waiting, *here}:
+                    continue
+                full = len(running) >= LANES[asked.device.type]
+                if full or (running and (ALL[name].alone or any(ALL[each].alone for each in here))):
+                    break
+                waiting.remove(name)
+                left = seconds - (time.perf_counter() - begin)
+                if left > LEAST:
+                    running.append(Running(name, asked, min(left, ALL[name].limit), folder))
+                else:
+                    tell(name, [{"name": name, "absent": "all of it: the check's time was over"}], 0.0)
+            for each in [each for each in running if each.ended()]:
+                running.remove(each)
+                if not tell(each.name, *each.result()):
+                    waiting.clear()
+            time.sleep(0.02)
+    finally:
+        for each in running:
+            each.end()
 
 
-def _end(pid: int | None) -> None:
-    """Kill a part's process and all that it has started."""
-    assert pid is not None, "it was started"
-    for kill in (os.killpg, os.kill):  # it may not have come to make a group of its own
-        with suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
-
-
-def _run(name: str, asked: Asked, found: Path) -> None:
+def _run(name: str, asked: Asked, found: Path, log: Path) -> None:
     """Find a part's rows, in its own process."""
     os.setsid()
-    if PARTS[name].as_run:
+    with log.open("wb") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    if ALL[name].as_run:
         set_for_gpus()
     if not asked.on_gpu:
         torch.set_num_threads(1)  # a fork has none of the threads that its parent has made
@@ -120,7 +196,7 @@ def _run(name: str, asked: Asked, found: Path) -> None:
             file.write(json.dumps(finite(row), allow_nan=False) + "\n")
 
         try:
-            for row in PARTS[name].rows()(asked):
+            for row in ALL[name].rows()(asked):
                 tell(row)
         except Exception as error:
             traceback.print_exc()

@@ -1,23 +1,24 @@
 """Compare training on the device with training on the CPU, and a sharded, offloading engine with a plain one.
 
-    ranks     two processes on one GPU (one layout: four), gloo through the host's memory, against one process on the
-              CPU: initial weights equal, losses, norms, gradients and weights within the tolerances of certify
+    ranks     two or four processes on one GPU, gloo through the host's memory, with one process on the CPU: initial
+              weights equal, losses, norms, gradients and weights within the tolerances of certify
     nccl      the same layouts with a GPU for each rank, where there are several: NCCL
-    engine    one process on the device, stage 3 with recompute and offload, against stage 0 there: every bit, but for
+    fused     some of them, and one process, with fused kernels on the device; the CPU computes with the reference
+    engine    one process on the device, stage 3 with recompute and offload, with stage 0 there: every bit, but for
               what an optimizer on the host computes, which is another device's arithmetic
+
+The tolerances are those of the certificate, whose CPU ranks differ by the order of their sums: so do a GPU and a CPU,
+with fp32 products in fp32, and attention by plain products (`layouts.exact`). Layouts that send integers have the
+tolerances of these codes. In 16 bits no single gradient or weight is held, so it is fp32 that shows a wrong kernel.
 
 Ranks are forked from a fresh interpreter: a fork cannot use a GPU, or threads, that its parent has used.
 """
 
 import json
-import subprocess
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,11 +27,12 @@ from megazero.launcher.scratch import scratch_folder
 from megazero.tools.certify.comparison import Compared, compare
 from megazero.tools.certify.rank import Results, load_results
 from megazero.tools.certify.tolerances import tolerance_of
+from scripts.gpu_check import commands
 from scripts.gpu_check.findings import Asked, Row, told
+from scripts.gpu_check.kernels import missing
 from scripts.gpu_check.layouts import HEADS, Case, exact, train
 
-ROOT = Path(__file__).parents[2]
-LIMIT_S, LAST_S = 60, 5  # for the ranks of one size, and for their end
+LIMIT_S = 60  # for the ranks of one size
 DTYPES = ("fp32", "bf16")
 SAVED = {"recompute": "full", "partition": True, "offload": True}
 TWO = (
@@ -43,7 +45,12 @@ TWO = (
     Case("pipeline 2", {"pipeline": 2, "micro_batch": 2}),
     Case("tensor 2, sequence, chunks", {"tensor": 2, "sequence": True, "tensor_chunks": 2}),
 )
-FOUR = (Case("stage 2, data 2, pipeline 2", {"stage": 2, "data": 2, "pipeline": 2, "micro_batch": 2}),)
+QUANTISED = {"parameter_bits": 8, "gradient_bits": 8}
+FOUR = (
+    Case("stage 2, data 2, pipeline 2", {"stage": 2, "data": 2, "pipeline": 2, "micro_batch": 2}),
+    Case("stage 3, data 4, hybrid", {"stage": 3, "data": 4, "shard_ranks": 2, "micro_batch": 2}),
+    Case("stage 3, data 4, quantised", {"stage": 3, "data": 4, "micro_batch": 2} | QUANTISED),
+)
 SHARED = (TWO, FOUR)
 PLAIN = Case("stage 0")
 ALONE = (
@@ -55,6 +62,8 @@ ALONE = (
         "the same, optimizer on the host", {"stage": 3, "offload_parameters": True, "offload_optimizer": True} | SAVED
     ),
 )
+FUSED = tuple(replace(case, kernels="fused") for case in (PLAIN, ALONE[2], ALONE[4]))
+FUSED_TWO = tuple(replace(case, kernels="fused") for case in (TWO[2], TWO[5]))
 
 
 def on_shared_gpu(asked: Asked) -> Iterator[Row]:
@@ -63,12 +72,25 @@ def on_shared_gpu(asked: Asked) -> Iterator[Row]:
 
 
 def on_own_gpus(asked: Asked) -> Iterator[Row]:
-    """Yield the same with a GPU for each process, through NCCL; on a CPU through shared memory."""
-    gpus = torch.cuda.device_count() if asked.on_gpu else 2
+    """Yield the comparison of processes that have a GPU each, through NCCL, with one on the CPU."""
+    gpus = torch.cuda.device_count() if asked.on_gpu else 1
     fitting = [layouts for layouts in SHARED if layouts[0].job.ranks <= gpus]
     if not fitting:
-        yield {"name": "NCCL with several ranks", "absent": f"there is {gpus} GPU, and NCCL refuses two ranks on it"}
+        yield {"name": "NCCL with several ranks", "absent": "it needs a GPU for each rank"}
     yield from _beside_cpu(fitting, asked, shares_gpus=False)
+
+
+def fused(asked: Asked) -> Iterator[Row]:
+    """Yield the comparison of fused kernels with the reference on the CPU, in fp32: one process, then two."""
+    if (absent := missing(asked.device)) is not None:
+        yield absent
+        return
+    alone = train(PLAIN, single(), torch.device("cpu"))
+    exact(asked.device)
+    for layout in FUSED:
+        yield row_of(layout, _alone(layout, asked), alone, exact=False)
+    for layout, ranks in _trained(asked, FUSED_TWO, shares_gpus=True):
+        yield row_of(layout, ranks, alone, exact=False)
 
 
 def engine(asked: Asked) -> Iterator[Row]:
@@ -79,23 +101,7 @@ def engine(asked: Asked) -> Iterator[Row]:
         plain = train(replace(PLAIN, dtype=dtype), single(), asked.device)
         for each in ALONE:
             layout = replace(each, dtype=dtype)
-            try:
-                found: Results | str = train(layout, single(), asked.device)
-            except Exception as error:
-                traceback.print_exc()
-                found = told(error)
-            ranks = found if isinstance(found, str) else [found]
-            yield row_of(layout, ranks, plain, exact=not layout.job.offload_optimizer)
-
-
-def speeds(gpus: int, asked: Asked, stages: Sequence[int]) -> Iterator[Row]:
-    """Yield what rank 0 measures in some stages of ZeRO over so many GPUs (`exchange.py`)."""
-    with scratch_folder("check") as folder:
-        fault = _started(folder, gpus, asked, shares_gpus=False, tiny=asked.tiny, stages=list(stages))
-        found = folder / "speeds.json"
-        yield from json.loads(found.read_text()) if found.exists() else []
-        if fault:
-            yield {"name": f"{gpus} GPUs", "fault": fault}
+            yield row_of(layout, _alone(layout, asked), plain, exact=not layout.job.offload_optimizer)
 
 
 def row_of(layout: Case, ranks: list[Results] | str, alone: Results | None, *, exact: bool) -> Row:
@@ -107,13 +113,24 @@ def row_of(layout: Case, ranks: list[Results] | str, alone: Results | None, *, e
     if isinstance(ranks, str) or alone is None:
         found = Compared(fault=str(ranks))
     else:
-        found = compare(ranks, alone, HEADS, HEADS, tolerance_of(layout.dtype))
+        bits = layout.job.parameter_bits, layout.job.gradient_bits
+        allowed = tolerance_of(layout.dtype, parameter_bits=bits[0], gradient_bits=bits[1])
+        found = compare(ranks, alone, HEADS, HEADS, allowed)
     fault = found.fault
     if fault is None and exact and not found.bitwise:
         fault = "not equal bit for bit"
     row: Row = {"name": layout.name, "ranks": layout.job.ranks, "dtype": layout.dtype, "loss": found.loss}
     row |= {"norm": found.norm, "gradients": found.gradients, "weights": found.weights}
     return row | {"bits": "all" if found.bitwise else "not all", "fault": fault}
+
+
+def _alone(layout: Case, asked: Asked) -> list[Results] | str:
+    """Return the results of one process on the device; or why there are none."""
+    try:
+        return [train(layout, single(), asked.device)]
+    except Exception as error:
+        traceback.print_exc()
+        return told(error)
 
 
 def _allowed() -> Iterator[Row]:
@@ -129,19 +146,18 @@ def _beside_cpu(sizes: Sequence[Sequence[Case]], asked: Asked, *, shares_gpus: b
     yield from _allowed()
     alone = {dtype: train(replace(PLAIN, dtype=dtype), single(), torch.device("cpu")) for dtype in DTYPES}
     for layouts in sizes:
-        for layout, ranks in _trained(asked, layouts, shares_gpus=shares_gpus):
+        each = [replace(layout, dtype=dtype) for dtype in DTYPES for layout in layouts]
+        for layout, ranks in _trained(asked, each, shares_gpus=shares_gpus):
             yield row_of(layout, ranks, alone[layout.dtype], exact=False)
 
 
 def _trained(asked: Asked, layouts: Sequence[Case], *, shares_gpus: bool) -> Iterator[tuple[Case, list[Results] | str]]:
-    """Yield what each rank of each layout, all of one size, computed in each dtype; or why it did not."""
-    each = [replace(layout, dtype=dtype) for dtype in DTYPES for layout in layouts]
+    """Yield what each rank of each layout, all of one size, computed; or why it did not."""
     with scratch_folder("check") as folder:
         size = layouts[0].job.ranks
-        told = {"layouts": [asdict(layout) for layout in each]}
-        fault = _started(folder, size, asked, shares_gpus=shares_gpus, **told)
-        for layout in each:
-            where, last = folder / layout.folder, layout is each[-1]
+        fault = _run(folder, size, asked, layouts, shares_gpus=shares_gpus)
+        for layout in layouts:
+            where, last = folder / layout.folder, layout is layouts[-1]
             there = all((where / f"{rank}.json").exists() for rank in range(size))
             if there and not (fault and last):  # one that fails after its last layout has failed too
                 yield layout, [load_results(where, rank) for rank in range(size)]
@@ -149,29 +165,8 @@ def _trained(asked: Asked, layouts: Sequence[Case], *, shares_gpus: bool) -> Ite
                 yield layout, fault or "no results"
 
 
-def _started(folder: Path, size: int, asked: Asked, **told: Any) -> str:
+def _run(folder: Path, size: int, asked: Asked, layouts: Sequence[Case], *, shares_gpus: bool) -> str:
     """Run the ranks of a job (`rank.py`); return what the first that failed said last, or ""."""
-    (folder / "job.json").write_text(json.dumps({"size": size, "device": asked.device.type} | told))
-    return _run(folder, asked.device)
-
-
-def _run(folder: Path, device: torch.device) -> str:
-    line = ["env", *(["CUDA_VISIBLE_DEVICES="] if device.type == "cpu" else [])]
-    line += [sys.executable, "-m", "scripts.gpu_check.rank", str(folder)]
-    log, fault = folder / "log", ""
-    with log.open("wb") as out:
-        process = subprocess.Popen(line, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
-        try:
-            process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            fault = f"not done within {LIMIT_S} s"
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(LAST_S)
-        finally:
-            process.kill()
-            process.wait()
-    text = log.read_text(errors="replace").rstrip()
-    print(text, flush=True)
-    last = text.splitlines()[-1] if text else "it said nothing"
-    return f"{fault}: {last}" if fault else last if process.returncode else ""
+    job = {"size": size, "device": asked.device.type, "shares_gpus": shares_gpus, "layouts": list(map(asdict, layouts))}
+    (folder / "job.json").write_text(json.dumps(job))
+    return commands.python(["-m", "scripts.gpu_check.rank", folder], folder / "log", LIMIT_S, asked.device)

@@ -1,16 +1,16 @@
-"""Measure the steps of a GPT of 1.3B parameters in bf16, as a run computes them: the host waits for none of them.
+"""Measure steps of whole models in bf16, ours as a run computes them: the host waits for none of them.
 
-MFU is by the planner's formula (`plan/model.py`): model FLOPs of PaLM, appendix B, over the chip's dense peak, which no
-CPU has. Recomputation does not count.
+Tokens are random. A step's sequences, the warm-up, the clipped AdamW and the way of timing are the same for all
+systems. MFU is by the planner's formula (`plan/model.py`): model FLOPs of PaLM, appendix B, over the chip's dense peak,
+which no CPU has. Recomputation does not count.
 """
 
 import gc
 import math
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,96 +23,84 @@ from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.data.windows import MicroBatch
 from megazero.kernels.operations import Operations
+from megazero.kernels.select import for_host
 from megazero.plan.hardware import peak_flops
+from megazero.run.attention import settle_attention
 from megazero.zero.engine import Engine
 from scripts.gpu_check.findings import Asked, Row, told
 from scripts.gpu_check.layouts import MODEL, Case, config_of
 
-TINY = MODEL | {"layers": 2, "dropout": 0.0}
-LARGE = TINY | {
-    "layers": 24,
-    "hidden": 2048,
-    "heads": 16,
-    "kv_heads": 16,
-    "ffn": 8192,
-    "vocab": 50_304,
-    "seq_len": 2048,
-}
-SEQUENCES = 8  # of a step, on each data rank
-WARM_UP, STEPS, LR = 3, 6, 3e-4
-Step = Callable[[int], Tensor]
+WARM_UP, STEPS, LR = 2, 3, 3e-4
+Step = Callable[[int], Tensor]  # trains a step, and returns its mean loss on the device
 
 
-def model_of(asked: Asked) -> dict[str, Any]:
-    return TINY if asked.tiny else LARGE
+@dataclass(frozen=True)
+class Shape:
+    """A model, and the sequences of a step on each data rank.
+
+    Attributes:
+        published: tokens/s/GPU of others, by who and how.
+    """
+
+    model: dict[str, Any]
+    sequences: int
+    published: dict[str, float] = field(default_factory=dict)
+
+    def of(self, asked: Asked) -> "Shape":
+        """Return the shape for what is asked: a try takes two layers of 64 channels."""
+        if not asked.tiny:
+            return self
+        heads = {"heads": 4, "kv_heads": 2 if self.model["kv_heads"] < self.model["heads"] else 4}
+        small = {"layers": 2, "hidden": 64, "ffn": 256, "vocab": 251, "seq_len": 32} | heads
+        return Shape(self.model | small, 8, self.published)
 
 
-def measured(name: str, case: Case, grid: Grid, asked: Asked, ops: Operations) -> Row:
-    """Return a row of some steps: with recompute where they do not fit into memory without."""
-    with suppress(torch.OutOfMemoryError):
-        return _tried(name, case, grid, asked, ops)
-    _free(asked)
-    again = replace(case, how=case.how | {"recompute": "full"})
-    return _tried(f"{name}, recomputed", again, grid, asked, ops)
+def gpt(layers: int, hidden: int, heads: int, seq_len: int) -> dict[str, Any]:
+    """Return a GPT without dropout; its vocabulary is a multiple of 128, as llm.c pads it."""
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": 4 * hidden}
+    return MODEL | sizes | {"vocab": 50_304, "seq_len": seq_len, "dropout": 0.0}
 
 
-def stepper(case: Case, grid: Grid, asked: Asked, ops: Operations) -> Step:
-    """Return a function that trains a step of random tokens, and returns its loss on the device."""
-    model, data, device = model_of(asked), grid["data"], asked.device
-    batch = SEQUENCES * data.size
-    config = config_of(case, model, batch)
-    # Its initial values would take the host a minute.
-    built = assemble(config, grid, device, ops, Host(device, grid.comm.ledger), None)
-    fill(built.engine, seed=data.rank)
-    feed, upload = feeds_of(grid["tensor"], device, False), Upload(device)
-    generator = torch.Generator().manual_seed(data.rank)
-
-    def step(number: int) -> Tensor:
-        window = torch.randint(0, model["vocab"], (model["seq_len"] + 1, SEQUENCES), generator=generator)
-        batches = [_micro_batch(part) for part in window.split(case.job.micro_batch, dim=1)]
-        batches = upload.pack(batches)() if asked.on_gpu else batches
-        built.engine.begin_step()
-        built.pipeline.train(batches, lambda each: feed(each, number, True))
-        return built.engine.finish_step(LR).loss
-
-    return step
+def llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, *, tied: bool) -> dict[str, Any]:
+    """Return a Llama of 4,096 tokens."""
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
+    kind = {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "tie_embeddings": tied}
+    return MODEL | sizes | kind | {"seq_len": 4096, "dropout": 0.0, "rope_theta": 500_000.0}
 
 
-def fill(engine: Engine, seed: int) -> None:
-    """Set the masters to normal numbers of the model's scale, and the weights of norms to 1, and publish them."""
-    generator = torch.Generator(engine.units[0].device).manual_seed(seed)
-    for unit in engine.units:
-        masters = unit.masters
-        for interval in unit.layout.intervals:
-            part = masters[max(interval.start - unit.shard.start, 0) : max(interval.stop - unit.shard.start, 0)]
-            part.fill_(1.0) if interval.name.endswith("norm.weight") else part.normal_(0, 0.02, generator=generator)
-        unit.resting.round_masters()
-        engine.gather.publish(unit)
+GPT_1_3B = Shape(gpt(24, 2048, 16, 2048), 8)
 
 
-def _micro_batch(window: Tensor) -> MicroBatch:
-    tokens_SB, targets_SB = window[:-1].clone(), window[1:].clone()
-    valid_SB = torch.ones_like(tokens_SB, dtype=torch.bool)
-    return MicroBatch(tokens_SB, targets_SB, valid_SB, None, None, torch.arange(window.shape[1]))
+def measured(name: str, make: Callable[[], Step], asked: Asked, shape: Shape, *, ours: bool = True) -> Row:
+    """Return a row of some steps; or why there are none, so that others can be measured.
 
-
-def _tried(name: str, case: Case, grid: Grid, asked: Asked, ops: Operations) -> Row:
-    """Return the row; or why there is none, so that others can be."""
+    Args:
+        make: builds the system.
+        ours: an error in it is a fault.
+    """
     try:
-        return _measured(name, case, grid, asked, ops)
-    except torch.OutOfMemoryError as error:
-        if case.job.recompute == "none":
-            raise
-        return {"name": name, "fault": told(error)}
+        return {"name": name} | _measured(make, asked, shape)
+    except torch.OutOfMemoryError:
+        return {"name": name, "absent": "does not fit into the memory"}
     except Exception as error:
         traceback.print_exc()
-        return {"name": name, "fault": told(error)}
+        return {"name": name, "fault" if ours else "absent": told(error)}
+    finally:
+        free(asked)
 
 
-def _measured(name: str, case: Case, grid: Grid, asked: Asked, ops: Operations) -> Row:
+def free(asked: Asked) -> None:
+    """Give back the memory of a system that is no longer used."""
+    gc.collect()  # an engine's units and the views of their gradients hold each other
+    if asked.on_gpu:
+        torch.cuda.empty_cache()
+
+
+def _measured(make: Callable[[], Step], asked: Asked, shape: Shape) -> Row:
     if asked.on_gpu:
         torch.cuda.reset_peak_memory_stats(asked.device)
-    step = stepper(case, grid, asked, ops)
+    began = time.perf_counter()
+    step = make()
     for number in range(WARM_UP):
         step(number)
     asked.synchronize()
@@ -122,19 +110,62 @@ def _measured(name: str, case: Case, grid: Grid, asked: Asked, ops: Operations) 
     asked.synchronize()
     step_s = (time.perf_counter() - begin) / STEPS
     loss = losses[-1].item()
-    peak = torch.cuda.max_memory_allocated(asked.device) / 2**30 if asked.on_gpu else 0.0
-    del step
-    _free(asked)
-    model = model_of(asked)
-    rate = SEQUENCES * model["seq_len"] / step_s  # of one device
-    most = peak_flops(torch.cuda.get_device_name(asked.device), "bf16") if asked.on_gpu else None
-    flops = rate * model_shape(config_of(case, model)).flops_per_token()
-    row: Row = {"name": name, "step_s": step_s, "host_s": host_s, "tokens_per_s": rate, "tflops": flops / 1e12}
-    row |= {"mfu": None if most is None else flops / most, "loss": loss, "peak_gib": peak}
+    rate = shape.sequences * shape.model["seq_len"] / step_s  # of one device
+    flops = rate * model_shape(config_of(Case(""), shape.model)).flops_per_token()
+    row: Row = {"tokens_per_s": rate, "step_s": step_s, "host_s": host_s, "tflops": flops / 1e12}
+    if asked.on_gpu:
+        most = peak_flops(torch.cuda.get_device_name(asked.device), "bf16")
+        row["mfu"] = None if most is None else flops / most
+        row["peak_gib"] = torch.cuda.max_memory_allocated(asked.device) / 2**30
+    row |= {"loss": loss, "start_s": begin - began}
     return row if math.isfinite(loss) else row | {"fault": "the loss is not finite"}
 
 
-def _free(asked: Asked) -> None:
-    gc.collect()  # an engine's units and the views of their gradients hold each other
-    if asked.on_gpu:
-        torch.cuda.empty_cache()
+def windows(shape: Shape, seed: int = 0) -> Iterator[Tensor]:
+    """Yield the tokens of each step, and one more of each sequence: [S + 1, sequences]."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        size = shape.model["seq_len"] + 1, shape.sequences
+        yield torch.randint(0, shape.model["vocab"], size, generator=generator)
+
+
+def stepper(case: Case, grid: Grid, asked: Asked, ops: Operations, shape: Shape) -> Step:
+    """Return a function that trains a step of our system."""
+    data, device = grid["data"], asked.device
+    config = config_of(case, shape.model, shape.sequences * data.size)
+    host = Host(device, grid.comm.ledger, apart=True)
+    # Its initial values would take the host a minute.
+    built = assemble(config, grid, device, ops, host, None, host_ops=for_host(case.kernels, torch.float32))
+    settle_attention(config, built.model, device, first=True)
+    fill(built.engine, device, seed=data.rank)
+    feed, upload, tokens = feeds_of(grid["tensor"], device, False), Upload(device), windows(shape, data.rank)
+
+    def step(number: int) -> Tensor:
+        batches = [_micro_batch(part) for part in next(tokens).split(case.job.micro_batch, dim=1)]
+        batches = upload.pack(batches)() if asked.on_gpu else batches
+        built.engine.begin_step()
+        built.pipeline.train(batches, lambda each: feed(each, number, True))
+        return built.engine.finish_step(LR).loss
+
+    return step
+
+
+def fill(engine: Engine, device: torch.device, seed: int) -> None:
+    """Set the masters to normal numbers of the model's scale, and the weights of norms to 1, and publish them."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for unit in engine.units:
+        masters = unit.masters
+        for interval in unit.layout.intervals:
+            part = masters[max(interval.start - unit.shard.start, 0) : max(interval.stop - unit.shard.start, 0)]
+            if interval.name.endswith("norm.weight"):
+                part.fill_(1.0)
+            else:  # on the device also where masters rest on the host, whose one thread would take a minute
+                part.copy_(torch.randn(len(part), generator=generator, device=device).mul_(0.02))
+        unit.resting.round_masters()
+        engine.gather.publish(unit)
+
+
+def _micro_batch(window: Tensor) -> MicroBatch:
+    tokens_SB, targets_SB = window[:-1].clone(), window[1:].clone()
+    valid_SB = torch.ones_like(tokens_SB, dtype=torch.bool)
+    return MicroBatch(tokens_SB, targets_SB, valid_SB, None, None, torch.arange(window.shape[1]))

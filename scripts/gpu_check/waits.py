@@ -1,9 +1,9 @@
 """Train a few steps with torch's sync debug mode set to error: the host may wait for the GPU in named places only.
 
-The steps are those of a run: its trainer, its loader with the packed upload, engine and pipeline, on a tiny GPT in many
-layouts. What needs two ranks is rank 0 of two, whose other rank is an echo (`echo.py`). The first steps are not
-watched: they allocate, and load kernels. On a CPU nothing waits, so nothing is watched there: the same places are held
-by tests/checkers/sync.py.
+The steps are those of a run: its trainer, its loader with the packed upload, engine and pipeline, its own choice of
+attention, and a snapshot of the masters under way, on a tiny GPT in many layouts. Layouts of two ranks run rank 0, and
+the other rank is an echo (`echo.py`). The first steps are not watched: they allocate, load kernels and record graphs.
+On a CPU nothing waits, so nothing is watched there: tests/checkers/sync.py does that.
 """
 
 import traceback
@@ -19,11 +19,13 @@ import torch
 
 from megazero.build.assemble import build, feeds_of
 from megazero.build.upload import Upload
+from megazero.checkpoint.snapshot import Snapshot
 from megazero.comm.grid import Grid, single
 from megazero.comm.host import Host
 from megazero.data.loader import BatchLoader
 from megazero.data.windows import MicroBatch
 from megazero.kernels.select import choose
+from megazero.run.attention import settle_attention
 from megazero.train.trainer import Trainer, TrainSchedule
 from scripts.gpu_check.echo import echoing, one_rank_group
 from scripts.gpu_check.findings import Asked, Row, told
@@ -37,6 +39,7 @@ TWO = {"data": 2, "micro_batch": 2}
 ON_HOST = {"offload_optimizer": True, "offload_parameters": True}
 CASES = (
     Case("stage 0", {"micro_batch": 4}, "bf16"),
+    Case("CUDA graphs", {"micro_batch": 4, "recompute": "full", "graphs": True}, "bf16"),
     Case("documents apart", {"micro_batch": 4, "documents": True}, "bf16"),
     Case("a loss scale", {"micro_batch": 4}, "fp16"),
     Case("stage 1", {"stage": 1} | TWO, "bf16"),
@@ -68,7 +71,7 @@ def _waits(case: Case, grid: Grid, asked: Asked) -> Row:
     done = 0
     with ExitStack() as stack:
         try:
-            step = trainer(case, grid, asked, stack).train_step
+            step = stepper(case, grid, asked, stack)
             for done in range(UNWATCHED):
                 step(done)
             with watched(asked):
@@ -110,12 +113,16 @@ def excepted(method: Callable[..., Any]) -> Callable[..., Any]:
     return waits
 
 
-def trainer(case: Case, grid: Grid, asked: Asked, stack: ExitStack) -> Trainer:
-    """Return a trainer as a run has it, without the run's files; the stack ends its threads."""
+def stepper(case: Case, grid: Grid, asked: Asked, stack: ExitStack) -> Callable[[int], object]:
+    """Return a step of a trainer as a run has it, without the run's files; the stack ends its threads."""
     device, host = asked.device, Host(asked.device, grid.comm.ledger, apart=True)
     ops = choose("auto", device, DTYPES[case.dtype])
     host_ops = choose("reference", torch.device("cpu"), DTYPES[case.dtype])
-    built = build(config_of(case), grid, device, ops, host, host_ops=host_ops)
+    model = MODEL | {"dropout": 0.0} if case.job.graphs else MODEL  # a replay has the masks of the recording
+    config = config_of(case, model)
+    built = build(config, grid, device, ops, host, host_ops=host_ops)
+    settle_attention(config, built.model, device, first=True)
+    snapshot = Snapshot([unit.masters for unit in built.engine.units])
     feed = feeds_of(grid["tensor"], device, case.job.sequence)
     upload = Upload(device)
     mixture: Any = _Mixture(case.job.documents)
@@ -130,15 +137,21 @@ def trainer(case: Case, grid: Grid, asked: Asked, stack: ExitStack) -> Trainer:
     stack.callback(loader.close)
     never = 10**9
     rate, nothing = _as(at=lambda updates: LR), _as()
-    return Trainer(
+    trainer = Trainer(
         *(built.engine, built.pipeline, lambda batch, step: feed(batch, step, True), loader, {}, nothing),
         TrainSchedule(never, rate, never, None),
-        _as(settle=lambda: None, failed=False, seconds=0.0, due=lambda done: False, saved=None),
+        _as(settle=snapshot.join, failed=False, seconds=0.0, due=lambda done: False, saved=None),
         _as(votes=lambda **_: [2], counted=lambda votes: None),
         lambda: None,
         lambda step, doing: None,
         lambda own, say: say(0, own[1] if own else None),
     )
+
+    def step(number: int) -> None:
+        snapshot.begin()
+        trainer.train_step(number)
+
+    return step
 
 
 class _Mixture:
@@ -157,19 +170,16 @@ class _Mixture:
         return [self._micro_batch(rows) for rows in samples]
 
     def _micro_batch(self, sample_ids: np.ndarray) -> MicroBatch:
-        length, generator = MODEL["seq_len"], torch.Generator().manual_seed(int(sample_ids[0]))
+        length, count, generator = MODEL["seq_len"], len(sample_ids), torch.Generator().manual_seed(int(sample_ids[0]))
         of_rank_0 = MODEL["vocab"] // 2  # no echo knows the logits of the other tensor rank's tokens
-        window = torch.randint(0, of_rank_0, (length + 1, len(sample_ids)), generator=generator)
-        ids, valid_SB = (
-            torch.from_numpy(sample_ids.astype(np.int64)),
-            torch.ones(length, len(sample_ids), dtype=torch.bool),
-        )
+        window = torch.randint(0, of_rank_0, (length + 1, count), generator=generator)
+        ids, valid_SB = torch.from_numpy(sample_ids.astype(np.int64)), torch.ones(length, count, dtype=torch.bool)
         whole = MicroBatch(window[:-1].clone(), window[1:].clone(), valid_SB, None, None, ids)
         if not self._documents:
             return whole
         parts = (length // 4, length - length // 4)
-        positions = torch.cat([torch.arange(part) for part in parts])[:, None].repeat(1, len(sample_ids))
-        return replace(whole, positions_SB=positions, documents=(parts,) * len(sample_ids))
+        positions = torch.cat([torch.arange(part) for part in parts])[:, None].repeat(1, count)
+        return replace(whole, positions_SB=positions, documents=(parts,) * count)
 
 
 def _place(error: Exception) -> str:

@@ -1,0 +1,109 @@
+"""Run train.py itself: a GPT of 1.3B parameters, and a smaller one that saves, resumes and repeats its bits.
+
+    whole     1.3B parameters, 10 steps, the run's own choice of kernels and attention, and its save at the end
+    straight  4 layers of the same width, documents apart, run.deterministic: 10 steps
+    begun     the same for 5 steps; its losses and norms have to be those of `straight`, bit for bit
+    resumed   the same folder up to step 10: likewise, and the weights and moments that both save
+
+A checkpoint has 12 bytes a parameter: 16 GB of the whole model, 3.7 GB of four layers. So the whole one is saved once
+and not loaded. The first three run at once.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from megazero.launcher.scratch import scratch_folder
+from scripts.gpu_check import carry, commands
+from scripts.gpu_check.findings import Asked, Row
+
+STEPS, HALF, LIMIT_S = 10, 5, 100
+OPTIONS = (
+    "optimizer.lr=3e-4",
+    "schedule.warmup=0",
+    "schedule.decay=constant",
+    "observe.every=1",
+    "precision.dtype=bf16",
+)
+SIZES = {"hidden": 2048, "heads": 16, "vocab": 50_304, "seq_len": 2048}
+TINY = {"hidden": 64, "heads": 4, "vocab": 512, "seq_len": 64}
+SAID = re.compile(r"(kernels|attention|weight gradients): .*")
+Rows = list[dict[str, Any]]
+
+
+def rows(asked: Asked) -> Iterator[Row]:
+    """Yield a row for each run."""
+    with scratch_folder("train") as folder:
+        made = carry.CARRIED if (carry.CARRIED / "train.idx").exists() else folder
+        data = carry.tokens(made)
+        same = ["run.deterministic=true", "data.mask_eod=true"]
+        jobs = {
+            "whole": (24, [f"run.steps={STEPS}"]),
+            "straight": (4, [*same, f"run.steps={STEPS}"]),
+            "begun": (4, [*same, f"run.steps={HALF}"]),
+        }
+        with ThreadPoolExecutor() as pool:
+            futures = {name: pool.submit(_run, folder / name, data, asked, *job) for name, job in jobs.items()}
+            faults = {name: future.result() for name, future in futures.items()}
+        yield whole(folder / "whole", faults["whole"])
+        straight = metrics(folder / "straight")
+        yield {"name": "straight", "steps": len(straight), "fault": faults["straight"] or None}
+        yield same_bits("begun", metrics(folder / "begun"), straight[:HALF], faults["begun"])
+        more = [*same, f"run.steps={STEPS}", "checkpoint.resume=auto"]
+        fault = _run(folder / "begun", data, asked, 4, more)
+        yield same_bits("resumed", metrics(folder / "begun"), straight, fault)
+        yield same_files(folder / "straight", folder / "begun")
+
+
+def _run(folder: Path, data: Path, asked: Asked, layers: int, options: list[str]) -> str:
+    """Run train.py; return "", or what was wrong."""
+    sizes = (TINY if asked.tiny else SIZES) | {"layers": 2 if asked.tiny else layers}
+    options = [f"run.dir={folder}", f"data.train={data}", "data.valid=null", "data.tokenizer=null", *OPTIONS, *options]
+    options += ["batch.micro=4", *(f"model.{name}={value}" for name, value in sizes.items())]
+    log = folder.with_name(f"{folder.name}-{options[-1]}.log")
+    return commands.python(["train.py", "--config", "tiny", *options, "--nproc", 1], log, LIMIT_S, asked.device)
+
+
+def metrics(folder: Path) -> Rows:
+    """Return a run's rows, those of steps."""
+    path = folder / "metrics.jsonl"
+    found = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+    return [row for row in found if "grad_norm" in row]
+
+
+def whole(folder: Path, fault: str) -> Row:
+    """Return the row of the large run: its speed once it is warm, what it chose, and whether it learns."""
+    steps = metrics(folder)
+    if "out of memory" in fault:
+        return {"name": "whole", "absent": fault}
+    if fault or len(steps) < STEPS:
+        return {"name": "whole", "fault": fault or f"{len(steps)} rows instead of {STEPS}"}
+    first, last = steps[0], steps[-1]
+    row: Row = {"name": "whole", "loss_first": first["loss"], "loss_last": last["loss"]}
+    row |= {name: last[name] for name in ("step_time", "tokens_per_second", "mfu", "memory_peak_bytes")}
+    log = folder / "logs" / "rank_00.log"
+    row["chose"] = "; ".join(dict.fromkeys(found[0] for found in SAID.finditer(log.read_text())))
+    return row | {"fault": None if last["loss"] < first["loss"] else "the loss does not fall"}
+
+
+def same_bits(name: str, found: Rows, expected: Rows, fault: str) -> Row:
+    """Return whether losses and gradient norms are equal bit for bit."""
+    numbers = [[(row["step"], row["loss"], row["grad_norm"]) for row in each] for each in (found, expected)]
+    if not fault and (not expected or numbers[0] != numbers[1]):
+        pairs = zip(*numbers, strict=False)
+        at = next((one[0] for one, other in pairs if one != other), "none: other numbers of rows")
+        fault = f"not equal bit for bit; the first other step: {at}"
+    return {"name": name, "steps": len(found), "fault": fault or None}
+
+
+def same_files(*runs: Path) -> Row:
+    """Return whether the tensors that runs have saved are equal bit for bit."""
+    names = [sorted(path.glob(f"checkpoints/step_{STEPS:08}/*.safetensors")) for path in runs]
+    digests = [[sha256(path.read_bytes()).hexdigest() for path in each] for each in names]
+    size = sum(path.stat().st_size for path in names[0])
+    fault = None if digests[0] and digests[0] == digests[1] else "the saved tensors differ"
+    return {"name": "saved weights and moments", "files": len(digests[0]), "gb": size / 1e9, "fault": fault}
