@@ -9,6 +9,7 @@ one part beside what it keeps, and ranks need not draw the same random numbers.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,12 +73,30 @@ def _stand_ins(owner: nn.Module, shapes: Shapes, device: torch.device) -> Iterat
     owner._parameters.update(taken)
 
 
+class _Former(nn.Parameter):
+    """A parameter as it was before its module was sharded: an optimizer that holds it would do nothing."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: object, arguments: Sequence[Any] = (), named: Any = None
+    ) -> Any:
+        """Refuse to read `.grad`, which stays empty. Raises UserError 506."""
+        if function.__name__ == "__get__" and getattr(function, "__self__", None) is Tensor.grad:
+            what = f"an optimizer, say, holds {arguments[0].is_sharded} as it was before megazero.shard"
+            raise UserError(
+                506, what, "give megazero.shard the optimizer; sharded.step() updates, and clears gradients"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*arguments, **(named or {}))
+
+
 def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> dict[str, nn.Parameter]:
     """Take the values of rank 0 into a unit, and give the module parameters that are views of it; return these."""
     take(unit, {m.name: m.places[0].owner._parameters[m.places[0].attribute] for m in members}, world)
     made = unit.make_parameters()
     for member in members:
-        member.parameter.is_sharded = True  # type: ignore[attr-defined]  # another module may hold it too
+        member.parameter.__class__ = _Former
+        member.parameter.is_sharded = member.name  # type: ignore[attr-defined]  # another module may hold it too
         for place in member.places:
             place.owner._parameters[place.attribute] = made[member.name]
     return made

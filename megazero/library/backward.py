@@ -39,6 +39,7 @@ class Backwards:
 
     def begin(self, loss: Tensor, *, last: bool) -> Tensor:
         """Prepare for the gradients of a loss; return the scaled loss."""
+        self.lockstep.require_unchanged()
         sends = last or self._shards_gradients
         if sends:
             self.lockstep.meet("backward")

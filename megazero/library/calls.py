@@ -22,7 +22,7 @@ through this one, which gathers its parts and drops their gradients.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -31,16 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import UserError
-from megazero.library.built import (
-    BuiltPart,
-    Forward,
-    Shown,
-    before_backward,
-    hide,
-    prepare,
-    put,
-    tensors_in,
-)
+from megazero.library.built import BuiltPart, Forward, Shown, before_backward, hide, prepare, put, tensors_in
 from megazero.library.process import Process
 from megazero.library.saved import saving
 from megazero.zero.gather import Gather
@@ -52,7 +43,7 @@ class _Call:
     """One call of a part whose backward is still to come.
 
     Attributes:
-        before: the call of a part that ended last before this one began: its backward comes next.
+        before: the part that ended last before this one began: its backward comes next.
         step: the number of the step it belongs to.
         counted: it is one of its part's open calls. One that a checkpoint repeats in backward is not: the first one,
             whose backward that is, stands for it.
@@ -61,7 +52,7 @@ class _Call:
 
     calls: "Calls"
     part: BuiltPart
-    before: "_Call | None"
+    before: BuiltPart | None
     step: int
     counted: bool
     shown: list[Shown]
@@ -73,7 +64,7 @@ class _Call:
         if (self.calls.in_backward or not self.shown) and any(unit.whole is None for unit in self.part.units):
             self.calls.gather_for_backward(self.part, keeps=bool(self.shown))
             if self.before is not None:
-                self.calls.prefetch(self.before.part)
+                self.calls.prefetch(self.before)
 
     def need(self, unit: Unit) -> Tensor:
         """Return the whole values of a unit that backward needs."""
@@ -95,7 +86,6 @@ class _Call:
         for shown, gradient in zip(self.shown, gradients, strict=True):
             if gradient is not None and shown.parameter.requires_grad:
                 self.calls.take(shown, gradient)
-        self.before = None  # the chain of calls would grow with every micro-batch
         part.open -= self.counted
         if part.strays == part.open == 0:
             self.calls.complete(part)
@@ -135,16 +125,17 @@ class Calls:
         on_thaw: called when parameters that were frozen are not any more.
         factor: what gradients are multiplied by, where a backward has another loss scale than the module; else None.
         reduced: the parts whose reduction has begun in this backward.
-        lent: whole values are looked at: nothing may be gathered or released.
+        lent: the names of parameters whose whole values are looked at: nothing may be gathered or released; else None.
     """
 
     def __init__(self, parts: list[BuiltPart], gather: Gather, process: Process, *, lockstep: bool):
         self.parts, self.gather, self.process, self._lockstep = parts, gather, process, lockstep
         self._number, self.step = process.modules, 0
-        self.in_backward = self.trains = self.lent = False
+        self.in_backward = self.trains = False
+        self.lent: Collection[str] | None = None
         self.factor: Tensor | None = None
         self.on_thaw: Callable[[], object] = lambda: None
-        self._last: _Call | None = None
+        self._last: BuiltPart | None = None  # that ended last
         self._running: BuiltPart | None = None  # the part that was called last
         self._anchor: Tensor | None = None
         self._storages: dict[int, Unit] = {}  # of sharded units that are whole now
@@ -159,7 +150,7 @@ class Calls:
         """Run the forward of a part between its two events."""
         if part.depth:  # called by itself: its parameters are there
             return forward(*arguments, **named)
-        if self.lent:
+        if self.lent is not None:
             raise UserError(502, "the module was called inside of `gathered`", "leave that context first")
         wants = torch.is_grad_enabled()
         self.join()
@@ -185,7 +176,7 @@ class Calls:
             part.depth = 0
             hide(part)
             if call is not None and not part.root and not self.in_backward:
-                self._last = call
+                self._last = part
             self._end(part, wants=wants, keeps=keeps)
 
     def follow(self) -> None:
@@ -375,10 +366,14 @@ class Calls:
                 self.complete(part)
 
     def next_step(self) -> None:
-        """Begin the next step: graphs of this one are void, and parameters that rest whole have their new values."""
+        """Begin the next step: parameters that rest whole have their new values."""
+        self.void()
+        self.gather.unshard([unit for part in self.parts for unit in part.units if unit.parameters_rest_whole])
+
+    def void(self) -> None:
+        """Let no graph of what has run have a backward: parameters have other values now."""
         self.step += 1
         self.close()
-        self.gather.unshard([unit for part in self.parts for unit in part.units if unit.parameters_rest_whole])
 
     def close(self) -> None:
         """Expect no backward of what has run in this step."""
@@ -386,9 +381,9 @@ class Calls:
             part.open = 0
 
     def require_step(self, call: _Call) -> None:
-        """Refuse the graph of an earlier step. Raises UserError 506."""
+        """Refuse the graph of an earlier step, or of other values. Raises UserError 506."""
         if call.step != self.step:
-            what = f"{call.part.part.name}: backward of a forward that ran before the last step"
+            what = f"{call.part.part.name}: backward of a forward that ran before the last step, or change of values"
             raise UserError(506, what, "run forward and backward between two steps")
 
     def require_backward(self, call: _Call) -> None:

@@ -1,17 +1,17 @@
 """Let the ranks know before a call of `Sharded` whether all make it, have frozen the same and run the same before."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from zlib import crc32
 
 import torch
-from torch import nn
 
 from megazero.base.errors import UserError
 from megazero.comm.collectives import all_gather
 from megazero.comm.grid import Axis
 from megazero.comm.transport.exchange import MismatchError
 from megazero.library.agreed import MEETINGS, AgreedGather
+from megazero.library.parameters import ShardedParameter
 from megazero.library.process import Process
 from megazero.zero.placement import UnitAxes
 
@@ -54,20 +54,38 @@ class Lockstep:
         self,
         rank: int,
         axes: UnitAxes,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[ShardedParameter],
         process: Process,
         agreed: AgreedGather | None,
         device: torch.device,
     ):
         self.rank, self._axes, self._parameters, self._agreed = rank, axes, parameters, agreed
         self._process, self._device = process, device
+        self._versions = self._versions_now()
+
+    def require_unchanged(self, lent: Collection[str] = ()) -> None:
+        """Refuse changes of parameters in place since the last time, through a view say.
+
+        Args:
+            lent: the names of those that may have been changed.
+
+        Raises:
+            UserError: 502.
+        """
+        before, self._versions = self._versions, self._versions_now()
+        for parameter, then, now in zip(self._parameters, before, self._versions, strict=True):
+            if now != then and parameter.full_name not in lent:
+                what = f"{parameter.full_name} was changed in place outside of `sharded.gathered`"
+                raise UserError(502, what, "load a checkpoint; change values within `with sharded.gathered(...)`")
 
     def meet(self, meeting: str) -> None:
         """Wait until all ranks have come to one of `MEETINGS`; groups of replicas come together to a step alone.
 
         Raises:
-            UserError: 507, another rank has made another call, or run other parts; 502, it has frozen others.
+            UserError: 507, another rank has made another call, or run other parts; 502, it has frozen others, or
+                parameters were changed.
         """
+        self.require_unchanged()
         if self._agreed is not None:
             self._agreed.meet(meeting)
         order = self._process.order if self._agreed is None else 0
@@ -75,6 +93,10 @@ class Lockstep:
         self._compare(self._axes.shard, meeting, order, frozen)
         if meeting == "step":
             self._compare(self._axes.replica, meeting, 0, frozen)
+
+    def _versions_now(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [parameter._version for parameter in self._parameters]
 
     def _compare(self, axis: Axis, meeting: str, order: int, frozen: int) -> None:
         if axis.size == 1:

@@ -6,7 +6,8 @@ before each one (`__torch_function__`, as in torch.nn.UninitializedParameter):
 
     shape, dtype, device, ...  those of the whole parameter, also while its values rest in shards
     values                     those of the last update; refused while they rest in shards
-    changes in place           refused outside of `Sharded.gathered`: masters and other ranks would not get them
+    changes in place           refused outside of `Sharded.gathered`: masters and other ranks would not get them;
+                               through a view they are noticed by the next call of `Sharded`
     `.grad`, hooks of it       refused: it stays empty, so an optimizer or a norm would do nothing and not say so
 
 While a part's forward runs, the module sees plain tensors in the place of its parameters (`calls.py`).
@@ -69,11 +70,13 @@ class ShardedParameter(nn.Parameter):
             in_place = name.endswith("_") and (not name.endswith("__") or name in ("__set__", "__setitem__"))
             in_place = in_place or (name.startswith("__i") and name.endswith("__"))
             for changed in tree_iter((arguments[:1] or named) if in_place else named.get("out")):
-                if isinstance(changed, cls) and not changed.calls.lent:
+                if isinstance(changed, cls) and changed.full_name not in (changed.calls.lent or ()):
                     raise UserError(502, f"{changed.full_name} was changed outside of `sharded.gathered`", _CHANGE)
             for used in tree_iter((arguments, named)):
                 if isinstance(used, cls):
                     used._require_values()
+            if name == "__get__" and of == "data":
+                return arguments[0].detach()  # a change of it is a change of the parameter, and noticed
             return function(*arguments, **named)
 
     @property
@@ -116,29 +119,33 @@ class ShardedParameter(nn.Parameter):
         return super().__format__(spec) if self._is_here else repr(self)
 
 
-def guard(module: nn.Module, parts: Iterable[BuiltPart], tables: Iterable[RowShard], calls: Calls) -> None:
-    """Let a module refuse what would go past its shards.
+def guard(
+    module: nn.Module, parts: Iterable[BuiltPart], tables: Iterable[RowShard], calls: Calls
+) -> list[ShardedParameter]:
+    """Let a module refuse what would go past its shards; return the parameters of its parts.
 
     Args:
         parts: of the module.
         tables: whose rows are split.
         calls: of the parts.
     """
-    for part in parts:
-        for shown in part.shown:
-            shape = shown.unit.layout.intervals[shown.index].shape
-            _guard(shown.parameter, shown.name, shape, calls)
+    guarded = []
+    for shown in (shown for part in parts for shown in part.shown):
+        shape = shown.unit.layout.intervals[shown.index].shape
+        guarded.append(_guard(shown.parameter, shown.name, shape, calls))
     for table in tables:
         owner = module.get_submodule(table.name.rpartition(".")[0])
         _guard(owner._parameters["weight"], table.name, (table.whole, table.values.shape[1]), calls)
     for one in module.modules():
         one._apply = _refuse_conversion  # type: ignore[method-assign]
         one.register_load_state_dict_pre_hook(_refuse_load)
+    return guarded
 
 
-def _guard(parameter: Any, name: str, whole: Sequence[int], calls: Calls) -> None:
+def _guard(parameter: Any, name: str, whole: Sequence[int], calls: Calls) -> ShardedParameter:
     parameter.__class__ = ShardedParameter  # in place: optimizers and hooks keep the object
     parameter.full_name, parameter.whole, parameter.calls = name, tuple(whole), calls
+    return parameter
 
 
 def _refuse_conversion(*_: object, **__: object) -> NoReturn:

@@ -117,8 +117,8 @@ def shard(
     assembly = Assembly(built, recipe, grid, memory, clip, agreed or Gather(device))
     calls = Calls(built, assembly.gather, process, lockstep=lockstep)
     split = split_rows(by_row, rows, grid["world"], device, process, dtype)
-    meetings = Lockstep(world.rank, axes, list(module.parameters()), process, agreed, device)
-    guard(module, built, split.shards, calls)
+    guarded = guard(module, built, split.shards, calls)
+    meetings = Lockstep(world.rank, axes, guarded, process, agreed, device)
     return Sharded(module, assembly, calls, split, recipe.lr, partial(_cast, dtype=dtype), meetings)
 
 

@@ -69,7 +69,6 @@ class Sharded:
         self.module, self._assembly, self._calls = module, assembly, calls
         self._parts, self._grid = assembly.parts, assembly.grid
         self._lr, self._cast, self._tables, self._lockstep = lr, cast, tables, lockstep
-        self._meet = lockstep.meet
         self._watch: tuple[int, TextIO] | None = None
         self._known = _places(module)
         self._use(assembly.engine())
@@ -80,7 +79,7 @@ class Sharded:
     def _use(self, engine: Engine) -> None:
         self._engine, self._units = engine, [unit for part in self._parts for unit in part.units]
         world, calls, tables = self._grid["world"], self._calls, self._tables
-        self._whole = WholeValues(self.module, self._parts, engine, calls, tables.shards, world, self._meet)
+        self._whole = WholeValues(self.module, self._parts, engine, calls, tables.shards, world, self._lockstep)
         self._events = UnitEvents(self._units, self._grid.comm.ledger.seconds)
         self._events.listen(on=self._watch is not None)
         self._backwards = Backwards(engine, calls, tables, self._lockstep)
@@ -112,6 +111,7 @@ class Sharded:
         refuse_compiled("sharded")
         if self._checked <= self.steps:  # once a step
             self._require_unchanged()
+            self._lockstep.require_unchanged()
             self._checked = self.steps + 1
         with in_lockstep(self.rank):
             return self.module(*self._cast(arguments), **self._cast(named))
@@ -166,7 +166,7 @@ class Sharded:
         """
         self._backwards.require_whole()
         (stage,) = self._engine.stages
-        self._meet("step")
+        self._lockstep.meet("step")
         stage.finish_reduction()
         sum_replicas(self._engine.units)
         with in_lockstep(self.rank):
@@ -259,7 +259,7 @@ class Sharded:
         Raises:
             UserError: 403, it could not be written; 508, the folder has this step already; 302, a value is not finite.
         """
-        self._meet("save")
+        self._lockstep.meet("save")
         self._calls.follow()
         return self._state().save(Path(folder), SavedStep(self.steps, int(self._skipped)))
 
@@ -274,11 +274,12 @@ class Sharded:
         Raises:
             UserError: 402, there is none; 410, it is damaged; 508, it is of another module or another optimizer.
         """
-        self._meet("load")
+        self._lockstep.meet("load")
         self._calls.follow()
         state = self._state()
         path, manifest = state.verified(Path(folder), step)
         self._backwards.forget()
+        self._calls.void()
         found = state.load(path, manifest)
         self.steps = found.steps
         self._skipped.fill_(found.skipped)

@@ -1,6 +1,6 @@
 """Look at whole values of a sharded module, and change them: parameters, gradients, state_dicts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from megazero.comm.grid import Axis
 from megazero.library.adopt import from_first, take
 from megazero.library.built import BuiltPart
 from megazero.library.calls import Calls
+from megazero.library.lockstep import Lockstep
 from megazero.library.parts import fitting, saved_buffers
 from megazero.library.tables import RowShard
 from megazero.optim.clip import clip_factor
@@ -29,7 +30,7 @@ class WholeValues:
     Args:
         parts: of the module.
         world: all ranks.
-        meet: called with the name of each method before it sends anything.
+        lockstep: the calls that all ranks make together.
     """
 
     def __init__(
@@ -40,9 +41,9 @@ class WholeValues:
         calls: Calls,
         tables: Sequence[RowShard],
         world: Axis,
-        meet: Callable[[str], None],
+        lockstep: Lockstep,
     ):
-        self._meet = meet
+        self._lockstep = lockstep
         self._tables = tables
         self._module, self._parts, self._engine, self._calls, self._world = module, parts, engine, calls, world
         self._units = [unit for part in parts for unit in part.units]
@@ -59,25 +60,34 @@ class WholeValues:
         """
         chosen = fitting(names, [name for unit in self._units for name in _names(unit)], "gathered")
         units = [unit for unit in self._units if not chosen.isdisjoint(_names(unit))]
-        self._meet("gathered")
+        self._lockstep.meet("gathered")
         self._calls.release_all()
         self._engine.gather.unshard(units)
         found = {name: unit.parameter(name) for unit in units for name in _names(unit) if name in chosen}
         before = {unit: unit.version for unit in units}
-        self._calls.lent = True
+        self._calls.lent = chosen
         try:
             with torch.no_grad():
                 yield found
         except BaseException:
-            self._calls.lent = False
+            self._calls.lent = None
             self._calls.release_all()
             raise
-        self._calls.lent = False
+        self._calls.lent = None
         changed = [unit for unit in units if unit.version != before[unit]]
-        self._require_same({name: found[name] for unit in changed for name in _names(unit) if name in chosen})
+        odd = self._difference({name: found[name] for unit in changed for name in _names(unit) if name in chosen})
+        if odd is not None:
+            changed = units
+            for value in found.values():
+                from_first(value, self._world)
         for unit in changed:
             unit.take_whole([name for name in _names(unit) if name in chosen])
+        if changed:
+            self._calls.void()
         self._calls.release_all()
+        self._lockstep.require_unchanged(chosen)
+        if odd is not None:
+            raise odd
 
     def state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
         """Return what `module.state_dict()` would, whole, in host memory, of the first rank; elsewhere nothing.
@@ -87,7 +97,7 @@ class WholeValues:
         Args:
             everywhere: every rank gets it.
         """
-        self._meet("full_state_dict")
+        self._lockstep.meet("full_state_dict")
         wanted = everywhere or self._world.rank == 0
         found: dict[str, Tensor] = {}
         self._calls.release_all()
@@ -113,13 +123,14 @@ class WholeValues:
         Raises:
             UserError: 508, a name is missing, or not the module's, or has another shape.
         """
-        self._meet("load_state_dict")
+        self._lockstep.meet("load_state_dict")
         keys = self._keys()
         agree(self._world, self._units[0].device, lambda: self._require_fitting(state, keys))
         by_name = {name: state.get(key) for key, name in reversed(keys.items())}
         self._calls.release_all()
         for unit in self._units:
             take(unit, dict(by_name), self._world)
+        self._calls.void()
         for table in self._tables:
             table.take(by_name.get(table.name))
         for name, buffer in saved_buffers(self._module).items():
@@ -138,7 +149,7 @@ class WholeValues:
         Raises:
             UserError: 500, a name fits no parameter that is trained.
         """
-        self._meet("gradients")
+        self._lockstep.meet("gradients")
         return {name: values for _, of_unit in self._gradients(names, "gradients") for name, values in of_unit.items()}
 
     def clip_gradients(self, names: Names, limit: float) -> Tensor:
@@ -155,7 +166,7 @@ class WholeValues:
         Raises:
             UserError: 500, a name fits no parameter that is trained.
         """
-        self._meet("clip_gradients")
+        self._lockstep.meet("clip_gradients")
         norms, chosen = [], list[tuple[Unit, list[str]]]()
         for unit, of_unit in self._gradients(names, "clip_gradients"):
             norms += [values.double().norm() for values in of_unit.values()]
@@ -201,17 +212,18 @@ class WholeValues:
                     keys[f"{prefix}.{attribute}".lstrip(".")] = name
         return keys
 
-    def _require_same(self, values: Mapping[str, Tensor]) -> None:
-        """Refuse values that ranks have changed differently. Raises UserError 502."""
+    def _difference(self, values: Mapping[str, Tensor]) -> UserError | None:
+        """Return error 502 for values that ranks have changed differently; None: they are equal."""
         if self._world.size == 1:
-            return
+            return None
         mine = b"".join(xxh3_64_digest(_raw(value)) for value in values.values())
         everybody = gather_bytes(mine, self._world, "agree", self._units[0].device)
         for rank, theirs in enumerate(everybody):
             if theirs != everybody[0]:
                 odd = next((n for i, n in enumerate(values) if theirs[8 * i :][:8] != everybody[0][8 * i :][:8]), "?")
-                what = f"{odd}: rank {rank} has changed it to other values than rank 0"
-                raise UserError(502, what, "make the same change on every rank", where="gathered")
+                what = f"{odd}: rank {rank} has changed it to other values than rank 0, which all ranks have now"
+                return UserError(502, what, "make the same change on every rank", where="gathered")
+        return None
 
 
 def _names(unit: Unit) -> list[str]:

@@ -85,6 +85,16 @@ def test_what_null_stands_for(file: Path):
     assert value(file, "{run: {steps: 99}, schedule: {steps: 50}}", "schedule.cooldown") == 10
 
 
+@pytest.mark.parametrize(("cooldown", "expected"), [("", 20), (", cooldown: 7", None)])
+def test_a_stage_with_a_course_of_its_own_has_its_cooldown(file: Path, cooldown: str, expected: int | None):
+    """A fifth of it; null: as it is in the config."""
+    stages = "stages: [{until_step: 100, schedule: {steps: 100}}]"
+    file.write_text(f"run: {{steps: 1000}}\nschedule: {{decay: wsd{cooldown}}}\n{stages}\n")
+    config = resolved(resolved(load(str(file), [])))
+    assert config.stages is not None and config.stages[0].schedule is not None
+    assert config.stages[0].schedule.cooldown == expected
+
+
 def test_names_of_sources_are_the_ends_of_their_paths(file: Path):
     text = SOURCE.format("{path: a/web-1.5}, {path: b/, name: x}, {path: c/größe}, {path: /}, {path: " + "p" * 99 + "}")
     file.write_text(text)

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import signal
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from megazero.base.errors import UserError
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.data.tokenizers import rank_file
+from megazero.data.tokenizers.common import in_use
+from megazero.launcher.signals import StoppedEarly
 
 END = "<|endoftext|>"
 SOURCE = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text()
@@ -296,3 +299,9 @@ def test_llama_3s_file_says_what_it_is(tmp_path: Path) -> None:
     write_ranks(tmp_path / "x.tiktoken").rename(tmp_path / "tokenizer.model")
     with pytest.raises(UserError, match=r"MZ-209.*byte pairs with their ranks; name it NAME.tiktoken"):
         open_tokenizer(tmp_path / "tokenizer.model")
+
+
+@pytest.mark.parametrize("error", [StoppedEarly(signal.SIGTERM), MemoryError(), KeyboardInterrupt()], ids=repr)
+def test_a_guard_lets_the_end_of_a_process_through(error: BaseException):
+    with pytest.raises(type(error)), in_use(Path("tokenizer.json")):
+        raise error
