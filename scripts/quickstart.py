@@ -5,6 +5,7 @@ one where there is one GPU). Extra arguments are overrides for the training run,
 `python scripts/quickstart.py run.steps=20`.
 """
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,16 +21,29 @@ ROOT = Path(__file__).resolve().parent.parent
 PROMPT, TEMPERATURE = "def __init__(self,", "0.7"
 GENERATE = ["-m", "megazero", "generate"]
 STAGE_2 = ["zero.stage=2"]
+STOPPED = 75  # the exit code of a run that a signal has ended, and that can go on
 
 
 def main(overrides: list[str]) -> int:
     folder = fresh_folder(ROOT / "runs")
-    training = ["train.py", "--config", "quickstart.yaml", *STAGE_2, f"run.dir={folder}", *overrides, "--nproc"]
-    return (
-        run("data", "scripts/quickstart_data.py")
-        or run("training", *training, ranks())
-        or run(f"sample after {PROMPT!r}", *GENERATE, "--run", folder, "--prompt", PROMPT, "--temperature", TEMPERATURE)
-    )
+    if code := run("data", "scripts/quickstart_data.py"):
+        return code
+    training = [
+        "train.py",
+        "--config",
+        "quickstart.yaml",
+        *STAGE_2,
+        f"run.dir={folder}",
+        *overrides,
+        "--nproc",
+        ranks(),
+    ]
+    if code := run("training", *training):
+        if code == STOPPED:
+            print(f"go on with: python {shlex.join([*training, 'checkpoint.resume=auto'])}", flush=True)
+        return code
+    sample = ["--run", folder, "--prompt", PROMPT, "--temperature", TEMPERATURE]
+    return run(f"sample after {PROMPT!r}", *GENERATE, *sample)
 
 
 def run(title: str, *command: object) -> int:

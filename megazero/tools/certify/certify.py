@@ -283,6 +283,7 @@ def table(rows: Sequence[Row], config: Config, steps: int) -> str:
         f"| *tolerance* | | | {tolerance.loss:.0e} | {tolerance.norm:.0e} (first) | {tolerance.gradients:.0e} "
         f"| {tolerance.weights:.0e} | {tolerance.states:.0e} | {tolerance.states:.0e} | {tolerance.sizes:.0e} | |",
     ]
+    lines[1:1] = _wider(rows, config)
     for row in rows:
         values = (row.loss, row.norm, row.gradients, row.weights, row.moments, row.update, row.size)
         numbers = " | ".join(_number(v) for v in values)
@@ -307,6 +308,7 @@ def narrow_table(rows: Sequence[Row], config: Config, steps: int) -> str:
         + "".join(f"{limit:>7.0e}" for limit in (*limits, tolerance.states, tolerance.states))
         + f"{tolerance.sizes:>6.0e}",
     ]
+    lines[3:3] = _wider(rows, config)
     for row in rows:
         values = (row.loss, row.norm, row.gradients, row.weights, row.moments, row.update)
         bitwise = "yes" if row.bitwise else "no"
@@ -329,6 +331,13 @@ def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
     for row in found:  # JSON has no infinity
         row["times"] = {measure: times if math.isfinite(times) else None for measure, times in row["times"].items()}
     return {"steps": steps, "dtype": config.precision.dtype, "tolerance": tolerance, "rows": found}
+
+
+def _wider(rows: Sequence[Row], config: Config) -> list[str]:
+    """Return the line that says that some layouts may differ more, if there are any."""
+    most = _tolerance(config)
+    odd = any(_tolerance(config, row.layout) != most for row in rows)
+    return ["Layouts with integers or 16-bit sums have wider tolerances."] * odd
 
 
 def _tolerance(config: Config, layout: Job | None = None) -> Tolerance:
