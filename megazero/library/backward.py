@@ -39,10 +39,11 @@ class Backwards:
 
     def begin(self, loss: Tensor, *, last: bool) -> Tensor:
         """Prepare for the gradients of a loss; return the scaled loss."""
-        self.lockstep.require_unchanged()
         sends = last or self._shards_gradients
         if sends:
             self.lockstep.meet("backward")
+        else:
+            self.lockstep.require_unchanged()
         (stage,) = self.engine.stages
         if self._failed:
             self.forget()
@@ -53,7 +54,9 @@ class Backwards:
                     unit.keep_own_gradients()
                 stage.clear()  # what is reduced next holds what was reduced before
         self._all_summed, self.reduced, self._failed = last, sends, True
-        now = {shown.name for part in self.calls.parts for shown in part.trained if not shown.parameter.requires_grad}
+        parts = self.calls.parts
+        now = {shown.name for part in parts for shown in part.trained}
+        now -= {shown.name for part in parts for shown in part.live}
         self.frozen = self.frozen & now if self.count else now
         self.count += 1
         return self.engine.loss(loss, self._one if self.count == 1 else self._one - 1)

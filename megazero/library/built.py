@@ -68,6 +68,12 @@ class Shown:
         return self.unit.whole_views()[self.index].detach()
 
 
+def _asking(shown: list[Shown]) -> list[Shown]:
+    """Return those that ask for gradients, past `ShardedParameter`, which would take 16 times as long."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [one for one in shown if one.parameter.requires_grad]
+
+
 @dataclass(eq=False)
 class BuiltPart:
     """A part whose parameters have memory.
@@ -105,9 +111,14 @@ class BuiltPart:
         self.number = zlib.crc32(self.part.name.encode())
 
     @property
+    def live(self) -> list[Shown]:
+        """Return the trained parameters that are not frozen now."""
+        return _asking(self.trained)
+
+    @property
     def thawed(self) -> list[Shown]:
         """Return the parameters that were frozen, and are not any more."""
-        return [shown for shown in self.frozen if shown.parameter.requires_grad]
+        return _asking(self.frozen)
 
     def give(self, unit: Unit, new: Unit) -> None:
         """Let a trained unit have the place of one that was frozen."""

@@ -83,8 +83,9 @@ class _Call:
             raise UserError(506, f"{part.part.name} got gradients after they had been reduced", do)
         if part.open == self.counted:
             self.calls.release_trained(part, gradients)
+        live = {shown.name for shown in part.live}
         for shown, gradient in zip(self.shown, gradients, strict=True):
-            if gradient is not None and shown.parameter.requires_grad:
+            if gradient is not None and shown.name in live:
                 self.calls.take(shown, gradient)
         part.open -= self.counted
         if part.strays == part.open == 0:
@@ -159,7 +160,7 @@ class Calls:
         self._begin(part)
         call: _Call | None = None
         if wants:
-            live = [shown for shown in part.trained if shown.parameter.requires_grad]
+            live = part.live
             counted = bool(live) and not (self.in_backward and part.open)
             call = _Call(self, part, None if self.in_backward else self._last, self.step, counted, live)
         part.depth, keeps = 1, part.root and wants
@@ -304,7 +305,7 @@ class Calls:
         self._task = torch._C._current_graph_task_id()
         for part in self.parts:
             part.strays = sum(map(torch._C._will_engine_execute_node, part.nodes))
-            live = {shown.unit for shown in part.trained if shown.parameter.requires_grad}
+            live = {shown.unit for shown in part.live}
             for unit in part.units:
                 if unit.trainable and unit not in live:
                     unit.deliveries.on_complete()

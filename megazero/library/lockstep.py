@@ -89,7 +89,8 @@ class Lockstep:
         if self._agreed is not None:
             self._agreed.meet(meeting)
         order = self._process.order if self._agreed is None else 0
-        frozen = crc32(bytes(parameter.requires_grad for parameter in self._parameters))
+        with torch._C.DisableTorchFunctionSubclass():
+            frozen = crc32(bytes(parameter.requires_grad for parameter in self._parameters))
         self._compare(self._axes.shard, meeting, order, frozen)
         if meeting == "step":
             self._compare(self._axes.replica, meeting, 0, frozen)
