@@ -215,7 +215,7 @@ class Reader:
         yield replace(end, last=True, bytes_read=size, record=record, digest=digest)
 
     def _pieces_of(self, run: Run) -> Iterator[Piece]:
-        """Yield a run, which is in memory as a whole, in pieces, none of which ends its document."""
+        """Yield a run that is whole in memory in pieces; no piece ends its document."""
         if run.id is not None:
             yield Piece(run.text, last=False, bytes_read=0, scored=run.scored, id=run.id)
             return

@@ -43,7 +43,7 @@ class Vocabulary(NamedTuple):
 
 
 def is_foreign(path: Path) -> bool:
-    """Return whether a path names files of another project. X.bin where there is none is a slip for the prefix X."""
+    """Return whether a path names files of another project; a missing X.bin means the prefix X."""
     if Path(f"{path}.idx").exists():
         return False
     return path.suffix in (".ds", ".npy") or (path.suffix == ".bin" and path.exists())

@@ -2,7 +2,7 @@
 
 A reader allocates what the header of a page says. The sizes at the end of the file are only claims, and pyarrow ends
 the process over some that are damaged, so both are read here: Thrift's compact protocol is a few lines. Structures
-become dictionaries by the numbers of their fields. Source: parquet.thrift, whose names stand beside the numbers.
+become dictionaries by the numbers of their fields. Source: parquet.thrift, whose names are in the comments.
 """
 
 from collections.abc import Collection, Iterator
