@@ -1,11 +1,12 @@
-"""Compare the numbers of two versions of the code, to the last digit, in 73 layouts.
+"""Compare the numbers of two versions of the code, to the last digit, in 93 layouts.
 
     python scripts/same_numbers.py record TREE FOLDER      # trains with the code in TREE, keeps rows and ledgers
     python scripts/same_numbers.py compare FOLDER FOLDER   # exits with 1 if a number differs
 
-Each layout trains a small model for three steps with `train.py` of TREE, with validation. Compared are all rows of
-`metrics.jsonl` without what is measured on a clock, and the bytes and operations of `ledger.json`. Activations of a
-pipeline may differ by a message of a micro-batch: whether it comes before it is needed is chance.
+Each layout trains a small model for three steps with `train.py` of TREE, with validation, or a module of one's own with
+`megazero.shard` (`scripts/library_numbers.py`). Compared are all rows of `metrics.jsonl` without the figures that a
+clock decides, and the bytes and operations of `ledger.json`; in the library losses, norms, final values and the ledger.
+Activations of a pipeline may differ by a message of a micro-batch: whether it comes before it is needed is chance.
 """
 
 import argparse
@@ -58,6 +59,28 @@ OFFLOAD = {
     "delayed": ("zero.offload.optimizer=cpu", "zero.offload.delayed=true"),
     "both": ("zero.offload.optimizer=cpu", "zero.offload.parameters=cpu"),
 }
+QUANTIZED = {
+    "int8": ("zero.quantize.parameters=int8", "zero.quantize.gradients=int8"),
+    "int4-feedback": ("zero.quantize.gradients=int4", "zero.quantize.error_feedback=true"),
+}
+HYBRID = {"hybrid": ("zero.shard_ranks=2",), "secondary": ("zero.secondary_ranks=2",)}
+DISKS = {
+    "optimizer": ("zero.offload.optimizer=nvme",),
+    "both": ("zero.offload.optimizer=nvme", "zero.offload.parameters=nvme"),
+}
+HOST = "zero.offload.host_mb=160"
+PARTS = [{"until_step": 1}, {"until_step": 2, "batch": {"global": 4}}, {"until_step": 3, "optimizer": {"clip": 0.1}}]
+LIBRARY = {
+    "stage0": {"stage": 0},
+    "stage1": {"stage": 1},
+    "stage2": {"stage": 2},
+    "stage3": {"stage": 3},
+    "stage3-bf16": {"stage": 3, "precision": "bf16"},
+    "stage2-fp16": {"stage": 2, "precision": "fp16"},
+    "stage3-cpu": {"stage": 3, "offload": "cpu"},
+    "stage3-free": {"stage": 3, "lockstep": False},
+    "stage3-tables": {"stage": 3, "tables": ["table"]},
+}
 Layout = tuple[str, int, tuple[str, ...]]  # name, ranks, options
 
 
@@ -94,6 +117,20 @@ def layouts() -> Iterator[Layout]:
         yield f"pp2-{name}", 2, (*pp2, *options)
     for name, options in OFFLOAD.items():
         yield f"dp2-stage3-offload-{name}", 2, ("zero.stage=3", *options)
+    for name, options in QUANTIZED.items():
+        for stage in (1, 2, 3):
+            if stage == 3 or "parameters" not in options[0]:
+                yield f"dp2-stage{stage}-{name}", 2, (f"zero.stage={stage}", *options)
+    for name, options in HYBRID.items():
+        for stage in (1, 3):
+            if stage == 3 or name == "hybrid":
+                yield f"dp4-stage{stage}-{name}", 4, (f"zero.stage={stage}", *options)
+    for name, options in DISKS.items():
+        yield f"dp2-stage3-nvme-{name}", 2, ("zero.stage=3", HOST, *options)
+    for name, flavour in (("one", ()), ("dp2-stage2", ("zero.stage=2",))):
+        yield f"{name}-stages", 1 if name == "one" else 2, (*flavour, f"stages={json.dumps(PARTS)}")
+    for name, options in LIBRARY.items():
+        yield f"library-{name}", 2, (json.dumps(options),)
 
 
 def record(tree: Path, folder: Path) -> None:
@@ -103,15 +140,35 @@ def record(tree: Path, folder: Path) -> None:
     found = list(layouts())
     for number, (name, ranks, options) in enumerate(found, 1):
         print(f"{number} of {len(found)}: {name}", flush=True)
-        run = folder / "run"
-        command = ["env", f"PYTHONPATH={tree}", "OMP_NUM_THREADS=1", sys.executable, "train.py", "--nproc", ranks]
-        command += ["--config", folder / "config.yaml"]
-        command += [f"run.dir={run}", f"data.train={folder / 'tokens'}", *options]
-        done = subprocess.run([*map(str, command)], cwd=tree, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{name}: exit code {done.returncode}: {done.stderr[-2000:]}")
-        (folder / f"{name}.json").write_text(json.dumps(numbers(run), sort_keys=True, indent=1))
-        shutil.rmtree(run)
+        train = trained_library if name.startswith("library-") else trained_run
+        (folder / f"{name}.json").write_text(json.dumps(train(tree, folder, ranks, options), sort_keys=True, indent=1))
+
+
+def trained_run(tree: Path, folder: Path, ranks: int, options: Sequence[str]) -> dict[str, Any]:
+    """Train with `train.py` of a tree; return the numbers of the run."""
+    run, disk = folder / "run", folder / "disk"
+    places = [f"run.dir={run}", f"data.train={folder / 'tokens'}"]
+    places += [f"zero.offload.path={disk}"] if HOST in options else []
+    command = ["train.py", "--nproc", str(ranks), "--config", str(folder / "config.yaml"), *places, *options]
+    output(tree, *command)
+    found = numbers(run)
+    for place in (run, disk):
+        shutil.rmtree(place, ignore_errors=True)
+    return found
+
+
+def trained_library(tree: Path, folder: Path, ranks: int, options: Sequence[str]) -> dict[str, Any]:
+    """Train a module with `megazero.shard` of a tree; return its numbers."""
+    return json.loads(output(tree, str(Path(__file__).with_name("library_numbers.py")), str(ranks), *options))
+
+
+def output(tree: Path, *command: str) -> str:
+    """Run a Python program with the code in a tree; return the text that it prints."""
+    environment = ["env", f"PYTHONPATH={tree}", "OMP_NUM_THREADS=1", sys.executable]
+    done = subprocess.run([*environment, *command], cwd=tree, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout
 
 
 def make_data(folder: Path) -> None:
