@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench import agree, figures, harness
+from scripts.bench import figures, harness
 from scripts.bench.harness import WARM_UP, Group, Measured, Pair, loss_difference, measure, rows_of, run
 from scripts.bench.processes import Memory, System
 from scripts.bench.times import interval, ratio, seconds, spread
@@ -164,16 +164,3 @@ def kept(folder: Path, name: str, **rows: tuple[float, float, float]) -> Path:
     cells = [{"system": row, "ratio": ratio, "ci95": [low, high]} for row, (ratio, low, high) in rows.items()]
     (folder / name).write_text(json.dumps([{"title": "small", "rows": cells}]))
     return folder / name
-
-
-def test_two_runs_agree_where_their_intervals_allow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    one = kept(tmp_path, "one", plain=(1.0, 1.0, 1.0), ours=(0.9, 0.8, 1.0125), ddp=(1.2, 1.19, 1.21))
-    for ddp, code in (((1.21, 1.2, 1.22), 0), ((1.23, 1.22, 1.24), 1)):
-        other = kept(tmp_path, "other", plain=(1.0, 1.0, 1.0), ours=(0.8, 0.7, 0.914), ddp=ddp)
-        monkeypatch.setattr("sys.argv", ["agree.py", str(one), str(other)])
-        assert agree.main() == code
-        said = capsys.readouterr().out
-        assert ("small: ddp: 1.200 and 1.230" in said) == bool(code) and f"{2 - code} of 2 rows agree" in said
-    monkeypatch.setattr("sys.argv", ["agree.py", str(one), str(kept(tmp_path, "none", plain=(1.0, 1.0, 1.0)))])
-    with pytest.raises(SystemExit):
-        agree.main()
