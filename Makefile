@@ -3,12 +3,15 @@
 #                  EXTRAS=bench for the peers that the benchmarks compare with)
 # make data        the quickstart's corpus, tokenizer and token files, in data/quickstart
 # make quickstart  all of the above, then trains a GPT of 1M parameters and shows a sample
-# make test        the tests, WORKERS (2) at a time; make test-all: with the full matrices; make check: ruff and pyright
+# make test        the quick tests, WORKERS (2) at a time
+# make test-all    with the full matrices; PART=zero: those of tests/zero only
+# make check       ruff and pyright
 
 PYTHON ?= python3
 TORCH ?= locked
 WORKERS ?= 2
 EXTRAS ?=
+PART ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -41,7 +44,7 @@ test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not full' --durations=10
 
 test-all: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 tests/$(PART)
 
 check: setup
 	$(BIN)/ruff check .
