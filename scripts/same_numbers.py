@@ -1,4 +1,4 @@
-"""Compare the numbers of two versions of the code, to the last digit, in 93 layouts.
+"""Compare the numbers of two versions of the code, to the last digit, in 92 layouts.
 
     python scripts/same_numbers.py record TREE FOLDER      # trains with the code in TREE, keeps rows and ledgers
     python scripts/same_numbers.py compare FOLDER FOLDER   # exits with 1 if a number differs
@@ -78,7 +78,6 @@ LIBRARY = {
     "stage3-bf16": {"stage": 3, "precision": "bf16"},
     "stage2-fp16": {"stage": 2, "precision": "fp16"},
     "stage3-cpu": {"stage": 3, "offload": "cpu"},
-    "stage3-free": {"stage": 3, "lockstep": False},
     "stage3-tables": {"stage": 3, "tables": ["table"]},
 }
 Layout = tuple[str, int, tuple[str, ...]]  # name, ranks, options
