@@ -60,7 +60,7 @@ def trained(options: dict[str, Any]) -> dict[str, Any]:
         result = sharded.step(1e-2)
         rows.append(float(result.grad_norm))
     state = sharded.full_state_dict(everywhere=True)
-    values = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in state.items()}
+    values = {name: hashlib.sha256(value.double().numpy().tobytes()).hexdigest() for name, value in state.items()}
     return {"rows": rows, "values": values, "bytes": sharded.memory(), "traffic": sharded.traffic()}
 
 
