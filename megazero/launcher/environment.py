@@ -272,7 +272,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     if text is None and default is not None:
         return default
     if text is None or not re.fullmatch(r"[0-9]{1,9}", text):
-        got = "is not set" if text is None else f"is {text[:_SHOWN]!r}"
+        got = "is not set" if text is None else f"is {text[:_SHOWN] or 'empty'}"
         raise UserError(111, f"{name} {got}, expected a number", "set MASTER_ADDR and MASTER_PORT")
     return int(text)
 
@@ -283,7 +283,7 @@ def _world(names: tuple[str, str, str], environment: Mapping[str, str], launcher
         rank, size, local_rank = map(int, texts)
         if rank < size:
             return World(rank, size, local_rank, launcher)
-    got = ", ".join(f"{name}={text[:_SHOWN]!r}" for name, text in zip(names, texts, strict=True))
+    got = ", ".join(f"{name}={text[:_SHOWN]}" for name, text in zip(names, texts, strict=True))
     raise UserError(111, f"expected 0 <= rank < size and local rank >= 0, got {got}", DO)
 
 

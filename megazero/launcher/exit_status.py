@@ -22,6 +22,7 @@ from megazero.launcher.signals import StoppedEarly
 from megazero.launcher.stacks import ask_for_stacks
 from megazero.launcher.store import deadline
 
+_TELLING = 2.0  # seconds for one rank to report for all: a launcher may end all ranks with the first one
 _GRACE = 1.0  # seconds for the other ranks to put down how they ended
 
 
@@ -81,9 +82,8 @@ def _say_once(own: StatusSlot, board: JobBoard) -> None:
             say(own.message)
     elif board.is_first("stuck"):
         say(_line(board.gather()))
-        board.tell()
     else:
-        board.until_told()
+        time.sleep(_TELLING)
 
 
 def _say_alone(place: RankContext, known: StatusBoard) -> None:

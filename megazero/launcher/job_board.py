@@ -21,11 +21,9 @@ from torch._C._distributed_c10d import Store
 from megazero.comm.memfd import Handle
 from megazero.comm.status_board import EMPTY, FAILED, RUNNING, RankStatus, StatusBoard
 from megazero.launcher.meeting import Presence, elected
-from megazero.launcher.store import until
 
-_ALARM, _TOLD = "alarm", "told"
+_ALARM = "alarm"
 _WAITING = timedelta(days=20)  # of one wait: when it is over, torch writes a warning
-_TELLING = 3.0  # seconds that a rank may take to read what all have published
 
 
 class JobBoard(StatusBoard):
@@ -84,14 +82,6 @@ class JobBoard(StatusBoard):
     def is_first(self, text: str) -> bool:
         """Return whether no other rank says the same."""
         return elected(self._store, f"said/{text}", self._rank) == self._rank
-
-    def tell(self) -> None:
-        """Let the ranks go that wait in `until_told`."""
-        self._store.set(_TOLD, "")
-
-    def until_told(self) -> None:
-        """Wait for the rank that reports for all: a launcher may end all ranks with the first one."""
-        until(lambda: self._store.check([_TOLD]), _TELLING)
 
     def _listen(self, store: Store) -> None:
         while True:

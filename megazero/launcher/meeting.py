@@ -8,8 +8,9 @@ fault that ends the job. So a rank makes the same few requests however many rank
 import contextlib
 import json
 import sys
+import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from megazero.launcher.store import deadline, until
 
 SLACK = 5.0  # seconds that the store may take to answer beyond what ranks wait for each other
 _LATER = 1.0  # seconds that ranks may give up later than the first one
+_SILENT = "rank 0 did not answer at the roll call"
 _SEE = "see their output; are all hosts up, was srun left out?"
 _SAME = "start all ranks from one folder with one config and the same flags"
 
@@ -96,11 +98,9 @@ def call_roll(store: Store, rank: int, size: int, seconds: float, mine: Presence
     """
     store.set(f"here/{rank}", json.dumps(asdict(mine)))
     store.add("here", 1)
-    if rank == 0:
-        packed: Any = _verdict(store, size, seconds).packed()
-        store.set("verdict", packed)  # bytes, which torch's description of the method lacks
-    elif not _decided(store, seconds):
-        raise _undecided(store, rank, size, seconds)
+    if rank == 0 or not _decided(store, seconds):
+        packed: Any = _verdict(store, rank, size, seconds).packed()  # bytes, which torch's description does not name
+        store.compare_set("verdict", "", packed)  # of several ranks whose time is up the first one speaks
     verdict = unpacked(store.get("verdict"))
     if verdict.roll:
         return verdict.roll
@@ -112,12 +112,9 @@ def call_roll(store: Store, rank: int, size: int, seconds: float, mine: Presence
     raise UserError(*verdict.fault, rank=rank)
 
 
-def absent(store: Store, key: str, ranks: Sequence[int]) -> list[int]:
-    """Return those of `ranks` that have not set their `key`: few requests where few ranks are missing."""
-    if not ranks or store.check([f"{key}/{rank}" for rank in ranks]):
-        return []
-    middle = len(ranks) // 2
-    return [*absent(store, key, ranks[:middle]), *absent(store, key, ranks[middle:])] if middle else list(ranks)
+def absent(store: Store, key: str, ranks: Iterable[int]) -> list[int]:
+    """Return those of `ranks` that have not set their `key`."""
+    return [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
 
 
 def elected(store: Store, key: str, rank: int) -> int:
@@ -132,8 +129,9 @@ def say(line: str) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
-def unanswered(place: RankContext, error: UserError) -> None:
+def unanswered(place: RankContext, error: UserError | None = None) -> None:
     """Report that rank 0, which serves the store, does not answer: the first of the others does."""
+    error = error or UserError(320, f"{_SILENT}; rank {place.world.rank} waited", _SEE, rank=0)
     place.status_slot.set_state(FAILED, str(error))
     if place.world.rank == 1 and place.world.launcher != "local":  # a parent reads the slot
         say(str(error))
@@ -183,12 +181,10 @@ class Lobby:
             try:
                 store.set(f"{what}/{rank}", "late")
                 speaker = elected(store, f"{what}/speaker", rank)
+                time.sleep(_LATER if speaker == rank else 2 * _LATER)
                 if speaker != rank:
-                    until(lambda: store.check([f"{what}/found"]), 2 * _LATER)
                     return FailedElsewhere(speaker, 311)
-                until(lambda: not absent(store, what, list(self.roll)), _LATER)
-                missing = absent(store, what, list(self.roll))
-                store.set(f"{what}/found", "")
+                missing = absent(store, what, self.roll)
             except RuntimeError:  # rank 0 has ended with the store, and says why
                 return FailedElsewhere(0, 311)
         if missing:
@@ -203,46 +199,27 @@ class Lobby:
         return UserError(311, f"{line}; rank {rank} waited", STOPPED if stopped else SLOW, rank=missing)
 
 
-def _verdict(store: Store, size: int, seconds: float) -> Verdict:
-    """Return the roll, or what is wrong with it; rank 0 alone calls it."""
-    if not until(lambda: store.add("here", 0) >= size, seconds):
-        missing = absent(store, "here", range(size))
-        return Verdict({}, (320, _missing(missing, size, seconds), _SEE))
-    texts = store.multi_get([f"here/{rank}" for rank in range(size)])
-    roll = {rank: Presence.of(json.loads(text)) for rank, text in enumerate(texts)}
-    first = roll[0]
-    for rank, there in roll.items():
-        if there.fingerprint != first.fingerprint:
-            what = f"runs {there.fingerprint} on {there.host}, rank 0 {first.fingerprint} on {first.host}"
-            return Verdict({}, (321, what, _SAME), rank)
-    return Verdict(roll)
+def _verdict(store: Store, rank: int, size: int, seconds: float) -> Verdict:
+    """Return the roll, or why there is none: on rank 0 when all have come or time is up, on others when it is up."""
+    if rank == 0 and until(lambda: store.add("here", 0) >= size, seconds):
+        texts = store.multi_get([f"here/{other}" for other in range(size)])
+        roll = {other: Presence.of(json.loads(text)) for other, text in enumerate(texts)}
+        first = roll[0]
+        for other, there in roll.items():
+            if there.fingerprint != first.fingerprint:
+                what = f"runs {there.fingerprint} on {there.host}, rank 0 {first.fingerprint} on {first.host}"
+                return Verdict({}, (321, what, _SAME), other)
+        return Verdict(roll)
+    missing = absent(store, "here", range(size))
+    shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    what = f"{len(missing)} of {size} ranks did not come within {seconds:g} s: {shown}" if missing else _SILENT
+    return Verdict({}, (320, what, _SEE), rank)
 
 
 def _decided(store: Store, seconds: float) -> bool:
-    """Return whether rank 0 has published a verdict in time: counted from its own arrival, where it came later."""
+    """Return whether there is a verdict in time: counted from rank 0's arrival, where it came later."""
 
     def published() -> bool:
         return store.check(["verdict"])
 
     return until(published, seconds) or (store.check(["here/0"]) and until(published, seconds + SLACK))
-
-
-def _undecided(store: Store, rank: int, size: int, seconds: float) -> UserError:
-    """Return the error for a rank 0 that did not come, or came and was held up."""
-    speaker = elected(store, "speaker", rank)
-    if speaker != rank:
-        return FailedElsewhere(speaker, 320)
-    if missing := absent(store, "here", range(size)):
-        return UserError(320, _missing(missing, size, seconds), _SEE, rank=rank)
-    return no_verdict(rank)
-
-
-def no_verdict(rank: int) -> UserError:
-    """Return the error for a rank 0 that came to the roll call and does not go on, while `rank` waited."""
-    what = f"did not answer at the roll call; rank {rank} waited"
-    return UserError(320, what, "is its process stopped? see its output", rank=0)
-
-
-def _missing(ranks: Sequence[int], size: int, seconds: float) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"{len(ranks)} of {size} ranks did not come within {seconds:g} s: {shown}"

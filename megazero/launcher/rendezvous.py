@@ -22,7 +22,7 @@ from megazero.comm.transport.host_staging import staging_pool
 from megazero.comm.transport.shared_memory import Outbox, SharedMemoryTransport, supported
 from megazero.launcher.environment import RankContext, World, host_name, stay_on
 from megazero.launcher.job_board import job_board
-from megazero.launcher.meeting import SLACK, Lobby, Presence, call_roll, no_verdict, unanswered
+from megazero.launcher.meeting import SLACK, Lobby, Presence, call_roll, unanswered
 from megazero.launcher.monitor import Monitor
 from megazero.launcher.store import deadline, open_store
 
@@ -132,20 +132,15 @@ def _meet(place: RankContext, start_timeout: timedelta, mine: Presence, timeout:
         timeout: for what they do together from then on.
     """
     rank, size, seconds = place.world.rank, place.world.size, start_timeout.total_seconds()
-
-    def silent() -> None:
-        unanswered(place, no_verdict(rank))
-
     try:
-        with deadline(seconds + SLACK, silent):
+        with deadline(seconds + SLACK, lambda: unanswered(place)):
             store = open_store(place, start_timeout)
-        with deadline(2 * (seconds + SLACK), silent):
-            roll = call_roll(store, rank, size, seconds, mine)
+        with deadline(2 * (seconds + SLACK), lambda: unanswered(place)):
+            return Lobby(place, store, call_roll(store, rank, size, seconds, mine), timeout.total_seconds())
     except dist.DistError as error:  # rank 0 served the store, and has ended
         if rank == 0:
             raise UserError(320, f"the meeting broke up: {error}", "see the other ranks' output", rank=0) from None
         raise FailedElsewhere(0, 320) from None
-    return Lobby(place, store, roll, timeout.total_seconds())
 
 
 def _shared_memory(world: World, timeout: timedelta) -> SharedMemoryTransport | None:

@@ -21,10 +21,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from megazero.base.answers import flush_output
 from megazero.base.errors import UserError
-from megazero.launcher.environment import Meeting, RankContext, World, attempt, master, meeting_of_step
+from megazero.launcher.environment import Meeting, RankContext, attempt, master, meeting_of_step
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of netdevice(7)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two looks at the store
+_LISTEN = "set MASTER_ADDR to this host and MASTER_PORT to a free port"
+_START = "start all ranks by one launcher; if this is to be one process, unset RANK, WORLD_SIZE and LOCAL_RANK"
 _ATTEMPT = timedelta(seconds=1)  # of one attempt to connect: a signal is handled between two
 
 
@@ -37,13 +39,25 @@ def open_store(place: RankContext, timeout: timedelta) -> Store:
     Raises:
         UserError: 320, rank 0 cannot be reached; 322, this is rank 0 and cannot listen.
     """
-    world = place.world
-    if place.store is not None:
-        store: Store = FileStore(str(place.store), world.size)
-    elif world.launcher == "torchrun":
-        store = PrefixStore(f"attempt {attempt()}", _store_of_torchrun(world, timeout))
-    else:
-        store = _store_of_step(world, meeting_of_step(), timeout)
+    world, where = place.world, ""
+    try:
+        if place.store is not None:
+            store: Store = FileStore(str(place.store), world.size)
+        elif world.launcher == "torchrun":
+            where = master()
+            lasting, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+            store = PrefixStore(f"attempt {attempt()}", lasting)
+        else:
+            meeting = meeting_of_step()
+            where = f"{meeting.host}:{meeting.port}"
+            store = _served(meeting, timeout) if world.rank == 0 else _reached(meeting, timeout)
+    except dist.DistError as error:
+        reason = " ".join(str(error).split())[:80]
+        if "EADDRINUSE" in str(error):
+            raise UserError(322, f"cannot listen on {where}: another process does", _LISTEN, rank=0) from None
+        who = "rank 0 cannot be reached at" if world.rank else f"not all {world.size} ranks came to"
+        what = f"{who} {where} within {timeout.total_seconds():g} s ({reason})"
+        raise UserError(320, what, _START, rank=world.rank) from None
     store.set_timeout(timeout)
     return store
 
@@ -87,50 +101,8 @@ def address_of(interface: str) -> str:
         return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _ADDRESS_OF_INTERFACE, request)[20:24])
 
 
-def _store_of_torchrun(world: World, timeout: timedelta) -> Store:
-    try:
-        lasting, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
-    except dist.DistError as error:
-        if "EADDRINUSE" in str(error):
-            what = f"cannot listen on {master()}: another process does"
-            do = "set MASTER_PORT, or --master-port of torchrun, to a free port"
-            raise UserError(322, what, do, rank=0) from None
-        seconds = timeout.total_seconds()
-        what = f"rank 0 did not answer at {master()} within {seconds:g} s"
-        if world.rank == 0:
-            what = f"not all {world.size} ranks came to {master()} within {seconds:g} s"
-        do = "start all ranks with torchrun; if this is to be one process, unset RANK, WORLD_SIZE and LOCAL_RANK"
-        raise UserError(320, what, do, rank=world.rank) from None
-    return lasting
-
-
-def _store_of_step(world: World, meeting: Meeting, timeout: timedelta) -> Store:
-    if world.rank == 0:
-        listener = _listen(meeting)
-        host, port = listener.getsockname()[:2]
-        serve = {"is_master": True, "master_listen_fd": listener.detach()}
-        return TCPStore(host, port, timeout=timeout, wait_for_workers=False, **serve)
-    reason = ""
-
-    def connected() -> bool:
-        nonlocal store, reason
-        try:
-            store = TCPStore(meeting.host, meeting.port, timeout=_ATTEMPT, wait_for_workers=False)
-        except dist.DistError as error:
-            reason = str(error).splitlines()[0][:80]
-        return store is not None
-
-    store: Store | None = None
-    until(connected, timeout.total_seconds())
-    if store is None:
-        where = f"{meeting.host}:{meeting.port} within {timeout.total_seconds():g} s"
-        what = f"rank 0 cannot be reached at {where} ({reason})"
-        raise UserError(320, what, "is it running? set MASTER_ADDR and MASTER_PORT", rank=world.rank)
-    return store
-
-
-def _listen(meeting: Meeting) -> socket.socket:
-    """Return a socket that listens on one address of this host. Raises UserError 322."""
+def _served(meeting: Meeting, timeout: timedelta) -> Store:
+    """Serve a store on one address of this host. Raises UserError 322: that cannot be listened on."""
     try:
         host = address_of(meeting.interface) if meeting.interface else meeting.host
         addresses = socket.getaddrinfo(host, meeting.port, type=socket.SOCK_STREAM)
@@ -140,8 +112,22 @@ def _listen(meeting: Meeting) -> socket.socket:
             raise OSError("that is every address of this host")
         if meeting.nodes > 1 and found.is_loopback:
             raise OSError(f"{found} cannot be reached from the other {meeting.nodes - 1} hosts")
-        return socket.create_server(address[:2], family=family, backlog=1024)
+        listener = socket.create_server(address[:2], family=family, backlog=1024)
     except (OSError, UnicodeError) as error:
         interface = f" ({meeting.interface})" if meeting.interface else ""
         what = f"cannot listen on {meeting.host}:{meeting.port}{interface}: {getattr(error, 'strerror', '') or error}"
-        raise UserError(322, what, "set MASTER_ADDR to this host and MASTER_PORT to a free port", rank=0) from None
+        raise UserError(322, what, _LISTEN, rank=0) from None
+    host, port = listener.getsockname()[:2]
+    serve = {"is_master": True, "master_listen_fd": listener.detach()}
+    return TCPStore(host, port, timeout=timeout, wait_for_workers=False, **serve)
+
+
+def _reached(meeting: Meeting, timeout: timedelta) -> Store:
+    """Connect to the store of rank 0, which may start later. Raises DistError: it cannot be reached in time."""
+    end = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            return TCPStore(meeting.host, meeting.port, timeout=_ATTEMPT, wait_for_workers=False)
+        except dist.DistError:
+            if time.monotonic() > end:
+                raise

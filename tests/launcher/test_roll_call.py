@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.status_board import StatusBoard
 from megazero.launcher.environment import INTERFACES, RankContext, World
-from megazero.launcher.meeting import Lobby, Presence, Verdict, absent, call_roll, unpacked
+from megazero.launcher.meeting import Lobby, Presence, Verdict, call_roll, unpacked
 from megazero.launcher.rendezvous import connect
 from scripts.bench.start import STAGES, rehearse
 
@@ -109,18 +109,6 @@ def test_the_start_has_a_timeout_of_its_own(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(UserError, match=r"MZ-320 rank=0: 1 of 2 ranks did not come within 0\.5 s: 1;"):
         connect(place, timeout=timedelta(seconds=60), start_timeout=timedelta(seconds=0.5), fingerprint="same")
     assert time.monotonic() - began < 20
-
-
-def test_few_requests_find_the_absent():
-    asked: list[int] = []
-
-    class Checking:
-        def check(self, names: list[str]) -> bool:
-            asked.append(len(names))
-            return not {"here/7", "here/1000"} & set(names)
-
-    assert absent(Checking(), "here", range(2048)) == [7, 1000]  # type: ignore[arg-type]
-    assert len(asked) < 50
 
 
 def test_the_roll_is_short():
