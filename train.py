@@ -2,7 +2,10 @@
 
 import sys
 
-from megazero.__main__ import command
+from megazero.base.stop_signals import end_at_once, handle
 
 if __name__ == "__main__":
+    handle(end_at_once)  # before the imports of all else
+    from megazero.__main__ import command
+
     sys.exit(command(["train", *sys.argv[1:]]))

@@ -19,7 +19,6 @@ checked before torch is imported, so a typo costs a fraction of a second.
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,9 +35,9 @@ from megazero.base.errors import UserError, of_system
 from megazero.base.heartbeat import HEART
 from megazero.base.packages import missing
 from megazero.base.picture import check_name
+from megazero.base.stop_signals import end_at_once, end_silently, handle, restore
 from megazero.base.terminal import width, wrapped
 from megazero.base.version import __version__
-from megazero.launcher.interruption import Interrupted, ended_at_once
 from megazero.tools import certify_verb, data_verb
 
 # Verbs that are commands of data_tools: the module, and what it does.
@@ -54,6 +53,8 @@ _MOST_GPUS, _MOST_LOCAL = 2**20, 1024  # ranks of a job, and those that are star
 def command(arguments: Sequence[str] | None = None) -> int:
     """Run one verb as a process of its own, which is never silent for long; return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["train"]:
+        handle(end_at_once)
     # What a run says is a log on standard output; of other verbs that is their answer, which a reader may parse.
     HEART.begin(sys.stdout if given[:1] == ["train"] else sys.stderr, " ".join(["starting megazero", *given[:1]]))
     try:
@@ -89,8 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (said := missing(error.name)) is None:
             raise
         return fail(said, said.exit_code)
-    except Interrupted as interrupted:
-        return fail(interrupted, interrupted.exit_code)
     except KeyboardInterrupt:
         return fail("interrupted", 130)
     finally:
@@ -98,34 +97,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from megazero.base.stop_signals import NOTED
     from megazero.config.changes import permitted
     from megazero.config.file import load, name_of, option_keys
     from megazero.launcher.environment import set_for_gpus, world_from_environment
     from megazero.run.early_look import look
 
     world = world_from_environment()
-    set_for_gpus()
-    first = world.rank == 0
-    if not first:
-        HEART.end()
-    config = load(options.config, options.overrides)
-    allowed = () if options.allow_change is None else permitted(options.allow_change, option_keys())
-    if allowed and config.checkpoint.resume == "none":
-        do = "give checkpoint.resume=auto or PATH, or leave it out"
-        raise UserError(100, "--allow-change is for a run that goes on", do, where="train")
-    if not world.launcher:
-        look(config, name_of(options.config), options.nproc)
-    with ended_at_once(speaks=first), doing("loading torch"):
-        from megazero.run.session import launch
-
-        # One that comes from here on waits until the run can note it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, NOTED)
+    before = handle(end_at_once if world.rank == 0 else end_silently)
     try:
+        set_for_gpus()
+        if world.rank:
+            HEART.end()
+        config = load(options.config, options.overrides)
+        allowed = () if options.allow_change is None else permitted(options.allow_change, option_keys())
+        if allowed and config.checkpoint.resume == "none":
+            do = "give checkpoint.resume=auto or PATH, or leave it out"
+            raise UserError(100, "--allow-change is for a run that goes on", do, where="train")
+        if not world.launcher:
+            look(config, name_of(options.config), options.nproc)
+        with doing("loading torch"):
+            from megazero.run.session import launch
+
         name, shares = name_of(options.config), options.share_gpus
         return launch(config, name, options.nproc, shares_gpus=shares, allowed=allowed)
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
+        restore(before)
 
 
 def _explain(options: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
@@ -38,7 +39,6 @@ from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.launcher.scratch import scratch_folder
 from megazero.observe.jsonl import read_rows
 from megazero.run.session import launch
 
@@ -88,8 +88,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of whom to kill, and when")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    with scratch_folder("chaos") as folder:
-        tally = storm(folder, options.kills, options.ranks, Chance(options.seed))
+    with TemporaryDirectory(prefix="megazero-chaos-") as folder:
+        tally = storm(Path(folder), options.kills, options.ranks, Chance(options.seed))
     answer = {**vars(tally), "ranks": options.ranks, "seed": options.seed}
     text = (
         f"{tally.kills} kills ({', '.join(f'{n} of {w}' for w, n in sorted(tally.whom.items()))}) of {tally.jobs} jobs"

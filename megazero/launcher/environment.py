@@ -19,8 +19,6 @@ from megazero.base.errors import UserError
 from megazero.comm.status_board import StatusBoard, StatusSlot
 from megazero.launcher.signals import Signals
 from megazero.launcher.stacks import Stacks
-from megazero.store import addresses
-from megazero.store.token import Secret
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +29,7 @@ MEETING = ("MASTER_ADDR", "MASTER_PORT")
 DO = "unset them or start through torchrun"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
+_SHOWN = 40  # characters of a value that an error shows
 # Of a run on GPUs, read when CUDA starts; what the user has set stays.
 GPU_SETTINGS = {
     # Queues of the device. Streams that share one wait for each other, and a receive holds it until the other rank
@@ -121,8 +120,8 @@ def world_from_environment(environment: Mapping[str, str] = os.environ) -> World
                 continue
             if launcher == "torchrun" and world.size > 1 and lacking:
                 raise UserError(111, f"WORLD_SIZE={world.size}, but {' and '.join(lacking)} not set", DO)
-            if world.size > 1:
-                _check_meeting(environment)
+            if world.size > 1 and "MASTER_PORT" in environment:
+                _port(environment)
             return world
     given = [name for name in TORCHRUN if name in environment]
     if "WORLD_SIZE" in given or "RANK" in given:
@@ -187,8 +186,9 @@ def meeting_of_step(environment: Mapping[str, str] = os.environ, known: Sequence
         if not nodes:
             raise UserError(111, "neither MASTER_ADDR nor SLURM_STEP_NODELIST is set", "set MASTER_ADDR to a host name")
         host = first_host(nodes)
-    port = addresses.port("MASTER_PORT", environment["MASTER_PORT"]) if "MASTER_PORT" in environment else None
-    if port is None:
+    if "MASTER_PORT" in environment:
+        port = _port(environment)
+    else:
         job, restart, step = (
             _number(environment, name, default)
             for name, default in (("SLURM_JOB_ID", None), ("SLURM_RESTART_COUNT", 0), ("SLURM_STEP_ID", 0))
@@ -203,7 +203,7 @@ def meeting_of_step(environment: Mapping[str, str] = os.environ, known: Sequence
 
 def master(environment: Mapping[str, str] = os.environ) -> str:
     """Return where the ranks of torchrun meet, as host:port."""
-    return f"{addresses.shown(environment['MASTER_ADDR'])}:{addresses.shown(environment['MASTER_PORT'])}"
+    return f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
 
 
 def stay_on(interface: str, environment=os.environ) -> None:
@@ -260,32 +260,21 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", host)
 
 
-def secret_of_step(environment: Mapping[str, str] = os.environ) -> Secret:
-    """Return the secret that only the ranks of an srun step share, with the step's name."""
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    step = " ".join(environment.get(name) or "0" for name in names)
-    home = Path(environment.get("XDG_CONFIG_HOME") or "", "megazero")
-    if not home.is_absolute():  # the standard says to ignore it then
-        home = Path(os.path.expanduser("~"), ".config", "megazero")
-    return Secret(environment.get("MEGAZERO_TOKEN"), home, step)
-
-
-def _check_meeting(environment: Mapping[str, str]) -> None:
-    """Refuse values of MASTER_ADDR and MASTER_PORT that no rank can meet at."""
-    if "MASTER_ADDR" in environment:
-        addresses.host("MASTER_ADDR", environment["MASTER_ADDR"])
-    if "MASTER_PORT" in environment:
-        addresses.port("MASTER_PORT", environment["MASTER_PORT"])
+def _port(environment: Mapping[str, str]) -> int:
+    port = _number(environment, "MASTER_PORT")
+    if not 1 <= port < 1 << 16:
+        raise UserError(111, f"expected MASTER_PORT in 1 to 65535, got {port}", "set MASTER_PORT to a free port")
+    return port
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environment.get(name)
     if text is None and default is not None:
         return default
-    do = "set MASTER_ADDR and MASTER_PORT"
-    if text is None:
-        raise UserError(111, f"{name} is not set, expected a number", do)
-    return addresses.number(name, text, do)
+    if text is None or not re.fullmatch(r"[0-9]{1,9}", text):
+        got = "is not set" if text is None else f"is {text[:_SHOWN] or 'empty'}"
+        raise UserError(111, f"{name} {got}, expected a number", "set MASTER_ADDR and MASTER_PORT")
+    return int(text)
 
 
 def _world(names: tuple[str, str, str], environment: Mapping[str, str], launcher: str) -> World:
@@ -294,7 +283,7 @@ def _world(names: tuple[str, str, str], environment: Mapping[str, str], launcher
         rank, size, local_rank = map(int, texts)
         if rank < size:
             return World(rank, size, local_rank, launcher)
-    got = ", ".join(f"{name}={addresses.shown(text)}" for name, text in zip(names, texts, strict=True))
+    got = ", ".join(f"{name}={text[:_SHOWN]}" for name, text in zip(names, texts, strict=True))
     raise UserError(111, f"expected 0 <= rank < size and local rank >= 0, got {got}", DO)
 
 

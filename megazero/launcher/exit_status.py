@@ -4,24 +4,25 @@ A rank records in its status slot how it ended. A local parent reads the slots a
 that torchrun or srun started have no such parent: the first of those with the same to say prints it (`job_board.py`).
 """
 
-import contextlib
 import signal
-import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 
 from megazero.base.errors import FailedElsewhere, UserError
-from megazero.base.heartbeat import HEART
 from megazero.base.stop_signals import REQUEUE
 from megazero.comm.collectives import CollectiveError
-from megazero.comm.status_board import DONE, FAILED, STOPPED, STUCK, RankStatus
+from megazero.comm.status_board import DONE, FAILED, STOPPED, STUCK, RankStatus, StatusBoard, StatusSlot
 from megazero.launcher.diagnosis import stuck
 from megazero.launcher.environment import RankContext
 from megazero.launcher.job_board import JobBoard
+from megazero.launcher.meeting import SLACK, say
 from megazero.launcher.signals import StoppedEarly
 from megazero.launcher.stacks import ask_for_stacks
+from megazero.launcher.store import deadline
 
+_TELLING = 2.0  # seconds for one rank to report for all: a launcher may end all ranks with the first one
 _GRACE = 1.0  # seconds for the other ranks to put down how they ended
 
 
@@ -56,48 +57,44 @@ def outcome(main: Callable[[], int | None], place: RankContext) -> int:
 
 def say_why(place: RankContext) -> None:
     """Print why the run failed, if this rank knows it and no other says the same. For ranks without a parent."""
-    rank, own = place.world.rank, place.status_slot
+    own, board = place.status_slot, place.status_slot.board
     if own.state not in (FAILED, STUCK):
-        return
-    board = own.board
+        return None
     if not isinstance(board, JobBoard):  # it did not meet the others
-        _print(own.message if own.state == FAILED else "")
-        return
-    board.raise_alarm()
+        return say(own.message if own.state == FAILED else "")
+    with suppress(RuntimeError):  # the store has ended with rank 0
+        board.raise_alarm()
     time.sleep(_GRACE)
     statuses = board.read_all()
-    if rank == first_here(statuses):
+    if place.world.rank == next((s.rank for s in statuses if s.state == STUCK and s.process is not None), None):
         ask_for_stacks(statuses)
+    with deadline(SLACK, lambda: _say_alone(place, board.known())):
+        try:
+            _say_once(own, board)
+        except RuntimeError:
+            _say_alone(place, board.known(ended=True))
+
+
+def _say_once(own: StatusSlot, board: JobBoard) -> None:
+    """Print the fault, if this is the rank that reports for all."""
     if own.state == FAILED:
         if own.message and board.is_first(own.message):
-            _print(own.message)
+            say(own.message)
     elif board.is_first("stuck"):
-        _print(_line(board.gather()))
-        board.tell()
+        say(_line(board.gather()))
     else:
-        board.until_told()
+        time.sleep(_TELLING)
 
 
-def flush_output() -> None:
-    """Write out what was printed; before an end that skips the interpreter's own."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads
-            stream.flush()
-
-
-def _print(line: str) -> None:
-    if line:
-        with HEART.paused():
-            print(line, file=sys.stderr, flush=True)
-
-
-def first_here(statuses: Sequence[RankStatus]) -> int | None:
-    """Return the first rank of this host that gave up."""
-    return next((s.rank for s in statuses if s.state == STUCK and s.process is not None), None)
+def _say_alone(place: RankContext, known: StatusBoard) -> None:
+    """Print the fault without the store, if this is the first rank of its host that has this one."""
+    own, statuses = known.read(place.world.rank), known.read_all()
+    same = (one for one in statuses if one.process is not None and one.state == own.state)
+    if next(one.rank for one in same if one.message == own.message or own.state == STUCK) == own.rank:
+        say(own.message if own.state == FAILED else _line(statuses))
 
 
 def _line(statuses: list[RankStatus]) -> str:
     if any(other.has_said for other in statuses):
         return ""  # whoever failed says why
-    first = next(other.rank for other in statuses if other.state == STUCK)
-    return str(stuck(statuses, first))
+    return str(stuck(statuses, next(other.rank for other in statuses if other.state == STUCK)))

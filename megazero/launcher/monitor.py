@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from megazero.base.answers import flush_output
 from megazero.comm.device_queue import DeviceQueue, Queued
 from megazero.comm.transport.exchange import CollectiveError
 from megazero.launcher.environment import RankContext
-from megazero.launcher.exit_status import flush_output, say_why
+from megazero.launcher.exit_status import say_why
 
 _SHARE = 0.8  # of the timeout: before any other rank gives up for another reason
 _LOOKS = 40  # within that time

@@ -1,22 +1,23 @@
-"""Record signals that ask a run to end, and act upon them between steps.
+"""Handle the signals that ask a run to end.
 
-A scheduler that wants its machines back sends one and waits a while before it kills. Wherever it arrives, at all ranks
-or one, once a run trains the handler only records it; the ranks agree on it after the step (`train/stopping.py`), save,
-and end. Before the first step there is nothing to save or to agree on: the handler raises `StoppedEarly`, so that a run
-ends within a second whatever it is building or waiting for. A user who interrupts twice does not want to wait: a second
-SIGINT ends the process at once. (One that comes right behind the first is the same, delivered twice: to a process and
-to its group.)
+Until a run has a folder or other ranks, `stop_signals.end_at_once` ends the process. Until it
+trains, `Signals` raises `StoppedEarly`, so that a run ends within a second whatever it builds or waits for. While it
+trains, the handler only records the signal: the ranks agree on it after the step (`train/stopping.py`), save, and end.
+When the outcome is settled, signals are ignored.
+
+A second SIGINT ends the process at once. (One that comes right behind the first is the first, delivered to a process
+and to its group.)
 """
 
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
-from megazero.base.stop_signals import NOTED, stopped_by
+from megazero.base.stop_signals import handle, restore, stopped_by
 
 TWICE = 0.5  # seconds between two interruptions that are meant as two
 
@@ -33,11 +34,6 @@ class StoppedEarly(BaseException):
         super().__init__(stopped_by(number))
 
 
-def noted() -> tuple[signal.Signals, ...]:
-    """Return the signals that this process handles: SIGHUP not, where it was started with nohup."""
-    return tuple(n for n in NOTED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
-
-
 class Signals:
     """The signals that came to a rank.
 
@@ -47,15 +43,14 @@ class Signals:
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
         self._interrupted = math.inf  # when the first SIGINT came
         self._raises, self._held = True, False
-        self._on_first: Callable[[str], object] | None = None
+        self._on_first: Callable[[str], object] = lambda line: None
 
     def note(self) -> None:
         """Record signals from here on; the first one raises StoppedEarly. In the main thread."""
-        for number in noted():
-            self._before[number] = signal.signal(number, self._on)
+        self._before = handle(self._on)
 
     def only_note(self, on_first: Callable[[str], object]) -> None:
         """Record signals from here on without any other effect: the run trains.
@@ -78,23 +73,21 @@ class Signals:
 
     def restore(self) -> None:
         """Restore the handlers from before `note`."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        self._before.clear()
+        restore(self._before)
 
     def _on(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == signal.SIGINT and now - self._interrupted > TWICE:
             signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        if number == signal.SIGINT and self._interrupted == math.inf:
-            self._interrupted = now
+            signal.raise_signal(number)
+        if number == signal.SIGINT:
+            self._interrupted = min(now, self._interrupted)
         if self.first is not None:
             return
         self.first = signal.Signals(number)
-        if self._raises and not self._held:
-            raise StoppedEarly(number)
-        if self._on_first is not None:
+        if not self._raises:
             self._on_first(
                 f"{self.first.name} has come: the run ends after the step that is under way, and saves first"
             )
+        elif not self._held:
+            raise StoppedEarly(number)

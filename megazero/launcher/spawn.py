@@ -1,9 +1,8 @@
 """Start the local ranks from one parent, watch them, and leave no process behind.
 
 The parent forks after torch is imported and before anything is computed, so ranks start in a moment. It computes
-nothing itself. It ends all ranks when one fails, says once why (`diagnosis.py`), and forwards the signals that a
-run handles. Each rank dies with the parent, whatever kills it: on Linux the kernel ensures that, elsewhere a thread of
-the rank.
+nothing itself. It ends all ranks when one fails, says once why (`diagnosis.py`), and forwards the signals that a run
+handles. The kernel ends each rank with the parent, whatever kills it.
 """
 
 import contextlib
@@ -12,61 +11,28 @@ import math
 import os
 import signal
 import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from megazero.base.answers import flush_output
 from megazero.base.heartbeat import HEART
-from megazero.base.stop_signals import NOTED, REQUEUE
+from megazero.base.stop_signals import NOTED, REQUEUE, ended_by, handle, restore
 from megazero.comm.status_board import BUILD, DONE, START, STOPPED, STUCK, RankStatus, StatusBoard
 from megazero.launcher.diagnosis import death, disagreement, held_up, stuck, waited_in_vain
 from megazero.launcher.environment import RankContext, World, host_name, threads_for
-from megazero.launcher.exit_status import flush_output, outcome
-from megazero.launcher.scratch import scratch_folder
-from megazero.launcher.signals import TWICE, noted
+from megazero.launcher.exit_status import outcome
+from megazero.launcher.meeting import say
+from megazero.launcher.signals import TWICE
 from megazero.launcher.stacks import ask_for_stacks
 
 _POLL = 0.02  # seconds between looks at the ranks
 _GRACE = 1.0  # seconds that ranks have to say what happened after the first one ended
 _EARLY = 0.5  # seconds that ranks have to end by themselves when a signal comes before the first step
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
-
-
-@dataclass
-class _Ranks:
-    """The rank processes: which live, how the others ended, which signal was forwarded."""
-
-    pids: dict[int, int]
-    ended: dict[int, int] = field(default_factory=dict)
-    signalled: int | None = None
-    since: float = math.inf  # when the first signal was passed on
-    interrupted: float = math.inf  # when the first SIGINT came
-    impatient: bool = False
-
-    def look(self) -> None:
-        for rank, pid in list(self.pids.items()):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                del self.pids[rank]
-                self.ended[rank] = os.waitstatus_to_exitcode(status)
-
-    def send(self, number: int) -> None:
-        for pid in self.pids.values():
-            with contextlib.suppress(ProcessLookupError):  # it was seen to end, and not yet struck off
-                os.kill(pid, number)
-
-    def pass_on(self, number: int, _: object) -> None:
-        """Forward a signal of the parent to all ranks; the second interruption kills them."""
-        now = time.monotonic()
-        if number == signal.SIGINT:
-            self.impatient = now - self.interrupted > TWICE
-            self.interrupted = min(self.interrupted, now)
-        self.signalled = number
-        self.since = min(self.since, now)
-        self.send(signal.SIGKILL if self.impatient else number)
 
 
 def run_local(
@@ -94,160 +60,174 @@ def run_local(
     HEART.pause()
     sys.stdout.flush()
     sys.stderr.flush()
-    board = StatusBoard.private(size)
-    with scratch_folder() as folder:
-        store = folder / "store"
-        ranks = _Ranks({})
-        before = {number: signal.signal(number, ranks.pass_on) for number in noted()}
+    board, early = StatusBoard.private(size), False
+    ranks = _Ranks(board)
+    before = handle(ranks.pass_on)
+    with tempfile.TemporaryDirectory(prefix="megazero-", ignore_cleanup_errors=True) as folder:
         try:
-            parent = os.getpid()
             # No rank misses a signal because it is not there yet, nor handles it with the parent's handler.
             signal.pthread_sigmask(signal.SIG_BLOCK, NOTED)
             for rank in range(size):
-                pid = os.fork()
+                parent, pid = os.getpid(), os.fork()
                 if not pid:
-                    place = RankContext(World(rank, size, rank, "local", shares_gpus), board.status_slot(rank), store)
-                    _be(place, main, parent, notes_signals=stopped is not None)
+                    world, store = World(rank, size, rank, "local", shares_gpus), Path(folder) / "store"
+                    _be(RankContext(world, board.status_slot(rank), store), main, parent, trains=stopped is not None)
                 ranks.pids[rank] = pid
             signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
             if stopped is None:
                 HEART.resume()
-            early = _watch(ranks, board, early=stopped is not None)
-            code, line = (REQUEUE, "") if early else _verdict(ranks, board)
+            early = ranks.watch(trains=stopped is not None)
+            code, line = (REQUEUE, "") if early else ranks.verdict()
         finally:
-            ranks.send(signal.SIGKILL)
-            while ranks.pids:
-                ranks.look()
-                time.sleep(_POLL if ranks.pids else 0)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        if early and stopped is not None and ranks.signalled is not None:
+            ranks.kill()
+            restore(before)
+    if ranks.signalled is not None:
+        if early and stopped is not None:
             return stopped(ranks.signalled, board.read_all())
-        if ranks.signalled is not None:
-            signalled(ranks.signalled)
-        if line:
-            with HEART.paused():
-                print(line, file=sys.stderr, flush=True)
-            clean_up(board.read_all(), line)
-        return code
+        signalled(ranks.signalled)
+    if line:
+        say(line)
+        clean_up(board.read_all(), line)
+    return code
 
 
-def _be(place: RankContext, main: Callable[[RankContext], int | None], parent: int, *, notes_signals: bool) -> None:
+class _Ranks:
+    """The rank processes, as their parent watches them.
+
+    Attributes:
+        pids: of those that live.
+        ended: exit codes of the others, as of subprocess.
+        signalled: the signal that was forwarded last.
+    """
+
+    def __init__(self, board: StatusBoard):
+        self.pids: dict[int, int] = {}
+        self.ended: dict[int, int] = {}
+        self.signalled: int | None = None
+        self._board = board
+        self._since = math.inf  # when the first signal was passed on
+        self._interrupted = math.inf  # when the first SIGINT came
+        self._impatient = False
+
+    def pass_on(self, number: int, _: object) -> None:
+        """Forward a signal of the parent to all ranks; the second interruption kills them."""
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            self._impatient = now - self._interrupted > TWICE
+            self._interrupted = min(self._interrupted, now)
+        self.signalled, self._since = number, min(self._since, now)
+        self._send(signal.SIGKILL if self._impatient else number)
+
+    def watch(self, *, trains: bool) -> bool:
+        """Wait for all ranks, or for the first failure and for the others to report on it.
+
+        Args:
+            trains: a signal before the first step ends the ranks.
+
+        Returns:
+            True if one did.
+        """
+        first = math.inf  # when the first failure was seen
+        while self.pids:
+            self._look()
+            if trains and self._ends_early():
+                return True
+            failed = [rank for rank in self.ended if self._board.read(rank).state != DONE]
+            if failed:
+                first = min(first, time.monotonic())
+                known = any(self.ended[rank] < 0 or self._board.read(rank).has_said for rank in failed)
+                if known or time.monotonic() - first > _GRACE:
+                    break
+            time.sleep(_POLL)
+        return trains and self._ends_early()
+
+    def verdict(self) -> tuple[int, str]:
+        """Return the exit code of the run, and in one line the fault, if there was any."""
+        statuses = self._board.read_all()
+        failed = sorted(rank for rank in self.ended if statuses[rank].state != DONE)
+        if not failed:
+            return max(self.ended.values()), ""
+        if self.signalled is not None and (
+            self._impatient or {-self.signalled, 128 + self.signalled} & set(self.ended.values())
+        ):
+            return 128 + self.signalled, ended_by(self.signalled)
+        error = None
+        if waited_in_vain([statuses[rank] for rank in failed]):
+            ask_for_stacks(statuses)
+            if all(statuses[rank].state != STUCK for rank in failed):
+                error = held_up(statuses)
+        if error is None and (said := [rank for rank in failed if statuses[rank].has_said]):
+            return self.ended[said[0]], statuses[said[0]].message
+        if error is None and (died := [r for r in failed if self.ended[r] < 0 or statuses[r].state != STUCK]):
+            # torch ends a process whose message has another length than expected; then the ranks disagree
+            error = disagreement(statuses) or death(statuses[died[0]], self.ended[died[0]])
+        error = error or stuck(statuses, failed[0])
+        return error.exit_code, str(error)
+
+    def kill(self) -> None:
+        """End the ranks that are left, and wait until none is."""
+        self._send(signal.SIGKILL)
+        while self.pids:
+            self._look()
+            time.sleep(_POLL if self.pids else 0)
+
+    def _look(self) -> None:
+        for rank, pid in list(self.pids.items()):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                del self.pids[rank]
+                self.ended[rank] = os.waitstatus_to_exitcode(status)
+
+    def _send(self, number: int) -> None:
+        for pid in list(self.pids.values()):
+            with contextlib.suppress(ProcessLookupError):  # it was seen to end, and not yet struck off
+                os.kill(pid, number)
+
+    def _ends_early(self) -> bool:
+        """Return whether a signal has come before the ranks train, to this process or to a rank, and they had time.
+
+        One rank may have got it, while the others wait for that rank where no signal reaches them (in a library), or
+        build something large: the signal is sent to them too, and they get _EARLY seconds to end.
+        """
+        statuses = self._board.read_all()
+        stopped = [status for status in statuses if status.state == STOPPED]
+        if stopped and self.signalled is None:
+            self.pass_on(int(stopped[0].message or signal.SIGTERM), None)
+        if self.signalled is None or self._impatient:
+            return False
+        waited = not self.pids or time.monotonic() - self._since > _EARLY
+        builds = all(status.phase in ("", START, BUILD) for status in statuses if status.rank in self.pids)
+        return waited and (bool(stopped) or (builds and bool(self.pids)))
+
+
+def _be(place: RankContext, main: Callable[[RankContext], int | None], parent: int, *, trains: bool) -> None:
     """Run a rank's process from its fork to its end; does not return."""
     code = 1
     try:
-        _die_with(parent)
+        if sys.platform == "linux":
+            ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
         os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the parent, which passes it on
-        for number in noted():
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        if notes_signals:
+        handle(signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if trains:
             place.signals.note()
         place.status_slot.take(host_name())
         threads = threads_for(place.world.size)
         if threads is not None:
             torch.set_num_threads(threads)
-        code = outcome(lambda: _unblocked(main, place, speaks=notes_signals and place.world.rank == 0), place)
+
+        def unblocked() -> int | None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)  # one that comes from here on is this rank's outcome
+            if trains and place.world.rank == 0:
+                HEART.resume()
+            else:
+                HEART.end()
+            return main(place)
+
+        code = outcome(unblocked, place)
         HEART.end()
         flush_output()
     finally:
         os._exit(code)  # the parent's exit handlers, and the process group's last words, are not for this process
-
-
-def _unblocked(main: Callable[[RankContext], int | None], place: RankContext, *, speaks: bool) -> int | None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)  # from here on one that comes is this rank's outcome
-    if speaks:
-        HEART.resume()
-    else:
-        HEART.end()
-    return main(place)
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
-    else:
-        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
-
-
-def _watch(ranks: _Ranks, board: StatusBoard, *, early: bool) -> bool:
-    """Wait for all ranks, or for the first failure and for the others to report on it.
-
-    Args:
-        early: check whether a signal ends the ranks before they train.
-
-    Returns:
-        True if one does.
-    """
-    first: float | None = None
-    while ranks.pids:
-        ranks.look()
-        if early and _ends_early(ranks, board):
-            return True
-        failed = [rank for rank in ranks.ended if board.read(rank).state != DONE]
-        if failed and first is None:
-            first = time.monotonic()
-        if first is not None:
-            known = any(ranks.ended[rank] < 0 or board.read(rank).has_said for rank in failed)
-            if known or time.monotonic() - first > _GRACE:
-                break
-        time.sleep(_POLL)
-    return early and _ends_early(ranks, board)
-
-
-def _ends_early(ranks: _Ranks, board: StatusBoard) -> bool:
-    """Return whether a signal has come before the ranks train, to this process or to a rank, and they have had time.
-
-    One rank may have got it, while the others wait for that rank where no signal reaches them (in a library), or build
-    something large: the signal is sent to them too, and they get _EARLY seconds to end.
-    """
-    statuses = board.read_all()
-    stopped = any(status.state == STOPPED for status in statuses)
-    if stopped and ranks.signalled is None:
-        ranks.pass_on(signal.SIGTERM if (number := _signal_of(statuses)) is None else number, None)
-    if ranks.signalled is None or ranks.impatient:
-        return False
-    waited = not ranks.pids or time.monotonic() - ranks.since > _EARLY
-    builds = all(status.phase in ("", START, BUILD) for status in statuses if status.rank in ranks.pids)
-    return waited and (stopped or (builds and bool(ranks.pids)))
-
-
-def _signal_of(statuses: Sequence[RankStatus]) -> int | None:
-    """Return the signal that a rank reports to have stopped it."""
-    said = next((status.message for status in statuses if status.state == STOPPED), "")
-    return int(said) if said.isdecimal() else None
-
-
-def _verdict(ranks: _Ranks, board: StatusBoard) -> tuple[int, str]:
-    """Return the exit code of the run, and in one line the fault, if there was any."""
-    statuses = board.read_all()
-    failed = sorted(rank for rank in ranks.ended if statuses[rank].state != DONE)
-    if not failed:
-        return max(ranks.ended.values()), ""
-    if ranks.signalled is not None and (
-        ranks.impatient or {-ranks.signalled, 128 + ranks.signalled} & set(ranks.ended.values())
-    ):
-        name = signal.Signals(ranks.signalled).name
-        return 128 + ranks.signalled, "interrupted" if ranks.signalled == signal.SIGINT else f"ended by {name}"
-    if waited_in_vain([statuses[rank] for rank in failed]):
-        ask_for_stacks(statuses)
-        if all(statuses[rank].state != STUCK for rank in failed) and (error := held_up(statuses)):
-            return error.exit_code, str(error)
-    for rank in failed:
-        if statuses[rank].has_said:
-            return ranks.ended[rank], statuses[rank].message
-    for rank in failed:
-        if ranks.ended[rank] < 0 or statuses[rank].state != STUCK:
-            # torch ends a process whose message has another length than expected; then the ranks disagree
-            error = disagreement(statuses) or death(statuses[rank], ranks.ended[rank])
-            break
-    else:
-        error = stuck(statuses, failed[0])
-    return error.exit_code, str(error)

@@ -35,7 +35,7 @@ from megazero.observe.jsonl import JsonlSink
 from megazero.observe.phases import PhaseSeconds
 from megazero.observe.profile import Profile
 from megazero.observe.recorder import Recorder, Work
-from megazero.observe.sinks import Sink, Sinks, warn
+from megazero.observe.sinks import Sink, Sinks
 from megazero.observe.tensorboard_sink import TensorboardSink
 from megazero.observe.unit_table import UnitEvents, UnitTableSink
 from megazero.observe.wandb_sink import WandbSink
@@ -53,7 +53,6 @@ from megazero.run.checkpointing import (
 from megazero.run.data import RunData, open_data, refuse_overlap, refuse_repeats, refuse_short
 from megazero.run.disks import open_disks
 from megazero.run.folder import RunFolder
-from megazero.run.folder_watch import FolderWatch
 from megazero.run.ledger_file import write_ledger
 from megazero.run.plan_check import Expectation
 from megazero.train.stopping import Stopping
@@ -173,8 +172,8 @@ def _stopping(limit: float | None, grid: Grid, device: torch.device, site: RunCo
     Args:
         limit: seconds from now on; None: none.
     """
-    forget, look = site.folder.early_stops.forget, FolderWatch(site.folder, warn).look
-    return Stopping(grid["world"], device, site.signals, site.folder.stop, limit, first_step=forget, look=look)
+    forget = site.folder.early_stops.forget
+    return Stopping(grid["world"], device, site.signals, site.folder.stop, limit, first_step=forget)
 
 
 def _opened(part: Part, course: Course, tokenizer: Tokenizer | None, *, first: bool) -> RunData:

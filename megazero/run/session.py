@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import re
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ import xxhash
 from megazero.base.doing import doing
 from megazero.base.errors import UserError, is_refusal
 from megazero.base.heartbeat import HEART
-from megazero.base.stop_signals import NOTED, REQUEUE, stopped_by
+from megazero.base.stop_signals import REQUEUE, stopped_by
 from megazero.base.version import __version__
 from megazero.build.assemble import bucket_of, grid_of
 from megazero.comm.agreement import agree
@@ -94,7 +93,6 @@ def launch(
     place = RankContext.of(world)
     place.signals.note()
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)
         train = run_training if size == 1 else _one_of_many
         return train(config, name, place, allowed)
     except StoppedEarly as stop:

@@ -9,7 +9,6 @@ from megazero.base.command_line import at_least
 from megazero.base.doing import ACTIVITIES, doing
 from megazero.base.errors import UserError
 from megazero.base.terminal import width
-from megazero.launcher.interruption import Interruption
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,12 +26,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compare layouts with one process, or plant faults into them; return the exit code."""
-    interruption = Interruption()
-    with interruption.watched():
-        return _certified(options, interruption)
-
-
-def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
     from megazero.config.file import load
     from megazero.run.micro_batch import with_micro
 
@@ -49,9 +42,8 @@ def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
             with_one_process,
         )
 
-    interruption.check()
     if options.plant or options.fault:
-        return _plant(config, options, interruption)
+        return _plant(config, options)
     with doing("choosing layouts"):
         allowed = layouts_of(config, options.max_ranks)
         layouts = sample_of(allowed, options.layouts)
@@ -63,7 +55,7 @@ def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
         tell(f"{len(layouts)} of {len(allowed)} layouts: {missed} of {pairs} pairs of values are in none of them")
     ACTIVITIES.now("comparing layouts", "")
     compared, rows = with_one_process(layouts), []
-    for row in certify(config, compared, options.steps, interruption):
+    for row in certify(config, compared, options.steps):
         rows.append(row)
         tell(f"{len(rows)}/{len(compared)} {row.layout}: {row.fault or row.summary}")
     found, shape = as_json(rows, config, options.steps), table if width() is None else narrow_table
@@ -71,13 +63,13 @@ def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
     return 1 if any(row.fault for row in rows) else 0
 
 
-def _plant(config: Any, options: argparse.Namespace, interruption: Interruption) -> int:
+def _plant(config: Any, options: argparse.Namespace) -> int:
     from megazero.tools.certify.planting import as_json, names, plant, table
 
     chosen, found = options.fault or names(), []
     if unknown := set(chosen) - set(names()):
         raise UserError(100, f"--fault {min(unknown)}: expected one of {', '.join(names())}", where="certify")
-    for each in plant(config, chosen, options.steps, interruption):
+    for each in plant(config, chosen, options.steps):
         found.append(each)
         verdict = "" if each.right else "WRONG, "
         tell(f"{each.dtype} {each.fault}: {verdict}{each.measure} {each.times:.2g}")

@@ -55,7 +55,6 @@ class Stopping:
         time_limit: seconds from now on, for rank 0's clock; None: none.
         clock: seconds that only go forward.
         first_step: called on rank 0 when the first step is complete.
-        look: called on rank 0 once a step, and with True before a save.
     """
 
     def __init__(
@@ -67,10 +66,8 @@ class Stopping:
         time_limit: float | None,
         clock: Callable[[], float] = time.monotonic,
         first_step: Callable[[], None] = lambda: None,
-        look: Callable[[bool], object] = lambda saving: None,
     ):
         self._world, self._device, self._signals, self._file, self._clock = world, device, signals, file, clock
-        self._look = look
         self._end = None if time_limit is None else clock() + time_limit
         self._last: float | None = None
         self._longest = 0.0
@@ -107,11 +104,6 @@ class Stopping:
             cast[vote] = 1
         return _first(all_reduce(cast.to(self._device), self._world, "agree").tolist())
 
-    def before_save(self) -> None:
-        """Look at what a save needs, because the save itself would make anew what is gone."""
-        if self._world.rank == 0:
-            self._look(True)
-
     def _own(self, failed: bool, saving: float) -> Iterator[Reason]:
         now = self._clock()
         self._longest = max(self._longest, now - (now if self._last is None else self._last))
@@ -121,7 +113,6 @@ class Stopping:
         if self._signals.first is not None:
             yield BY_SIGNAL[self._signals.first]
         if self._world.rank == 0:
-            self._look(False)
             # The next vote is a step away, and what it says is acted upon behind its update and one more step.
             if self._end is not None and now + 3 * self._longest + 1.5 * saving >= self._end:
                 yield TIME

@@ -298,7 +298,6 @@ class Trainer:
         from megazero.checkpoint.progress import Progress  # its checks need a package that no step needs
 
         self.now(done, "save")
-        self.stopping.before_save()
         self.engine.flush_delayed()
         self.engine.forget_residuals()
         scale, samples = self.engine.loss_scale, self.loader.samples(done)

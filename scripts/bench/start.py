@@ -3,8 +3,8 @@
     python scripts/bench/start.py [--ranks 8 64 512 2048] [--launches 3] [--json] [--save]
 
 A rank is a thread with connections of its own; `PROCESSES` processes have them, and one more has rank 0 and the store,
-as in a job. Eight ranks are a pretended host. What is rehearsed is what goes through the store: connecting with the
-job's token, the roll call, the hosts' boards, one key for each communicator of a grid as NCCL exchanges them (tensor 8,
+as in a job. Eight ranks are a pretended host. What is rehearsed is what goes through the store: connecting, the roll
+call, the hosts' boards, one key for each communicator of a grid as NCCL exchanges them (tensor 8,
 pipeline 4, where there are so many ranks), and a failure, on which every rank publishes its slot and one reads them
 all. The roll is unpacked once in a process (20 ms for 2,048 ranks, which real ranks take at the same time). Neither
 torch's process groups nor NCCL's connections are made, and nothing goes over a network.
@@ -26,19 +26,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+
+from torch._C._distributed_c10d import Store, TCPStore
 
 from megazero.comm.context import CommContext
 from megazero.comm.grid import lay_out
 from megazero.comm.processes import Process
 from megazero.comm.status_board import STUCK, StatusBoard, StatusSlot
-from megazero.launcher import roll_call
-from megazero.launcher.attendance import NOWHERE, Presence, unpack_roll
+from megazero.launcher import meeting
+from megazero.launcher.environment import RankContext, World
 from megazero.launcher.job_board import JobBoard, job_board
-from megazero.launcher.lobby import Lobby
-from megazero.store.client import JobStore
-from megazero.store.server import StoreServer
+from megazero.launcher.meeting import Lobby, Presence, Verdict, call_roll, unpacked
 from scripts.bench import figures
 from scripts.bench.harness import LAUNCHES
 
@@ -48,15 +49,34 @@ STAGES = ("connect", "roll call", "boards", "axes", "failure")
 TIMEOUT = timedelta(seconds=300)
 
 
-class CountingStore(JobStore):
-    """A client that counts its requests, and the keys in them."""
+class CountingStore:
+    """A client of torch's store that counts its requests, and the keys in them.
 
-    requests = keys = 0
+    Args:
+        store: the client; None: a new one of the store at a port of this host.
+    """
 
-    def _ask(self, operation: bytes, *fields: bytes, waits: timedelta | None = None) -> list[bytes]:
-        self.requests += 1
-        self.keys += len(fields) if operation in (b"check", b"wait", b"multi_get") else 1
-        return super()._ask(operation, *fields, waits=waits)
+    def __init__(self, port: int, store: TCPStore | None = None):
+        self._port, self._store = port, store or _client(port)
+        self.requests = self.keys = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        asked = getattr(self._store, name)
+
+        def counted(*arguments: Any) -> Any:
+            self.requests += 1
+            self.keys += len(arguments[0]) if name in ("check", "wait", "multi_get") else 1
+            return asked(*arguments)
+
+        return counted
+
+    def clone(self) -> "CountingStore":
+        """Return a client with a connection of its own, as torch's does; its requests do not count."""
+        return CountingStore(self._port)
+
+
+def _client(port: int) -> TCPStore:
+    return TCPStore("127.0.0.1", port, timeout=TIMEOUT, wait_for_workers=False)
 
 
 @dataclass
@@ -98,7 +118,6 @@ def main() -> int:
 
 def rehearse(size: int, processes: int) -> list[Rehearsed]:
     """Start `size` ranks, and return what each has done; with 0 processes in threads of this one."""
-    key = os.urandom(32)
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listener.getsockname()[1]
     shares = [range(size)]
@@ -106,12 +125,13 @@ def rehearse(size: int, processes: int) -> list[Rehearsed]:
         step = -(-(size - 1) // processes)
         shares = [range(1), *(range(first, min(first + step, size)) for first in range(1, size, step))]
     begin = time.monotonic() + (1.0 if processes else 0.0)
-    others = [_forked(lambda ranks=ranks: _run(ranks, size, port, key, begin)) for ranks in shares[1:]]
-    server = StoreServer(listener, key)
-    found = _run(shares[0], size, port, key, begin)
+    others = [_forked(lambda ranks=ranks: _run(ranks, size, port, begin)) for ranks in shares[1:]]
+    serve = {"is_master": True, "master_listen_fd": listener.detach()}
+    server = TCPStore("127.0.0.1", port, timeout=TIMEOUT, wait_for_workers=False, **serve)
+    found = _run(shares[0], size, port, begin)
     for answer in others:
         found += answer()
-    server.close()
+    del server
     assert len(found) == size, f"{len(found)} of {size} ranks came through"
     return sorted(found, key=lambda one: one.rank)
 
@@ -133,23 +153,23 @@ def _seconds(found: Sequence[Rehearsed]) -> list[float]:
 
 
 class _Once:
-    """`unpack_roll`, computed once for all ranks of this process."""
+    """`unpacked` of the roll, computed once for all ranks of this process."""
 
     def __init__(self) -> None:
-        self._lock, self._found = threading.Lock(), dict[tuple[str, int], dict[int, Presence]]()
+        self._lock, self._found = threading.Lock(), dict[bytes, Verdict]()
 
-    def __call__(self, text: str, size: int) -> dict[int, Presence]:
+    def __call__(self, packed: bytes) -> Verdict:
         with self._lock:
-            if (text, size) not in self._found:
-                self._found[text, size] = unpack_roll(text, size)
-            return self._found[text, size]
+            if packed not in self._found:
+                self._found[packed] = unpacked(packed)
+            return self._found[packed]
 
 
-def _run(ranks: range, size: int, port: int, key: bytes, begin: float) -> list[Rehearsed]:
+def _run(ranks: range, size: int, port: int, begin: float) -> list[Rehearsed]:
     """Run ranks in threads of this process."""
     found: list[Rehearsed] = []
     threading.stack_size(1 << 20)
-    threads = [threading.Thread(target=_be, args=(rank, size, port, key, begin, found)) for rank in ranks]
+    threads = [threading.Thread(target=_be, args=(rank, size, port, begin, found)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -157,39 +177,40 @@ def _run(ranks: range, size: int, port: int, key: bytes, begin: float) -> list[R
     return found
 
 
-def _be(rank: int, size: int, port: int, key: bytes, begin: float, found: list[Rehearsed]) -> None:
+def _be(rank: int, size: int, port: int, begin: float, found: list[Rehearsed]) -> None:
     """Run one rank, from its first connection to the end."""
     done, own = Rehearsed(rank), Process.own()
     time.sleep(max(0.0, begin - time.monotonic()))
     done.note(None)
-    store = CountingStore("127.0.0.1", port, key, TIMEOUT)
-    done.note(store)
+    counting = CountingStore(port)
+    store: Any = counting  # what a rank asks of a store
+    done.note(counting)
     host = rank // PER_HOST
-    mine = Presence(f"host{host}", "same", own.pid, own.started, f"host {host}", NOWHERE)
-    roll = roll_call.call_roll(store, rank, size, TIMEOUT.total_seconds(), mine)
-    done.note(store)
+    mine = Presence(f"host{host}", "same", own.pid, own.started, f"host {host}")
+    roll = call_roll(store, rank, size, TIMEOUT.total_seconds(), mine)
+    done.note(counting)
     board = job_board(store, rank, roll)
     slot = StatusBoard.private().status_slot(0)
     slot.take(mine.host)
     slot.move(board, rank)
-    done.note(store)
-    with Lobby(store, rank, roll).together("axes"):
+    done.note(counting)
+    place = RankContext(World(rank, size, 0, "srun"), slot)
+    with Lobby(place, store, roll, TIMEOUT.total_seconds()).together("axes"):
         _exchange(store, rank, size)
-    done.note(store)
+    done.note(counting)
     waiting = board.listen()
     if rank == size - 1:
         _fail(store, size, slot, board)
     waiting.join()
-    done.note(store)
+    done.note(counting)
     found.append(done)
     if store.add("gone", 1) == size:
         store.set("all gone", "")
     if rank == 0:
         store.wait(["all gone"])
-    store.close()
 
 
-def _exchange(store: JobStore, rank: int, size: int) -> None:
+def _exchange(store: Store, rank: int, size: int) -> None:
     """Exchange one key for each communicator that this rank is in: the first of its ranks makes it."""
     tensor = min(8, size)
     pipeline = 4 if size % (4 * tensor) == 0 else 1
@@ -200,11 +221,11 @@ def _exchange(store: JobStore, rank: int, size: int) -> None:
             store.set(name, "x" * 128) if axis.rank == 0 else store.get(name)
 
 
-def _fail(store: JobStore, size: int, slot: StatusSlot, board: JobBoard) -> None:
+def _fail(store: Store, size: int, slot: StatusSlot, board: JobBoard) -> None:
     """Let this rank fail, and read where all others are."""
     slot.set_state(STUCK, "world")
     board.raise_alarm()
-    while store.add("statuses", 0) < 2 * size:  # each publishes its own slot and its neighbour's
+    while not store.check([f"status/{rank}" for rank in range(size)]):
         time.sleep(0.05)
     assert sum(status.phase == "" for status in board.gather()) == 0, "a rank has not published where it is"
 
@@ -216,7 +237,7 @@ def _forked(work: Callable[[], list[Rehearsed]]) -> Callable[[], list[Rehearsed]
     if not pid:
         try:
             os.close(reader)
-            setattr(roll_call, "unpack_roll", _Once())  # noqa: B010 - the type checker wants a function
+            setattr(meeting, "unpacked", _Once())  # noqa: B010 - the type checker wants a function
             with os.fdopen(writer, "w") as pipe:
                 json.dump([vars(one) for one in work()], pipe)
         finally:

@@ -17,11 +17,11 @@ import json
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from megazero.launcher.scratch import scratch_folder
 from scripts.gpu_check.findings import Asked, Row, finite, markdown, summary
 from scripts.gpu_check.parts import ALL, PARTS, SECOND, SHOWN, imported, run
 
@@ -54,8 +54,8 @@ def main() -> int:
         return name != "machine" or not report["failures"]  # nothing else would find its device
 
     imported(chosen)
-    with scratch_folder("check") as scratch:
-        folder = scratch if options.json is None else options.json.with_suffix(".parts")
+    with TemporaryDirectory(prefix="megazero-check-") as scratch:
+        folder = Path(scratch) if options.json is None else options.json.with_suffix(".parts")
         folder.mkdir(parents=True, exist_ok=True)
         run(chosen, Asked(device, options.tiny), options.seconds or SECONDS[options.second], folder, tell)
     print(f"\n{summary(report, SHOWN)}")

@@ -12,11 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from megazero.kernels import counter
-from megazero.launcher.scratch import scratch_folder
 from scripts.gpu_check import commands
 from scripts.gpu_check.findings import Asked, Row, told
 from scripts.gpu_check.kernels import missing, obstacle
@@ -69,7 +70,8 @@ def sanitized(asked: Asked) -> Iterator[Row]:
     if asked.on_gpu and sanitizer is None:
         yield {"name": name, "absent": "not on the PATH or in /usr/local/cuda"}
         return
-    with scratch_folder("sanitizer") as folder, ThreadPoolExecutor() as pool:
+    with TemporaryDirectory(prefix="megazero-sanitizer-") as scratch, ThreadPoolExecutor() as pool:
+        folder = Path(scratch)
         words, apart = (
             ["-m", "scripts.gpu_check.correctness", asked.device.type],
             {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},

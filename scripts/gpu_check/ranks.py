@@ -19,11 +19,11 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from megazero.comm.grid import single
-from megazero.launcher.scratch import scratch_folder
 from megazero.tools.certify.comparison import Compared, compare
 from megazero.tools.certify.rank import Results, load_results
 from megazero.tools.certify.tolerances import tolerance_of
@@ -153,7 +153,8 @@ def _beside_cpu(sizes: Sequence[Sequence[Case]], asked: Asked, *, shares_gpus: b
 
 def _trained(asked: Asked, layouts: Sequence[Case], *, shares_gpus: bool) -> Iterator[tuple[Case, list[Results] | str]]:
     """Yield what each rank of each layout, all of one size, computed; or why it did not."""
-    with scratch_folder("check") as folder:
+    with TemporaryDirectory(prefix="megazero-check-") as name:
+        folder = Path(name)
         size = layouts[0].job.ranks
         fault = _run(folder, size, asked, layouts, shares_gpus=shares_gpus)
         for layout in layouts:

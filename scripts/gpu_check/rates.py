@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -25,7 +26,6 @@ from megazero.kernels import reference
 from megazero.kernels.build import BuildError
 from megazero.kernels.products import wide_products
 from megazero.kernels.select import choose, for_host
-from megazero.launcher.scratch import scratch_folder
 from megazero.nvme.disk_queue import DiskQueue, aligned
 from megazero.nvme.files import open_unnamed
 from scripts.gpu_check import commands
@@ -121,7 +121,8 @@ def disk(asked: Asked) -> Iterator[Row]:
 
 def loading(asked: Asked) -> Iterator[Row]:
     """Yield what a process takes with each way of loading kernels."""
-    with scratch_folder("loading") as folder:
+    with TemporaryDirectory(prefix="megazero-loading-") as name:
+        folder = Path(name)
         for way in ("EAGER", "LAZY"):
             log, words = folder / way, ["-m", "scripts.gpu_check.rates", asked.device.type]
             fault = commands.python(words, log, LOADING_S, asked.device, CUDA_MODULE_LOADING=way)

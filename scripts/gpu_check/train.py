@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from megazero.launcher.scratch import scratch_folder
 from scripts.gpu_check import carry, commands
 from scripts.gpu_check.findings import Asked, Row
 
@@ -37,7 +37,8 @@ Rows = list[dict[str, Any]]
 
 def rows(asked: Asked) -> Iterator[Row]:
     """Yield a row for each run."""
-    with scratch_folder("train") as folder:
+    with TemporaryDirectory(prefix="megazero-train-") as name:
+        folder = Path(name)
         made = carry.CARRIED if (carry.CARRIED / "train.idx").exists() else folder
         data = carry.tokens(made)
         same = ["run.deterministic=true", "data.mask_eod=true"]

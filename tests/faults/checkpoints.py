@@ -2,7 +2,6 @@
 
 import errno
 import json
-import math
 import os
 import shutil
 
@@ -348,6 +347,5 @@ def _(site: Site) -> list[str]:
         if site.run.is_dir():
             site.run.rename(site.folder / "elsewhere")
 
-    site.patch.setattr("megazero.run.folder_watch._SELDOM", math.inf)  # on a slow machine it warns before the save
     before_each_update(site, move)
     return site.resume("observe.every=100")

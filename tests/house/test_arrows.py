@@ -17,9 +17,8 @@ COMMON = {"base"}
 MAY_IMPORT: dict[str, set[str] | None] = {
     "base": set(),
     # ground floor
-    "store": set(),
     "comm": set(),
-    "launcher": {"comm", "store"},
+    "launcher": {"comm"},
     "kernels": set(),
     "schedules": set(),
     "nvme": {"comm.home", "comm.ledger", "comm.pinned", "kernels.build"},

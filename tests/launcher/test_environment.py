@@ -48,6 +48,18 @@ def test_world(environment: dict[str, str], world: World):
     assert world_from_environment(environment) == world
 
 
+PORTS = {"0": "in 1 to 65535, got 0", "65536": "got 65536", "x": "MASTER_PORT is x, expected a number", "": "is empty"}
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_a_port_that_is_none(port: str):
+    for launched in (torchrun(0, 2, 0), srun(0, 2, 0) | {"MASTER_ADDR": "node1"}):
+        with pytest.raises(UserError, match=f"MZ-111.*{PORTS[port]}"):
+            environment = launched | {"MASTER_PORT": port}
+            world_from_environment(environment)
+            meeting_of_step(environment)
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [

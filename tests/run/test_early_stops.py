@@ -42,7 +42,7 @@ def test_a_step_forgives(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"3", b"0 starts in a row", b"99999 starts in a row stopped before the first step, x\n", b"x" * 10**6],
+    [b"", b"3", b"0 starts in a row", b"99999 starts in a row stopped before the first step, x\n"],
 )
 def test_a_file_that_is_none_of_ours_is_refused(tmp_path: Path, content: bytes):
     (tmp_path / "early_stops").write_bytes(content)
@@ -50,12 +50,10 @@ def test_a_file_that_is_none_of_ours_is_refused(tmp_path: Path, content: bytes):
         EarlyStops(tmp_path / "early_stops").refuse()
 
 
-def test_neither_links_nor_pipes_are_read(tmp_path: Path):
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+def test_a_pipe_is_not_read(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
-    for name in ("link", "pipe"):
-        with pytest.raises(UserError, match="MZ-422"):
-            EarlyStops(tmp_path / name).refuse()
+    with pytest.raises(UserError, match="MZ-422"):
+        EarlyStops(tmp_path / "pipe").refuse()
 
 
 START = """

@@ -240,3 +240,34 @@ def test_a_signal_in_the_last_validation_breaks_it_off_and_the_next_job_does_it(
     assert command(*line, f"run.dir={tmp_path / 'whole'}").returncode == 0
     losses = [read_rows(tmp_path / name / "metrics.jsonl")[-1]["valid_loss"] for name in ("run", "whole")]
     assert losses[0] == losses[1]
+
+
+# What runs instead of train.py, and gets a signal right behind its first lines, or behind its last one.
+AT_AN_END = """
+import atexit, os, runpy, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "megazero.__main__":
+            os.kill(os.getpid(), signal.SIGTERM)
+if {first}:
+    sys.modules.pop("megazero.__main__", None)
+    sys.meta_path.insert(0, Finder())
+else:
+    atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_signal_to_the_first_lines_of_a_command(tiny_data: TinyData) -> None:
+    done = command("-c", AT_AN_END.format(first=True), "train.py", "--config", tiny_data.config)
+    assert (done.returncode, done.stdout, done.stderr) == (75, SAID, "")
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=FULL)])
+def test_a_signal_behind_the_last_line_of_a_run_changes_nothing(
+    tiny_data: TinyData, tmp_path: Path, ranks: int
+) -> None:
+    line = ["--config", tiny_data.config, f"run.dir={tmp_path / 'run'}", "run.steps=2", f"parallel.tensor={ranks}"]
+    done = command("-c", AT_AN_END.format(first=False), "train.py", *line)
+    assert (done.returncode, done.stderr) == (0, "") and "stopped by" not in done.stdout

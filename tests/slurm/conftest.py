@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.launcher.rendezvous import address_of
+from megazero.launcher.store import address_of
 from tests.slurm.cluster import cluster, obstacle
 from tests.tiny_run import ROOT
 

@@ -16,18 +16,19 @@ from dataclasses import asdict, dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import combinations, product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from megazero.base.answers import tell
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
+from megazero.base.stop_signals import ended_by
 from megazero.build.job import job_of, laid_out
 from megazero.build.pipeline import check_world
 from megazero.config.schema import Config
 from megazero.launcher.environment import RankContext
-from megazero.launcher.interruption import Interruption
-from megazero.launcher.scratch import scratch_folder
 from megazero.launcher.spawn import run_local
 from megazero.plan.job import Job
 from megazero.plan.placements import STAGES
@@ -149,16 +150,14 @@ class Certificate:
 
     Args:
         steps: steps of training.
-        interruption: lets a signal end the work.
 
     Attributes:
         alone: the config's job on one process, of which a layout is a variant.
     """
 
-    def __init__(self, config: Config, steps: int, interruption: Interruption | None = None):
+    def __init__(self, config: Config, steps: int):
         self._config, self._steps = settings(config), steps
         self.alone = alone_of(config)
-        self._interruption = interruption or Interruption()
         self._alone: dict[bool, Results] = {}
         self._followed: dict[bool, Results] = {}
         torch.set_num_threads(1)  # here, so that nothing waits for threads that a fork does not copy
@@ -173,7 +172,7 @@ class Certificate:
 
         Raises:
             UserError: 303, one process does not get through.
-            Interrupted: a signal came.
+            SystemExit: a signal came while ranks trained.
         """
         model = self._config.model
         assert model.kv_heads is not None, "a resolved config"
@@ -232,12 +231,18 @@ class Certificate:
             work: called with the folder to write to, returns what each rank runs.
         """
         lines: list[str] = []
-        with doing(f"training {name}"), self._interruption.held(), scratch_folder("certify") as folder:
-            run, noted = work(folder), lambda statuses, line: lines.append(line)
-            code = run_local(ranks, run, noted, signalled=self._interruption.end)
+        with doing(f"training {name}"), TemporaryDirectory(prefix="megazero-certify-") as place:
+            run, noted = work(folder := Path(place)), lambda statuses, line: lines.append(line)
+            code = run_local(ranks, run, noted, signalled=_end_by)
             if code:
                 return [], lines[-1] if lines else f"exit code {code}"
             return [load_results(folder, rank) for rank in range(ranks)], None
+
+
+def _end_by(number: int) -> None:
+    """End the command, because a signal came while ranks trained."""
+    tell(ended_by(number))
+    raise SystemExit(128 + number)
 
 
 def one_process(alone: Job, *, delayed: bool) -> Job:
@@ -262,11 +267,9 @@ def _with_codes(row: Row, ranks: Sequence[Results]) -> Row:
     return replace(row, fault=fault, times={**row.times, "codes": times})
 
 
-def certify(
-    config: Config, layouts: Sequence[Job], steps: int, interruption: Interruption | None = None
-) -> Iterator[Row]:
+def certify(config: Config, layouts: Sequence[Job], steps: int) -> Iterator[Row]:
     """Yield a row for each layout; raises what `Certificate.row` raises."""
-    certificate = Certificate(config, steps, interruption)
+    certificate = Certificate(config, steps)
     return map(certificate.row, layouts)
 
 

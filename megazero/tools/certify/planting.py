@@ -13,7 +13,6 @@ from typing import Any
 
 from megazero.base.errors import UserError
 from megazero.config.schema import Config
-from megazero.launcher.interruption import Interruption
 from megazero.plan.job import Job
 from megazero.tools.certify.certify import Certificate, admission, alone_of
 from megazero.tools.certify.planted_faults import DATA, DTYPES, FAULTS, Fault, scaled
@@ -50,9 +49,7 @@ def names() -> list[str]:
     return [NOTHING, *(fault.name for fault in FAULTS), *SCALES]
 
 
-def plant(
-    config: Config, chosen: Sequence[str], steps: int, interruption: Interruption | None = None
-) -> Iterator[Planted]:
+def plant(config: Config, chosen: Sequence[str], steps: int) -> Iterator[Planted]:
     """Yield the finding of every chosen fault in every precision.
 
     Raises:
@@ -66,7 +63,7 @@ def plant(
                 what = f"the config cannot be trained as {layout}, into which faults are planted"
                 raise UserError(106, what, "give a model with an even number of heads and two layers", where="certify")
     for dtype in DTYPES:
-        certificate = Certificate(_in(config, dtype), steps, interruption)
+        certificate = Certificate(_in(config, dtype), steps)
         if NOTHING in chosen:
             yield _nothing(certificate, _layouts(config, dtype), dtype)
         for fault in _faults(config, dtype):

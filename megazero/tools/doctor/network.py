@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megazero.launcher.environment import interfaces_named
-from megazero.launcher.rendezvous import address_of
+from megazero.launcher.store import address_of
 from megazero.tools.doctor.finding import Finding, amount
 
 _NET, _RDMA = Path("/sys/class/net"), Path("/sys/class/infiniband")

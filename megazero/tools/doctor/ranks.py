@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from megazero.comm.collectives import CollectiveError, all_reduce, start_all_gat
 from megazero.comm.grid import Axis, make_grid, single
 from megazero.launcher.environment import RankContext, World
 from megazero.launcher.rendezvous import connect, disconnect
-from megazero.launcher.scratch import scratch_folder
 from megazero.launcher.spawn import run_local
 from megazero.tools.doctor.finding import reason
 from megazero.tools.doctor.speed import (
@@ -107,11 +107,11 @@ def measure_gpus(size: int) -> Measured:
 
 def _in_ranks(size: int, main: Callable[[RankContext, "_Notes"], None]) -> Measured:
     lines: list[str] = []
-    with scratch_folder("doctor") as folder:
+    with TemporaryDirectory(prefix="megazero-doctor-") as folder:
 
         def rank(place: RankContext) -> None:
             try:
-                main(place, _Notes(folder / f"{place.world.rank}"))
+                main(place, _Notes(Path(folder) / f"{place.world.rank}"))
             except (UserError, CollectiveError):
                 raise
             except Exception as error:  # an odd machine, not a fault of ours
@@ -120,7 +120,7 @@ def _in_ranks(size: int, main: Callable[[RankContext, "_Notes"], None]) -> Measu
         code = run_local(size, rank, lambda statuses, line: lines.append(line))
         if code > 128:  # a signal to this process, passed on
             raise SystemExit(code)
-        return _slowest(size, [_Notes(folder / f"{number}").read() for number in range(size)], "".join(lines))
+        return _slowest(size, [_Notes(Path(folder) / f"{number}").read() for number in range(size)], "".join(lines))
 
 
 def _slowest(size: int, ranks: list[list[tuple[str, float | None, str]]], broken: str) -> Measured:

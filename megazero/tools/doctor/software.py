@@ -13,10 +13,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megazero.base.packages import PACKAGES, Package
 from megazero.base.this_copy import here
-from megazero.launcher.scratch import scratch_folder
 from megazero.tools.doctor.finding import Finding
 
 _INSTALLED = Path("/usr/local")  # where the builder of kernels looks for nvcc, too
@@ -128,8 +128,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _fault_of(compiler: str) -> str:
     """Return why a small library cannot be compiled, in one line; "" if it can."""
-    with scratch_folder("compile") as folder:
-        source, library = folder / "probe.cpp", folder / "probe.so"
+    with TemporaryDirectory(prefix="megazero-compile-") as folder:
+        source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
         source.write_text(_PROGRAM)
         line = [compiler, "-std=c++20", "-fPIC", "-shared", str(source), "-o", str(library)]
         try:

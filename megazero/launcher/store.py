@@ -1,0 +1,133 @@
+"""Open the key-value store through which the ranks of a job meet, and bound the time that it may take.
+
+The store is a file where a local parent started the ranks, torchrun's own under torchrun, and under srun a TCPStore of
+rank 0, which listens on one address: that of the interface that the user named, or of the host where all ranks meet.
+"""
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from megazero.base.answers import flush_output
+from megazero.base.errors import UserError
+from megazero.launcher.environment import Meeting, RankContext, attempt, master, meeting_of_step
+
+_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of netdevice(7)
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two looks at the store
+_LISTEN = "set MASTER_ADDR to this host and MASTER_PORT to a free port"
+_START = "start all ranks by one launcher; if this is to be one process, unset RANK, WORLD_SIZE and LOCAL_RANK"
+_ATTEMPT = timedelta(seconds=1)  # of one attempt to connect: a signal is handled between two
+
+
+def open_store(place: RankContext, timeout: timedelta) -> Store:
+    """Return the store of a rank's job.
+
+    Args:
+        timeout: for rank 0 to listen, and for every operation afterwards.
+
+    Raises:
+        UserError: 320, rank 0 cannot be reached; 322, this is rank 0 and cannot listen.
+    """
+    world, where = place.world, ""
+    try:
+        if place.store is not None:
+            store: Store = FileStore(str(place.store), world.size)
+        elif world.launcher == "torchrun":
+            where = master()
+            lasting, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+            store = PrefixStore(f"attempt {attempt()}", lasting)
+        else:
+            meeting = meeting_of_step()
+            where = f"{meeting.host}:{meeting.port}"
+            store = _served(meeting, timeout) if world.rank == 0 else _reached(meeting, timeout)
+    except dist.DistError as error:
+        reason = " ".join(str(error).split())[:80]
+        if "EADDRINUSE" in str(error):
+            raise UserError(322, f"cannot listen on {where}: another process does", _LISTEN, rank=0) from None
+        who = "rank 0 cannot be reached at" if world.rank else f"not all {world.size} ranks came to"
+        what = f"{who} {where} within {timeout.total_seconds():g} s ({reason})"
+        raise UserError(320, what, _START, rank=world.rank) from None
+    store.set_timeout(timeout)
+    return store
+
+
+def until(ready: Callable[[], bool], seconds: float) -> bool:
+    """Poll `ready` until it is true; return False if it is not in time. Signals are handled between two polls."""
+    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    while not ready():
+        if (left := deadline - time.monotonic()) <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+    return True
+
+
+@contextlib.contextmanager
+def deadline(seconds: float, last: Callable[[], object]) -> Iterator[None]:
+    """End the process with exit code 1, after a call of `last`, if the block takes longer.
+
+    If the process that serves the store is stopped, a client waits for its answer in C++ without end.
+    """
+
+    def end() -> None:
+        last()
+        flush_output()
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def address_of(interface: str) -> str:
+    """Return the IPv4 address of a network interface. Raises OSError: it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _ADDRESS_OF_INTERFACE, request)[20:24])
+
+
+def _served(meeting: Meeting, timeout: timedelta) -> Store:
+    """Serve a store on one address of this host. Raises UserError 322: that cannot be listened on."""
+    try:
+        host = address_of(meeting.interface) if meeting.interface else meeting.host
+        addresses = socket.getaddrinfo(host, meeting.port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = min(addresses, key=lambda found: found[0] != socket.AF_INET)
+        found = ipaddress.ip_address(str(address[0]).partition("%")[0])
+        if found.is_unspecified:
+            raise OSError("that is every address of this host")
+        if meeting.nodes > 1 and found.is_loopback:
+            raise OSError(f"{found} cannot be reached from the other {meeting.nodes - 1} hosts")
+        listener = socket.create_server(address[:2], family=family, backlog=1024)
+    except (OSError, UnicodeError) as error:
+        interface = f" ({meeting.interface})" if meeting.interface else ""
+        what = f"cannot listen on {meeting.host}:{meeting.port}{interface}: {getattr(error, 'strerror', '') or error}"
+        raise UserError(322, what, _LISTEN, rank=0) from None
+    host, port = listener.getsockname()[:2]
+    serve = {"is_master": True, "master_listen_fd": listener.detach()}
+    return TCPStore(host, port, timeout=timeout, wait_for_workers=False, **serve)
+
+
+def _reached(meeting: Meeting, timeout: timedelta) -> Store:
+    """Connect to the store of rank 0, which may start later. Raises DistError: it cannot be reached in time."""
+    end = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            return TCPStore(meeting.host, meeting.port, timeout=_ATTEMPT, wait_for_workers=False)
+        except dist.DistError:
+            if time.monotonic() > end:
+                raise
