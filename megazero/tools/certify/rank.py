@@ -1,14 +1,12 @@
 """Record what one rank computes in a few steps of training, in a file to compare with others."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypedDict
 
 import torch
 import xxhash
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megazero.build.assemble import Built
@@ -19,7 +17,7 @@ from megazero.zero.engine import Engine
 from megazero.zero.placement import FlatBuffer, redistribute
 
 
-class Coded(NamedTuple):
+class Coded(TypedDict):
     """How a unit is sent as integers: among which ranks, how many of them are neighbours.
 
     `accumulate` has of each recorded reduction whether its sum was added to the one before.
@@ -72,21 +70,17 @@ class Results:
         return ((kind, step, dict(self.tensors(kind))) for kind, step in kinds)
 
 
-def load_results(folder: Path, rank: int) -> Results:
-    numbers = json.loads((folder / f"{rank}.json").read_text())
-    numbers["rows"] = {name: (first, count) for name, (first, count) in numbers["rows"].items()}
-    numbers["held"] = [(name, start, stop) for name, start, stop in numbers["held"]]
-    numbers["skips"] = [(skipped, scale) for skipped, scale in numbers["skips"]]
-    numbers["coded"] = {unit: Coded(**how) for unit, how in numbers["coded"].items()}
-    numbers["samples"] = [[(number, digest) for number, digest in step] for step in numbers["samples"]]
-    return Results(**numbers, stored=load_file(folder / f"{rank}.safetensors"))
+def load_results(folder: Path, rank: int) -> Results | None:
+    """Return what a rank wrote into a folder; None if it has not written all of it."""
+    path = folder / f"{rank}.results"
+    return Results(**torch.load(path, weights_only=True)) if path.exists() else None
 
 
 def write_results(results: Results, folder: Path, rank: int) -> None:
-    numbers = {name: value for name, value in vars(results).items() if name != "stored"}
-    numbers["coded"] = {unit: how._asdict() for unit, how in results.coded.items()}
-    save_file(results.stored, folder / f"{rank}.safetensors")
-    (folder / f"{rank}.json").write_text(json.dumps(numbers))  # last: where it is, all is there
+    """Write a rank's results into a folder, where they appear whole."""
+    folder.mkdir(exist_ok=True)
+    torch.save(vars(results), folder / f"{rank}.part")
+    (folder / f"{rank}.part").rename(folder / f"{rank}.results")
 
 
 def digest_of(tokens_S: Tensor, targets_S: Tensor, valid_S: Tensor) -> str:
