@@ -2,8 +2,9 @@
 
 Every layout and the one process run the same model, optimizer, clipping and quantisation, so a fault in these is the
 same on both sides of a comparison. This file imports none of them. It is plain torch in fp64: forward and AdamW
-written from the papers (`torch.optim` would import its compiler in every rank), autograd, and torch's clipping. It shares the random numbers (`kernels/counter.py`, with
-vectors in docs/numerics.md) and the text, which it reads as tokens with the number of each one's document.
+written from the papers (`torch.optim` would import a compiler in every rank), autograd, and torch's clipping. It shares
+the random numbers (`kernels/counter.py`, with vectors in docs/numerics.md) and the text, which it reads as tokens with
+the number of each one's document.
 
     follow          trains the config's model
     reduced_sums    sums gradients that are sent as integers, from what each rank had before (docs/zero.md)
