@@ -28,7 +28,7 @@ WEIGHT = "weight"  # the first of the kinds of values: what the optimizer update
 _MOST_KINDS = 9
 
 Kind = Annotated[str, StringConstraints(pattern="^[a-z][a-z_]{0,31}$")]
-Float = Literal["F32", "F64", "BF16", "F16"]
+Float = Annotated[str, StringConstraints(pattern="^(F32|F64|BF16|F16)$")]
 Dtype = Annotated[str, StringConstraints(pattern=f"^({'|'.join(DTYPES)})$")]
 
 

@@ -82,7 +82,7 @@ def test_an_edited_one_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"dtype": "F8"}, "dtype: Input should be 'F32'"),
+        ({"dtype": "F8"}, "dtype: String should match pattern"),
         ({"kinds": ["exp_avg"]}, r"kinds \['exp_avg'\]"),
         ({"kinds": ["weight", "Exp"]}, "kinds.1: String should match pattern"),
         ({"kinds": ["weight", *"abcdefghi"]}, "kinds: List should have at most 9 items"),

@@ -27,13 +27,12 @@ from megazero.checkpoint.shard import BLOCK, FLOATS, NAMES, key_of, plan_shard, 
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
 from megazero.tools.convert.hugging_face import (
-    EMBEDDING,
     HEAD,
     Link,
     SpecialTokens,
     config_from_theirs,
     config_to_theirs,
-    flavour_of,
+    family_of,
     is_no_parameter,
     links,
 )
@@ -166,7 +165,7 @@ class Theirs:
         """Return whether there is a head that is not the embedding, which transformers takes, tied or not."""
         if HEAD not in self._slots:
             return False
-        keys = HEAD, self._find(EMBEDDING[flavour_of(model)])
+        keys = HEAD, self._find(family_of(model).embedding)
         head, embedding = (self._slots[key] for key in keys)
         if head.shape != embedding.shape:
             return True
@@ -236,7 +235,7 @@ def import_weights(theirs: Theirs, model: Mapping[str, Any], store: Store) -> No
     """
     sizes = {link.ours: sum(math.prod(theirs.shape(name)) for name in link.theirs) * 4 for link in theirs.links}
     tensors: dict[str, Logical] = {}
-    shards: list[File] = []
+    files: list[File] = []
     try:
         staging = store.staging(0)
         staging.mkdir(parents=True)
@@ -246,11 +245,10 @@ def import_weights(theirs: Theirs, model: Mapping[str, Any], store: Store) -> No
             keys = [(key_of(WEIGHT, name, 0, values.numel()), values.dtype, values.numel()) for name, values in ours]
             beginning, places = plan_shard(keys, {"megazero": "imported"})
             flat = [values.reshape(-1) for _, values in ours]
-            shard = write_shard(staging / shard_name(index), beginning, flat)
-            shards.append(File(name=shard.name, size=shard.size, blocks=list(shard.blocks)))
+            files.append(write_shard(staging / shard_name(index), beginning, flat))
             for (name, values), place in zip(ours, places, strict=True):
                 tensors[name] = Logical(shape=list(values.shape), pieces=[[index, 0, values.numel(), place]])
-        store.commit(0, _manifest(model, tensors, shards).to_bytes())
+        store.commit(0, _manifest(model, tensors, files).to_bytes())
     except OSError as error:
         raise UserError(403, f"not imported: {error.strerror}", "free space there", where=store.folder) from None
 
@@ -352,11 +350,9 @@ def _refused(path: Path) -> Iterator[None]:
     """Turn what is wrong with a file into a UserError 414."""
     try:
         yield
-    except OSError as error:
-        what = f"{error.strerror or error}{looked_up(path)}"
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        what = f"{error.strerror or error}{looked_up(path)}" if isinstance(error, OSError) else error
         raise UserError(414, f"cannot be read: {what}", "a folder of safetensors is needed", where=path) from None
-    except (SafetensorError, ValueError, RuntimeError) as error:
-        raise UserError(414, f"cannot be read: {error}", "a folder of safetensors is needed", where=path) from None
 
 
 def _json(path: Path, limit: int) -> dict[str, Any]:
