@@ -1,5 +1,6 @@
 """Record what one rank computes in a few steps of training, in a file to compare with others."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import TypedDict
 
 import torch
 import xxhash
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megazero.build.assemble import Built
@@ -72,15 +74,24 @@ class Results:
 
 def load_results(folder: Path, rank: int) -> Results | None:
     """Return what a rank wrote into a folder; None if it has not written all of it."""
-    path = folder / f"{rank}.results"
-    return Results(**torch.load(path, weights_only=True)) if path.exists() else None
+    path = folder / f"{rank}.json"
+    if not path.exists():
+        return None
+    numbers = json.loads(path.read_text())
+    numbers["rows"] = {name: (first, count) for name, (first, count) in numbers["rows"].items()}
+    for name in ("held", "skips"):
+        numbers[name] = list(map(tuple, numbers[name]))
+    numbers["samples"] = [list(map(tuple, step)) for step in numbers["samples"]]
+    return Results(**numbers, stored=load_file(folder / f"{rank}.safetensors"))
 
 
 def write_results(results: Results, folder: Path, rank: int) -> None:
-    """Write a rank's results into a folder, where they appear whole."""
+    """Write a rank's results into a folder."""
     folder.mkdir(exist_ok=True)
-    torch.save(vars(results), folder / f"{rank}.part")
-    (folder / f"{rank}.part").rename(folder / f"{rank}.results")
+    save_file(results.stored, folder / f"{rank}.safetensors")
+    numbers = {name: value for name, value in vars(results).items() if name != "stored"}
+    (folder / f"{rank}.part").write_text(json.dumps(numbers))
+    (folder / f"{rank}.part").rename(folder / f"{rank}.json")  # last: where it is, all is there
 
 
 def digest_of(tokens_S: Tensor, targets_S: Tensor, valid_S: Tensor) -> str:
