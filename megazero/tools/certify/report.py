@@ -8,15 +8,15 @@ from typing import Any
 from megazero.config.schema import Config
 from megazero.tools.certify.certify import Row, tolerance_for
 
-# Of each column of numbers: its name in JSON, its heading, in two lines for a terminal, its measures, its tolerance.
+# Of each column of numbers: its name, its heading in Markdown, its measures, its tolerance.
 _COLUMNS = (
-    ("loss", "loss", "loss", "", ("loss",), "loss"),
-    ("norm", "gradient norm", "norm", "", ("gradient norm",), "norm"),
-    ("gradients", "first gradients", "first", "grads", ("first gradients",), "gradients"),
-    ("weights", "weights", "wei-", "ghts", ("weights",), "weights"),
-    ("moments", "moments", "mom-", "ents", ("first moment", "second moment"), "states"),
-    ("update", "update", "up-", "date", ("update",), "states"),
-    ("size", "its size", "its", "size", ("size of updates",), "sizes"),
+    ("loss", "loss", ("loss",), "loss"),
+    ("norm", "gradient norm", ("gradient norm",), "norm"),
+    ("gradients", "first gradients", ("first gradients",), "gradients"),
+    ("weights", "weights", ("weights",), "weights"),
+    ("moments", "moments", ("first moment", "second moment"), "states"),
+    ("update", "update", ("update",), "states"),
+    ("size", "its size", ("size of updates",), "sizes"),
 )
 _SHOWN = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
 _SHOWN += ("schedule", "chunks", "recompute", "partition", "parameter_bits", "gradient_bits", "error_feedback")
@@ -33,7 +33,7 @@ def table(rows: Sequence[Row], config: Config, steps: int) -> str:
         "",
         _cells("layout", "ranks", "bitwise equal", *(column[1] for column in _COLUMNS), "beyond its tolerance"),
         "|---" * (len(_COLUMNS) + 4) + "|",
-        _cells("*tolerance*", "", "", *(f"{getattr(tolerance, column[5]):.0e}" for column in _COLUMNS), ""),
+        _cells("*tolerance*", "", "", *(f"{getattr(tolerance, column[3]):.0e}" for column in _COLUMNS), ""),
     ]
     for row in rows:
         bitwise = "yes" if row.bitwise else "no" if row.times else ""
@@ -52,9 +52,8 @@ def narrow_table(rows: Sequence[Row], config: Config, steps: int) -> str:
         *_wider(rows, config),
         "",
         "layout",
-        _line("equal", *(column[2] for column in _COLUMNS)),
-        _line("bits?", *(column[3] for column in _COLUMNS)),
-        _line("allow.", *(f"{getattr(tolerance, column[5]):.0e}" for column in _COLUMNS)),
+        _line("same bits", *(column[0] for column in _COLUMNS)),
+        _line("allowed", *(f"{getattr(tolerance, column[3]):.0e}" for column in _COLUMNS)),
     ]
     for row in rows:
         lines.append(f"{row.layout}, {row.layout.ranks} ranks")
@@ -79,7 +78,7 @@ def _values(row: Row) -> dict[str, Any]:
 
 def _numbers(row: Row) -> dict[str, float]:
     """Return the largest relative difference of each column."""
-    return {column[0]: max(row.worst.get(measure, 0.0) for measure in column[4]) for column in _COLUMNS}
+    return {column[0]: max(row.worst.get(measure, 0.0) for measure in column[2]) for column in _COLUMNS}
 
 
 def _cells(*cells: str) -> str:
@@ -87,7 +86,8 @@ def _cells(*cells: str) -> str:
 
 
 def _line(first: str, *numbers: str) -> str:
-    return f"{first:>8}" + "".join(f"{number:>7}" for number in numbers)
+    columns = zip(_COLUMNS, numbers, strict=True)
+    return f"{first:>9}" + "".join(f"{number:>{max(len(column[0]), 5) + 1}}" for column, number in columns)
 
 
 def _wider(rows: Sequence[Row], config: Config) -> list[str]:

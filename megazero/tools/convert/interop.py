@@ -41,7 +41,6 @@ T = TypeVar("T")
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
 _PART = 1 << 30  # bytes of an imported checkpoint's files, about
-_ROWS = 4096  # of two matrices that are compared
 _CONFIG_BYTES, _INDEX_BYTES, _HEADER_BYTES = 1 << 20, 4 << 20, 1 << 20
 
 
@@ -165,12 +164,10 @@ class Theirs:
         """Return whether there is a head that is not the embedding, which transformers takes, tied or not."""
         if HEAD not in self._slots:
             return False
-        keys = HEAD, self._find(family_of(model).embedding)
-        head, embedding = (self._slots[key] for key in keys)
-        if head.shape != embedding.shape:
+        head, embedding = HEAD, self._find(family_of(model).embedding)
+        if self._slots[head].shape != self._slots[embedding].shape:
             return True
-        parts = (slice(first, first + _ROWS) for first in range(0, head.shape[0], _ROWS))
-        return not all(torch.equal(*(self._rows(key, part) for key in keys)) for part in parts)
+        return not torch.equal(self._values(head), self._values(embedding))
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Refuse tensors that do not make parameters of these shapes, or are no plain numbers.
@@ -196,20 +193,17 @@ class Theirs:
 
     def read(self, link: Link) -> Tensor:
         """Return one of our parameters, in fp32. Raises UserError 414: it is not finite, or cannot be read."""
-        theirs = []
-        for name in link.theirs:
-            slot = self._slot(name)
-            with _refused(slot.path), safe_open(slot.path, framework="pt") as file:
-                values = file.get_tensor(self._keys[name]).to(torch.float32)
+        theirs = [self._values(self._keys[name]) for name in link.theirs]
+        for name, values in zip(link.theirs, theirs, strict=True):
             if not bool(torch.isfinite(values).all()):
-                raise UserError(414, f"{name} is not finite in fp32", "give a model that is whole", where=slot.path)
-            theirs.append(values)
+                do = "give a model that is whole"
+                raise UserError(414, f"{name} is not finite in fp32", do, where=self._slot(name).path)
         return link.to_ours(theirs).contiguous()
 
-    def _rows(self, key: str, rows: slice) -> Tensor:
+    def _values(self, key: str) -> Tensor:
         path = self._slots[key].path
         with _refused(path), safe_open(path, framework="pt") as file:
-            return file.get_slice(key)[rows].to(torch.float32)
+            return file.get_tensor(key).to(torch.float32)
 
     def _slot(self, name: str) -> "_Slot":
         return self._slots[self._keys[name]]
