@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from megazero.base.errors import LINE_LIMIT, FaultList, UserError
 from megazero.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
-from megazero.checkpoint.save import _read_part
+from megazero.checkpoint.save import read_part
 from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
@@ -210,8 +210,8 @@ class Part(Subject):
 
         def read() -> None:
             try:
-                _read_part(path)
-            except ValueError as error:  # its caller makes a UserError of it
+                read_part(path)
+            except OSError as error:  # its caller makes a UserError of it
                 raise UserError(403, str(error), "mend that") from None
 
         return read

@@ -16,7 +16,7 @@ import torch
 from megazero.base.errors import UserError
 from megazero.checkpoint.load import load_tensors
 from megazero.checkpoint.manifest import Manifest, read_manifest
-from megazero.checkpoint.save import ShardState
+from megazero.checkpoint.pieces import ShardState
 from megazero.checkpoint.store import Store
 from megazero.comm.agreement import agree, until_all
 from megazero.comm.collectives import gather_bytes
@@ -62,10 +62,8 @@ def load_newest(
                 return manifest
         damaged(step, fault)
     tried = ", ".join(str(step) for step in steps[:5]) + (", ..." if len(steps) > 5 else "")
-    what, do = f"none of {len(steps)} checkpoints is whole (steps {tried})", "restore one, or start anew"
-    if len(steps) == 1:
-        what, do = f"step {steps[0]} is not whole, and there was no other to try", "restore it, or start anew"
-    raise UserError(411, what, f"{do} in another run.dir", where=store.folder)
+    what = f"none of {len(steps)} checkpoints is whole (steps {tried})"
+    raise UserError(411, what, "restore one, or start anew in another run.dir", where=store.folder)
 
 
 def _attempt(action: Callable[[Callable[[], bool]], T], world: Axis, device: torch.device) -> tuple[T | None, str]:
@@ -73,7 +71,7 @@ def _attempt(action: Callable[[Callable[[], bool]], T], world: Axis, device: tor
 
     An error that is no damage, a disk that does not answer, is no reason to fall back: it is raised.
     """
-    result, fault, other, stop = None, "", None, Event()
+    stop = Event()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as thread:
         future = thread.submit(action, stop.is_set)
         try:
@@ -81,16 +79,9 @@ def _attempt(action: Callable[[Callable[[], bool]], T], world: Axis, device: tor
         except BaseException:  # a signal, say: who leaves here would wait for the thread
             stop.set()
             raise
-        try:
-            result = future.result()
-        except UserError as error:
-            fault, other = str(error), None if error.code == 410 else error
-
-    def raise_other() -> None:
-        if other is not None:
-            raise other
-
-    agree(world, device, raise_other)
+    error = future.exception()
+    fault = str(error) if isinstance(error, UserError) and error.code == 410 else ""
+    result = agree(world, device, lambda: None if fault else future.result())
     faults = [text.decode() for text in gather_bytes(fault.encode(), world, "agree", device)]
     first = next((text for text in faults if text), "")
     return (None, first) if first else (result, "")

@@ -8,7 +8,7 @@ says which tensor lies where; if it and the manifest disagree, the checkpoint is
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,15 +16,14 @@ from torch import Tensor
 
 from megazero.base.doing import doing
 from megazero.checkpoint.manifest import DTYPES, Logical, Manifest
-from megazero.checkpoint.pieces import Piece
-from megazero.checkpoint.save import ShardState
-from megazero.checkpoint.shard import ShardReader, key_of
+from megazero.checkpoint.pieces import Piece, ShardState
+from megazero.checkpoint.shard import ShardReader, key_of, open_shard
 from megazero.comm.home import PagedHome
 
 
 @dataclass(frozen=True, eq=False)
 class _Copy:
-    """A copy of values of a dtype from byte `at` of file `shard` to `into`."""
+    """A copy of values of a dtype from byte `at` of file `shard` to `into`, which may stand for values on disks."""
 
     shard: int
     at: int
@@ -32,16 +31,22 @@ class _Copy:
     dtype: torch.dtype
     disks: PagedHome | None = None
 
-    def elsewhere(self) -> "_Copy":
-        """Return a copy of the same bytes into memory of its own."""
-        return replace(self, into=torch.empty(len(self.into), dtype=self.dtype), disks=None)
+    def verify(self, reader: ShardReader) -> None:
+        """Read the bytes, and leave the tensor as it is."""
+        for _ in reader.read(self.at, self.at + len(self.into) * self.dtype.itemsize):
+            pass
 
-    def parts(self, elements: int) -> "Iterator[_Copy]":
-        """Yield copies that together make this one, cut at multiples of so many elements of the buffer."""
-        begins, first = int(self.into.storage_offset()), 0
+    def fill(self, reader: ShardReader) -> None:
+        """Read the bytes into the tensor; on disks into one window of it after the other."""
+        if self.disks is None:
+            _fill(reader, self.at, self.into, self.dtype)
+            return
+        begins, window, first = int(self.into.storage_offset()), self.disks.window, 0
         while first < len(self.into):  # cut where windows begin
-            stop = min(first + elements - (begins + first) % elements, len(self.into))
-            yield replace(self, at=self.at + first * self.dtype.itemsize, into=self.into[first:stop])
+            stop = min(first + window - (begins + first) % window, len(self.into))
+            values = torch.empty(stop - first, dtype=self.into.dtype)
+            _fill(reader, self.at + first * self.dtype.itemsize, values, self.dtype)
+            self.disks.send(values, self.into[first:stop], "checkpoint")
             first = stop
 
 
@@ -67,6 +72,7 @@ def load_tensors(
 
     Raises:
         UserError: 410, a file is damaged; with `fills` the tensors filled by then must not be used.
+        ReadingStoppedError: `stop` was true.
     """
     copies: list[list[_Copy]] = [[] for _ in manifest.files]
     starts = {name: [piece[1] for piece in logical.pieces] for name, logical in manifest.tensors.items()}
@@ -79,22 +85,34 @@ def load_tensors(
     for copy in _copies(manifest, starts, holdings):
         copies[copy.shard].append(copy)
     read = 0
-    expected = headers(manifest, {index for index, of_file in enumerate(copies) if of_file or index % size == rank})
-    with doing(f"reading {folder}", sum(len(copies[index]) for index in expected)) as progress:
-        for index, header in expected.items():
-            reader = ShardReader(folder, manifest.shard(index))
-            try:
-                reader.check_header(header)
-                for copy in sorted(copies[index], key=lambda copy: copy.at):
-                    if not _fill(reader, copy if fills else copy.elsewhere(), stop):
-                        return read
-                    progress.advance()
-            finally:
-                read += reader.bytes_read
-                reader.close()
+    needed = [index for index, of_file in enumerate(copies) if of_file or index % size == rank]
+    for index, reader in opened(folder, manifest, needed, f"reading {folder}", stop):
+        for copy in sorted(copies[index], key=lambda copy: copy.at):
+            (copy.fill if fills else copy.verify)(reader)
+        read += reader.bytes_read
     for disks in {holding.disks for holding in holdings if holding.disks is not None}:
         disks.settle()  # a fault of a disk is one of loading
     return read
+
+
+def opened(
+    folder: Path, manifest: Manifest, shards: Collection[int], what: str, stop: Callable[[], bool]
+) -> Iterator[tuple[int, ShardReader]]:
+    """Yield the number and a reader of some files of a checkpoint, each once its header agrees with the manifest.
+
+    Args:
+        what: is done, for the display of progress.
+        stop: polled while reading; True: raise ReadingStoppedError.
+
+    Raises:
+        UserError: 410, a file is damaged.
+    """
+    with doing(what, len(shards)) as progress:
+        for index, header in _headers(manifest, shards).items():
+            with open_shard(folder, manifest.files[index], stop) as reader:
+                reader.check_header(header)
+                yield index, reader
+            progress.advance()
 
 
 def _copies(manifest: Manifest, starts: Mapping[str, list[int]], holdings: Sequence[ShardState]) -> Iterator[_Copy]:
@@ -119,31 +137,17 @@ def _overlapping(logical: Logical, starts: list[int], wanted: Piece) -> Iterator
             yield logical.pieces[index]
 
 
-def _fill(reader: ShardReader, copy: _Copy, stop: Callable[[], bool]) -> bool:
-    """Read the elements of a copy into its tensor; return False if stopped on the way."""
-    if copy.disks is not None:
-        return all(_send(reader, part, copy.disks, stop) for part in copy.parts(copy.disks.window))
-    values = copy.into if copy.into.dtype == copy.dtype else torch.empty(copy.into.shape, dtype=copy.dtype)
+def _fill(reader: ShardReader, at: int, into: Tensor, dtype: torch.dtype) -> None:
+    """Read as many values of a dtype as there are, from byte `at` of a file on, into a tensor in memory."""
+    values = into if into.dtype == dtype else torch.empty(into.shape, dtype=dtype)
     target = values.view(torch.uint8)
-    for at, data in reader.read(copy.at, copy.at + len(target)):
-        if stop():
-            return False
-        start = at - copy.at
-        target[start : start + len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-    if values is not copy.into:
-        copy.into.copy_(values)
-    return True
+    for position, data in reader.read(at, at + len(target)):
+        target[position - at : position - at + len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+    if values is not into:
+        into.copy_(values)
 
 
-def _send(reader: ShardReader, copy: _Copy, disks: PagedHome, stop: Callable[[], bool]) -> bool:
-    """Read the elements of a copy into memory, and send them to disks."""
-    values = torch.empty(len(copy.into), dtype=copy.into.dtype)
-    read = _fill(reader, replace(copy, into=values, disks=None), stop)
-    disks.send(values, copy.into, "checkpoint")
-    return read
-
-
-def headers(manifest: Manifest, shards: Collection[int]) -> dict[int, dict[str, tuple[str, int, int]]]:
+def _headers(manifest: Manifest, shards: Collection[int]) -> dict[int, dict[str, tuple[str, int, int]]]:
     """Return for each of some shards the header that it must have: by key (dtype, byte where it begins, elements)."""
     found: dict[int, dict[str, tuple[str, int, int]]] = {index: {} for index in sorted(shards)}
     for name, logical in manifest.tensors.items():

@@ -6,11 +6,17 @@ checkpoint is a set of such intervals; reading one on another grid is finding th
 vocabulary rows or behind a unit's parameters, belongs to no interval: it is never saved.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from megazero.checkpoint.manifest import WEIGHT
 from megazero.comm.grid import Axis
+from megazero.comm.home import PagedHome
+from megazero.plan.placements import aligned
 from megazero.zero.layout import UnitLayout
+from megazero.zero.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,28 @@ class Piece:
         """Return the part of this piece in [start, stop) of the parameter, None if they do not overlap."""
         first, last = max(self.start, start), min(self.stop, stop)
         return Piece(self.name, first, last, self.at + first - self.start) if first < last else None
+
+
+@dataclass(frozen=True, eq=False)
+class ShardState:
+    """The state of one unit that a rank has.
+
+    Attributes:
+        pieces: which elements of which parameters.
+        tensors: by kind the flat buffer that holds the pieces.
+        any_value: they need not be finite: buffers, which training does not make.
+        disks: where the buffers are, if they are not in memory.
+    """
+
+    pieces: Sequence[Piece]
+    tensors: Mapping[str, Tensor]
+    any_value: bool = False
+    disks: PagedHome | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds that there is something of, in their order."""
+        return tuple(self.tensors) if self.pieces else ()
 
 
 def pieces_of(
@@ -49,3 +77,39 @@ def pieces_of(
         last = min(interval.stop, held.stop, numel[interval.name] - shift)
         if first < last:
             yield Piece(interval.name, first + shift, last + shift, first - held.start)
+
+
+def holding_to_save(unit: Unit, state: Mapping[str, Tensor], numel: Mapping[str, int]) -> ShardState:
+    """Return the share of a unit that only this rank saves, on the device or the host.
+
+    Args:
+        state: what the optimizer keeps of each element that this rank updates.
+        numel: of each parameter the elements over all ranks, without padding.
+    """
+    return _holding(unit, state, numel, _share(unit), once=True)
+
+
+def holding_to_load(unit: Unit, state: Mapping[str, Tensor], numel: Mapping[str, int]) -> ShardState:
+    """Return what this rank updates of a unit: the tensors to load, from which the rest follows."""
+    return _holding(unit, state, numel, unit.shard, once=False)
+
+
+def _share(unit: Unit) -> slice:
+    """Return the elements of a unit that this rank saves: those that it updates, shared out among ranks that do too."""
+    shard, replica = unit.axes.shard, unit.axes.replica
+    if len(unit.masters) == unit.numel:
+        rank, size = replica.rank * shard.size + shard.rank, replica.size * shard.size
+    else:
+        rank, size = replica.rank, replica.size
+    each = aligned(len(unit.masters), size) // size
+    first, last = (min(unit.shard.start + place * each, unit.shard.stop) for place in (rank, rank + 1))
+    return slice(first, last)
+
+
+def _holding(
+    unit: Unit, state: Mapping[str, Tensor], numel: Mapping[str, int], share: slice, *, once: bool
+) -> ShardState:
+    pieces = tuple(pieces_of(unit.layout, share, numel, unit.axes.tensor, once=once))
+    within = slice(share.start - unit.shard.start, share.stop - unit.shard.start)
+    tensors = {kind: flat[within] for kind, flat in {WEIGHT: unit.masters, **state}.items()}
+    return ShardState(pieces, tensors, disks=unit.disks if unit.masters.is_meta else None)

@@ -1,21 +1,23 @@
-"""Define the progress of a run that a checkpoint keeps beside the tensors."""
+"""Define the progress of a run that a checkpoint keeps next to the tensors."""
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 StepCount = Annotated[int, Field(ge=0, lt=2**31)]  # as of run.steps
+Key = Annotated[str, StringConstraints(max_length=100)]  # of a metric
+Few = Field(max_length=100)  # metrics
 Number = Annotated[int, Field(ge=-(2**63), lt=2**63)] | Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Part(BaseModel):
-    """A part of a manifest: nothing may be added, changed or converted."""
+class StrictModel(BaseModel):
+    """A value that is read from a file of a checkpoint: no key may be added, no type converted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Progress(Part):
+class Progress(StrictModel):
     """The progress of the run, beyond the tensors.
 
     Attributes:
@@ -37,7 +39,7 @@ class Progress(Part):
     next_sample: Count
     loss_scale: Annotated[float, Field(allow_inf_nan=False)] | None
     good_steps: Count
-    row: dict[str, Number | dict[str, Number | None] | None] | None = None
+    row: Annotated[dict[Key, Number | Annotated[dict[Key, Number | None], Few] | None], Few] | None = None
     carried: StepCount = 0
 
     @property

@@ -3,29 +3,25 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.checkpoint.load import headers
-from megazero.checkpoint.manifest import read_manifest
-from megazero.checkpoint.shard import ShardReader
+from megazero.checkpoint.load import opened
+from megazero.checkpoint.manifest import Manifest, read_manifest
+from megazero.checkpoint.shard import ReadingStoppedError
 from megazero.checkpoint.store import Store
 
 
-def verify(folder: Path, stop: Callable[[], bool] = lambda: False) -> None:
-    """Read and verify a whole checkpoint, until `stop` is true. Raises UserError 410: a file in it is damaged."""
+def verify(folder: Path, stop: Callable[[], bool] = lambda: False) -> Manifest:
+    """Read and verify a whole checkpoint; return its manifest.
+
+    Raises:
+        UserError: 410, a file in it is damaged.
+        ReadingStoppedError: `stop` was true.
+    """
     manifest = read_manifest(folder)
-    expected = headers(manifest, range(len(manifest.files)))
-    with doing(f"verifying {folder}", len(manifest.files)) as progress:
-        for index, file in enumerate(manifest.files):
-            reader = ShardReader(folder, manifest.shard(index))
-            try:
-                reader.check_header(expected[index])
-                for _ in reader.read(0, file.size):
-                    if stop():
-                        return
-                progress.advance()
-            finally:
-                reader.close()
+    for index, reader in opened(folder, manifest, range(len(manifest.files)), f"verifying {folder}", stop):
+        for _ in reader.read(0, manifest.files[index].size):
+            pass
+    return manifest
 
 
 def retire(store: Store, keep: int, warn: Callable[[str], object], stop: Callable[[], bool] = lambda: False) -> None:
@@ -36,13 +32,14 @@ def retire(store: Store, keep: int, warn: Callable[[str], object], stop: Callabl
     """
     try:
         steps = store.steps()
-        if not steps[keep:]:
+        if not steps[keep:] or not any(_is_whole(store.path(step), warn, stop) for step in steps[:keep]):
             return
-        if any(_is_whole(store.path(step), warn, stop) for step in steps[:keep]):
-            for step in reversed(steps[keep:]):  # the oldest first, so that who is killed here leaves the newest
-                if stop():
-                    return
-                store.delete(step)
+        for step in reversed(steps[keep:]):  # the oldest first: a job that is killed here leaves the newest
+            if stop():
+                return
+            store.delete(step)
+    except ReadingStoppedError:
+        return
     except OSError as error:
         warn(f"old checkpoints are not deleted: {error}")
 

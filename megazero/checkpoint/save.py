@@ -12,12 +12,11 @@ Everything but the snapshot's wait is done by one background thread of each rank
 or not. It talks to other ranks through files only, because the ranks' collectives belong to training.
 """
 
-import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,14 +24,13 @@ from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.base.files import announce_file, flush_folder
-from megazero.base.reading import parse_object, read_file
-from megazero.checkpoint.manifest import PartFile, shard_name
-from megazero.checkpoint.pieces import Piece
+from megazero.base.reading import UnexpectedFileError, parse_object, read_file
+from megazero.checkpoint.manifest import WrittenShard, shard_name
+from megazero.checkpoint.pieces import Piece, ShardState
 from megazero.checkpoint.progress import Progress
-from megazero.checkpoint.shard import Shard, key_of, plan_shard, write_shard
+from megazero.checkpoint.shard import key_of, plan_shard, write_shard
 from megazero.checkpoint.snapshot import Snapshot, on_device
 from megazero.checkpoint.store import Store
-from megazero.comm.home import PagedHome
 
 _LOOK = 0.005  # seconds between looks for other ranks' parts, at first
 _SELDOM = 0.25
@@ -41,57 +39,24 @@ _PART_BYTES = 256 << 20
 _PATIENCE = 10.0  # seconds for what is under way when a run ends otherwise than it should
 
 
-@dataclass(frozen=True)
-class WrittenShard:
-    """The shard that one rank has written.
-
-    Attributes:
-        shard: its file.
-        tensors: by parameter its pieces, as in the manifest.
-    """
-
-    shard: Shard
-    tensors: dict[str, list[list[int]]]
-
-
-@dataclass(frozen=True, eq=False)
-class ShardState:
-    """The state of one unit that a rank has.
-
-    Attributes:
-        pieces: which elements of which parameters.
-        tensors: by kind the flat buffer that holds the pieces.
-        any_value: they need not be finite: buffers, which training does not make.
-        disks: where the buffers are, if they are not in memory.
-    """
-
-    pieces: Sequence[Piece]
-    tensors: Mapping[str, Tensor]
-    any_value: bool = False
-    disks: PagedHome | None = None
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Return the kinds that there is something of, in their order."""
-        return tuple(self.tensors) if self.pieces else ()
-
-
 @dataclass(frozen=True, eq=False)
 class _Entry:
+    """One kind of one piece, with its values as they are written; on disks, what stands for them."""
+
     kind: str
     piece: Piece
     values: Tensor
-    any_value: bool
-    disks: PagedHome | None
+    holding: ShardState
 
     def in_memory(self) -> Iterator[Tensor]:
         """Yield the values; from disks in parts, so that never much of them is in memory."""
-        if self.disks is None:
+        disks = self.holding.disks
+        if disks is None:
             yield self.values
             return
-        for part in self.values.split(self.disks.window):
+        for part in self.values.split(disks.window):
             read = torch.empty(len(part), dtype=part.dtype)
-            self.disks.bring(part, read, "checkpoint")
+            disks.bring(part, read, "checkpoint")
             yield read
 
 
@@ -216,35 +181,34 @@ class Saver:
             part = self._write_shard(step, staging)
             flush_folder(staging)
             # The first rank may commit as soon as it sees the part: the folder has another name then.
-            announce_file(staging / _part_name(self._rank), json.dumps(asdict(part)).encode())
+            announce_file(staging / _part_name(self._rank), part.model_dump_json().encode())
         except OSError as error:
             raise self._not_saved(error.strerror, step) from None
         finally:
             self._copied.set()
 
     def _write_shard(self, step: int, staging: Path) -> WrittenShard:
-        entries = self._entries
         self._require_whole_updates(step)
-        for entry in entries:
-            if entry.disks is None:  # what is on disks is examined as it is written, and read once
-                self._require_finite(entry, entry.values, step)
-        keys = [(key_of(e.kind, e.piece.name, e.piece.start, e.piece.stop), e.values) for e in entries]
-        about = {"megazero": f"step {step}, rank {self._rank} of {self._size}"}
-        beginning, places = plan_shard([(key, values.dtype, values.numel()) for key, values in keys], about)
-        shard = write_shard(staging / shard_name(self._rank), beginning, self._values(step))
+        keys = [key_of(e.kind, e.piece.name, e.piece.start, e.piece.stop) for e in self._entries]
+        tensors = [(key, e.values.dtype, e.values.numel()) for key, e in zip(keys, self._entries, strict=True)]
+        beginning, places = plan_shard(tensors, {"megazero": f"step {step}, rank {self._rank} of {self._size}"})
+        shard = write_shard(staging / shard_name(self._rank), beginning, self._finite_values(step))
         rows: dict[Piece, list[int]] = {}
-        for entry, place in zip(entries, places, strict=True):  # kinds come in their order
+        for entry, place in zip(self._entries, places, strict=True):  # kinds come in their order
             rows.setdefault(entry.piece, [self._rank, entry.piece.start, entry.piece.stop]).append(place)
-        tensors: dict[str, list[list[int]]] = {}
+        written: dict[str, list[list[int]]] = {}
         for piece, row in rows.items():
-            tensors.setdefault(piece.name, []).append(row)
-        return WrittenShard(shard, tensors)
+            written.setdefault(piece.name, []).append(row)
+        return WrittenShard(shard=shard, tensors=written)
 
-    def _values(self, step: int) -> Iterator[Tensor]:
+    def _finite_values(self, step: int) -> Iterator[Tensor]:
+        """Yield the values of all entries. Raises UserError 302: they are not finite, but for buffers."""
         for entry in self._entries:
             for values in entry.in_memory():
-                if entry.disks is not None:
-                    self._require_finite(entry, values, step)
+                if not entry.holding.any_value and not _is_finite(values):
+                    what = f"not saved: {entry.kind} of {entry.piece.name} is not finite after the last update"
+                    do = "lower optimizer.lr and go on from an earlier one"
+                    raise UserError(302, f"{what}; earlier are intact", do, where=self.store.folder, step=step)
                 yield values
 
     def _require_whole_updates(self, step: int) -> None:
@@ -257,13 +221,6 @@ class Saver:
                 what = f"not saved: on disks parts of {name} and its moments have seen {updates} updates"
                 do = "go on from an earlier one, which is intact"
                 raise UserError(608, what, do, where=self.store.folder, step=step)
-
-    def _require_finite(self, entry: _Entry, values: Tensor, step: int) -> None:
-        if not entry.any_value and not _is_finite(values):
-            name = f"{entry.kind} of {entry.piece.name}"
-            what = f"not saved: {name} is not finite after the last update; earlier are intact"
-            do = "lower optimizer.lr and go on from an earlier one"
-            raise UserError(302, what, do, where=self.store.folder, step=step)
 
     def _not_saved(self, why: str | None, step: int) -> UserError:
         code, what = 403, f"checkpoint not saved: {why}; earlier ones are intact"
@@ -283,7 +240,7 @@ class Saver:
                     if self._give_up.wait(pause):
                         return  # those that have failed say why
                     pause = min(1.5 * pause, _SELDOM)
-                parts.append(self._part(path, step))
+                parts.append(read_part(path))
                 path.unlink()
             self._conclude(step, progress, parts)
             self.took = time.monotonic() - self._began
@@ -292,18 +249,13 @@ class Saver:
         except OSError as error:
             raise self._not_saved(error.strerror, step) from None
 
-    def _part(self, path: Path, step: int) -> WrittenShard:
-        try:
-            return _read_part(path)
-        except ValueError as error:
-            raise self._not_saved(f"{path.name} is damaged: {error}", step) from None
 
-
-def _read_part(path: Path) -> WrittenShard:
-    """Return the shard of a rank's part file. Raises OSError; ValueError: another program wrote that file."""
-    found = PartFile.model_validate(parse_object(read_file(path, _PART_BYTES, follow=False)))
-    shard = Shard(found.shard.name, found.shard.size, tuple(found.shard.blocks))
-    return WrittenShard(shard, {name: [list(piece) for piece in pieces] for name, pieces in found.tensors.items()})
+def read_part(path: Path) -> WrittenShard:
+    """Return the content of a rank's part file. Raises OSError: it cannot be read, or another program wrote it."""
+    try:
+        return WrittenShard.model_validate(parse_object(read_file(path, _PART_BYTES, follow=False)))
+    except ValueError as error:
+        raise UnexpectedFileError(f"{path.name} is damaged: {error}", path) from None
 
 
 def _entries(holdings: Sequence[ShardState], buffers: Iterator[Tensor]) -> Iterator[_Entry]:
@@ -313,7 +265,7 @@ def _entries(holdings: Sequence[ShardState], buffers: Iterator[Tensor]) -> Itera
             buffer = next(buffers) if holding.disks is None else holding.tensors[kind]
             for piece in holding.pieces:
                 values = buffer[piece.at : piece.at + piece.stop - piece.start]
-                yield _Entry(kind, piece, values, holding.any_value, holding.disks)
+                yield _Entry(kind, piece, values, holding)
 
 
 def _is_finite(values: Tensor) -> bool:

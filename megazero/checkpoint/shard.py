@@ -8,20 +8,21 @@ the reader returns no byte of a block before its hash is the one that the manife
 import errno
 import json
 import os
-import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import xxhash
+from pydantic import StringConstraints
 from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.base.files import flush, write_all
-from megazero.base.reading import parse_object
+from megazero.base.reading import UnexpectedFileError, open_regular, parse_object
+from megazero.checkpoint.progress import Count, StrictModel
 
 # Bytes that are hashed together. Fits a core's cache, so that what has been read or is to be written is hashed there.
 BLOCK = 1 << 20
@@ -31,20 +32,25 @@ NAMES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 FLOATS = frozenset(name for name, dtype in DTYPES.items() if dtype.is_floating_point)
 
+ShardName = Annotated[str, StringConstraints(pattern=r"^shard_[0-9]{5}\.safetensors$")]
 
-@dataclass(frozen=True)
-class Shard:
-    """A file as its writer knows it.
+
+class File(StrictModel):
+    """One shard as its writer knows it.
 
     Attributes:
         name: in the checkpoint's folder.
         size: bytes.
-        blocks: xxh3 (64 bits, hex) of each BLOCK bytes, the last of what is left.
+        blocks: xxh3 (64 bits, hex) of each BLOCK bytes; the last block may be shorter.
     """
 
-    name: str
-    size: int
-    blocks: tuple[str, ...]
+    name: ShardName
+    size: Count
+    blocks: list[str]
+
+
+class ReadingStoppedError(Exception):
+    """Reading was given up, because its caller asked for that."""
 
 
 def hash_of(data: bytes | memoryview) -> str:
@@ -67,7 +73,7 @@ def plan_shard(tensors: Sequence[tuple[str, torch.dtype, int]], metadata: Mappin
     return beginning, [len(beginning) + offset for offset in offsets]
 
 
-def write_shard(path: Path, beginning: bytes, tensors: Iterable[Tensor]) -> Shard:
+def write_shard(path: Path, beginning: bytes, tensors: Iterable[Tensor]) -> File:
     """Write a new file, and flush it to the disk.
 
     Args:
@@ -84,7 +90,7 @@ def write_shard(path: Path, beginning: bytes, tensors: Iterable[Tensor]) -> Shar
             write_all(file, block)
             size += len(block)
         flush(file)
-    return Shard(path.name, size, tuple(hashes))
+    return File(name=path.name, size=size, blocks=hashes)
 
 
 def key_of(kind: str, name: str, start: int, stop: int) -> str:
@@ -92,44 +98,73 @@ def key_of(kind: str, name: str, start: int, stop: int) -> str:
     return f"{kind}/{name}[{start}:{stop}]"
 
 
-class ShardReader:
-    """A reader of a shard, which verifies each block when it is first read.
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn a file's OSError into a UserError.
+
+    Raises:
+        UserError: 410, the file is missing, or is no regular file; 401, the system cannot read it, which says nothing
+            about the data on the disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, UnexpectedFileError) or error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise damaged(path, f"cannot be read: {error.strerror}") from None
+        do = "check the disk and the permissions, and run again"
+        raise UserError(401, f"cannot be read: {error.strerror}", do, where=path) from None
+
+
+def damaged(path: Path, what: str) -> UserError:
+    """Return the error for a damaged file of a checkpoint."""
+    return UserError(410, what, "restore the file, or resume from another step", where=path)
+
+
+@contextmanager
+def open_shard(folder: Path, file: File, stop: Callable[[], bool] = lambda: False) -> Iterator["ShardReader"]:
+    """Open a shard for reading. Links are not followed: one would lead out of the checkpoint.
 
     Args:
         folder: of the checkpoint.
-        shard: the manifest's entry of it.
+        file: the manifest's entry of it.
+        stop: polled while reading; True: raise ReadingStoppedError.
+
+    Raises:
+        UserError: 410, the file is missing, is no regular file, or has another size; 401, the system cannot read it.
+    """
+    path = folder / file.name
+    with ExitStack() as stack:
+        with reading(path):
+            handle = stack.enter_context(open_regular(path, follow=False))
+            size = os.fstat(handle).st_size
+        if size != file.size:
+            raise damaged(path, f"expected {file.size:,} bytes, got {size:,}")
+        yield ShardReader(path, file, handle, stop)
+
+
+class ShardReader:
+    """A reader of a shard, which verifies each block when it is first read.
 
     Attributes:
         bytes_read: from the disk.
-
-    Raises:
-        UserError: 410, the file is missing, no plain file, or of another size; on reading, a block is damaged. 401, the
-            system cannot read it.
     """
 
-    def __init__(self, folder: Path, shard: Shard):
-        self.path, self._shard = folder / shard.name, shard
+    def __init__(self, path: Path, file: File, handle: int, stop: Callable[[], bool]):
         self.bytes_read = 0
-        try:
-            # A FIFO in its place would block for ever, and a link leads out of the checkpoint.
-            self._handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
-                raise self._unreadable(error) from None
-            raise self._damaged(f"cannot be opened: {error.strerror}") from None
-        status = os.fstat(self._handle)
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            raise self._damaged("is no regular file")
-        if (size := status.st_size) != shard.size:
-            self.close()
-            raise self._damaged(f"expected {shard.size:,} bytes, got {size:,}")
-        self._buffer = bytearray(min(BLOCK, size))
+        self._path, self._file, self._handle, self._stop = path, file, handle, stop
+        self._buffer = bytearray(min(BLOCK, file.size))
         self._at = -1  # the block that is in the buffer
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-        """Yield (position, verified bytes) of bytes [start, stop) of the file; each view is valid until the next."""
+        """Yield (position, verified bytes) of bytes [start, stop) of the file; each view is valid until the next.
+
+        Raises:
+            UserError: 410, a block is damaged; 401, the system cannot read it.
+            ReadingStoppedError: its caller has asked for that.
+        """
         while start < stop:
+            if self._stop():
+                raise ReadingStoppedError
             index = start // BLOCK
             end = min(stop, (index + 1) * BLOCK)
             block = self._block(index)
@@ -147,52 +182,38 @@ class ShardReader:
         """
         size = int.from_bytes(self._bytes(0, 8), "little")
         try:
-            header = parse_object(self._bytes(8, 8 + size)) if 8 + size <= self._shard.size else {}
+            header = parse_object(self._bytes(8, 8 + size)) if 8 + size <= self._file.size else {}
         except ValueError:
             header = {}
         for key, (dtype, at, numel) in expected.items():
             begins = at - 8 - size
             offsets = [begins, begins + numel * DTYPES[dtype].itemsize]
             if header.get(key) != {"dtype": dtype, "shape": [numel], "data_offsets": offsets}:
-                raise self._damaged(f"the manifest has {key} of {dtype} at byte {at:,}, the file's header has not")
+                what = f"the manifest has {key} of {dtype} at byte {at:,}, the file's header has not"
+                raise damaged(self._path, what)
 
     def _bytes(self, start: int, stop: int) -> bytes:
-        parts = (
-            bytes(data) for _, data in self.read(start, min(stop, self._shard.size))
-        )  # a view is good until the next
-        return b"".join(parts)
-
-    def close(self) -> None:
-        os.close(self._handle)
+        return b"".join(bytes(data) for _, data in self.read(start, min(stop, self._file.size)))
 
     def _block(self, index: int) -> memoryview:
         start = index * BLOCK
-        block = memoryview(self._buffer)[: min(BLOCK, self._shard.size - start)]
+        block = memoryview(self._buffer)[: min(BLOCK, self._file.size - start)]
         if index == self._at:
             return block
         self._at = -1
         got = 0
-        try:
+        with reading(self._path):
             while got < len(block) and (read := os.preadv(self._handle, [block[got:]], start + got)):
                 got += read
-        except OSError as error:
-            raise self._unreadable(error) from None
         self.bytes_read += got
         what = f"block {index} (bytes {start:,} to {start + len(block):,}): expected "
         if got != len(block):
-            raise self._damaged(f"{what}{len(block):,} bytes, got {got:,}")
-        found, expected = hash_of(block), self._shard.blocks[index]
+            raise damaged(self._path, f"{what}{len(block):,} bytes, got {got:,}")
+        found, expected = hash_of(block), self._file.blocks[index]
         if found != expected:
-            raise self._damaged(f"{what}xxh3 {expected}, got {found}")
+            raise damaged(self._path, f"{what}xxh3 {expected}, got {found}")
         self._at = index
         return block
-
-    def _unreadable(self, error: OSError) -> UserError:
-        """Return the error for a fault of the machine, which says nothing about the data on the disk."""
-        return UserError(401, f"cannot be read: {error.strerror}", "mend that, and run again", where=self.path)
-
-    def _damaged(self, what: str) -> UserError:
-        return UserError(410, what, "restore the file, or resume from another step", where=self.path)
 
 
 def _blocks(views: Iterable[memoryview]) -> Iterator[bytes | memoryview]:

@@ -10,13 +10,31 @@ from torch import Tensor
 from megazero.base.errors import UserError
 from megazero.checkpoint.load import load_tensors
 from megazero.checkpoint.manifest import WEIGHT, Manifest, read_manifest
-from megazero.checkpoint.pieces import Piece
-from megazero.checkpoint.retention import verify
-from megazero.checkpoint.save import ShardState
+from megazero.checkpoint.pieces import Piece, ShardState
 from megazero.checkpoint.shard import DTYPES
 from megazero.checkpoint.store import Store
 
 T = TypeVar("T")
+
+
+def newest_whole(store: Store, read: Callable[[Path], T], warn: Callable[[str], object]) -> T:
+    """Return what `read` returns for the folder of the newest step in which it finds no damage.
+
+    Args:
+        warn: called for each newer step that is damaged.
+
+    Raises:
+        UserError: 402, there is no checkpoint; 410, the last one tried is damaged; and those of `read`.
+    """
+    steps = store.steps()
+    for step in steps:
+        try:
+            return read(store.path(step))
+        except UserError as error:
+            if error.code != 410 or step == steps[-1]:
+                raise
+            warn(f"{error}; taking an older step")
+    raise UserError(402, "no checkpoint here", "has the run saved one? give --run a run's folder", where=store.folder)
 
 
 def newest_weights(
@@ -29,7 +47,7 @@ def newest_weights(
         warn: called for each newer step that is damaged.
 
     Raises:
-        UserError: 402, there is no checkpoint; 404, of another model; 410, the last one tried is damaged.
+        UserError: as of `newest_whole`; 404, of another model.
     """
 
     def read(folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
@@ -37,7 +55,7 @@ def newest_weights(
         require_shapes(manifest, shapes, folder)
         return manifest, read_weights(folder, manifest, manifest.tensors)
 
-    return _newest(store, read, warn)
+    return newest_whole(store, read, warn)
 
 
 def require_shapes(manifest: Manifest, shapes: Mapping[str, list[int]], folder: Path) -> None:
@@ -45,36 +63,6 @@ def require_shapes(manifest: Manifest, shapes: Mapping[str, list[int]], folder: 
     if odd := manifest.other_shape(shapes):
         what = f"{odd}: expected {shapes.get(odd)}, got {manifest.shapes.get(odd)}"
         raise UserError(404, what, "is this the run's own config.yaml?", where=folder)
-
-
-def newest_whole(store: Store, warn: Callable[[str], object]) -> Path:
-    """Return the folder of the newest step whose bytes are all verified.
-
-    Args:
-        warn: called for each newer step that is damaged.
-
-    Raises:
-        UserError: 402, there is no checkpoint; 410, the last one tried is damaged.
-    """
-
-    def look(folder: Path) -> Path:
-        verify(folder)
-        return folder
-
-    return _newest(store, look, warn)
-
-
-def _newest(store: Store, attempt: Callable[[Path], T], warn: Callable[[str], object]) -> T:
-    """Return the result of `attempt` for the newest step in which it finds no damage."""
-    steps = store.steps()
-    for step in steps:
-        try:
-            return attempt(store.path(step))
-        except UserError as error:
-            if error.code != 410 or step == steps[-1]:
-                raise
-            warn(f"{error}; taking an older step")
-    raise UserError(402, "no checkpoint here", "has the run saved one? give --run a run's folder", where=store.folder)
 
 
 def read_weights(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, Tensor]:

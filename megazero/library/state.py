@@ -18,12 +18,11 @@ from torch import Tensor
 from megazero.base.errors import UserError
 from megazero.base.version import __version__
 from megazero.checkpoint.checkpoints import Checkpoints
-from megazero.checkpoint.holdings import holding_to_load, holding_to_save
 from megazero.checkpoint.load import load_tensors
-from megazero.checkpoint.manifest import FORMAT, WEIGHT, File, Logical, Manifest, read_manifest
-from megazero.checkpoint.pieces import Piece
+from megazero.checkpoint.manifest import FORMAT, WEIGHT, Logical, Manifest, WrittenShard, read_manifest
+from megazero.checkpoint.pieces import Piece, ShardState, holding_to_load, holding_to_save
 from megazero.checkpoint.progress import Progress
-from megazero.checkpoint.save import Saver, ShardState, WrittenShard
+from megazero.checkpoint.save import Saver
 from megazero.checkpoint.shard import BLOCK, NAMES
 from megazero.checkpoint.store import Store
 from megazero.comm.agreement import agree
@@ -209,7 +208,7 @@ class State:
             kinds=[WEIGHT, *self._engine.optimizer.STATE],
             tensors=tensors,
             block=BLOCK,
-            files=[File(name=p.shard.name, size=p.shard.size, blocks=list(p.shard.blocks)) for p in parts],
+            files=[part.shard for part in parts],
             progress=progress,
             random={},
             identity={},

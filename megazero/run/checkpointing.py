@@ -21,11 +21,11 @@ from megazero.base.files import flush_file
 from megazero.base.version import __version__
 from megazero.build.assemble import Built
 from megazero.checkpoint.checkpoints import Checkpoints
-from megazero.checkpoint.holdings import holding_to_load, holding_to_save
-from megazero.checkpoint.manifest import FORMAT, WEIGHT, File, Logical, Manifest
+from megazero.checkpoint.manifest import FORMAT, WEIGHT, Logical, Manifest, WrittenShard
+from megazero.checkpoint.pieces import ShardState, holding_to_load, holding_to_save
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.retention import retire
-from megazero.checkpoint.save import Saver, ShardState, WrittenShard
+from megazero.checkpoint.save import Saver
 from megazero.checkpoint.shard import BLOCK, NAMES
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import Grid
@@ -139,7 +139,7 @@ class CheckpointMetadata:
             kinds=list(self.kinds),
             tensors={n: Logical(shape=s, pieces=sorted(tensors[n], key=_by_start)) for n, s in self.shapes.items()},
             block=BLOCK,
-            files=[File(name=p.shard.name, size=p.shard.size, blocks=list(p.shard.blocks)) for p in parts],
+            files=[part.shard for part in parts],
             progress=progress,
             random={"seed": config.run.seed, "of": "seed, step, sample, layer, site and position; no state"},
             identity={"data": self.identity.data, "tokenizer": self.identity.tokenizer},

@@ -31,16 +31,9 @@ def run(options: argparse.Namespace) -> int:
 
     config = with_micro(load(options.config, options.overrides), options.max_ranks)
     with doing("loading torch"):
-        from megazero.tools.certify.certify import (
-            as_json,
-            certify,
-            layouts_of,
-            narrow_table,
-            pairs_missed,
-            sample_of,
-            table,
-            with_one_process,
-        )
+        from megazero.tools.certify.certify import certify
+        from megazero.tools.certify.layouts import layouts_of, pairs_missed, sample_of, with_one_process
+        from megazero.tools.certify.report import as_json, narrow_table, table
 
     if options.plant or options.fault:
         return _plant(config, options)

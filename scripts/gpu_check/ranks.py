@@ -34,6 +34,7 @@ from scripts.gpu_check.layouts import HEADS, Case, exact, train
 
 LIMIT_S = 60  # for the ranks of one size
 DTYPES = ("fp32", "bf16")
+_MEASURES = {"loss": "loss", "norm": "gradient norm", "gradients": "first gradients", "weights": "weights"}
 SAVED = {"recompute": "full", "partition": True, "offload": True}
 TWO = (
     Case("stage 1, data 2", {"stage": 1, "data": 2, "micro_batch": 2}),
@@ -119,8 +120,8 @@ def row_of(layout: Case, ranks: list[Results] | str, alone: Results | None, *, e
     fault = found.fault
     if fault is None and exact and not found.bitwise:
         fault = "not equal bit for bit"
-    row: Row = {"name": layout.name, "ranks": layout.job.ranks, "dtype": layout.dtype, "loss": found.loss}
-    row |= {"norm": found.norm, "gradients": found.gradients, "weights": found.weights}
+    row: Row = {"name": layout.name, "ranks": layout.job.ranks, "dtype": layout.dtype}
+    row |= {name: found.worst.get(measure, 0.0) for name, measure in _MEASURES.items()}
     return row | {"bits": "all" if found.bitwise else "not all", "fault": fault}
 
 
@@ -159,9 +160,9 @@ def _trained(asked: Asked, layouts: Sequence[Case], *, shares_gpus: bool) -> Ite
         fault = _run(folder, size, asked, layouts, shares_gpus=shares_gpus)
         for layout in layouts:
             where, last = folder / layout.folder, layout is layouts[-1]
-            there = all((where / f"{rank}.json").exists() for rank in range(size))
-            if there and not (fault and last):  # one that fails after its last layout has failed too
-                yield layout, [load_results(where, rank) for rank in range(size)]
+            found = [results for rank in range(size) if (results := load_results(where, rank)) is not None]
+            if len(found) == size and not (fault and last):  # one that fails after its last layout has failed too
+                yield layout, found
             else:
                 yield layout, fault or "no results"
 

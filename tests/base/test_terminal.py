@@ -12,7 +12,8 @@ import pytest
 
 from megazero.base import terminal
 from megazero.config.file import load
-from megazero.tools.certify.certify import Row, narrow_table
+from megazero.tools.certify.certify import Row
+from megazero.tools.certify.report import narrow_table
 from megazero.tools.doctor.doctor import Diagnosis, as_text
 from megazero.tools.doctor.finding import Finding
 from tests.layouts import job_on
@@ -66,9 +67,9 @@ def test_a_terminal_of_60_columns_is_enough(words: tuple[str, ...]) -> None:
 def test_tables_of_certify_and_doctor_fit_too() -> None:
     how = {"sequence": True, "stage": 3, "pipeline": 2, "schedule": "interleaved", "chunks": 2}
     layout = job_on(2, 2, **how)
-    numbers = dict.fromkeys(("loss", "norm", "gradients", "weights", "moments", "update", "size"), 1.2e-13)
-    row = Row(layout=layout, bitwise=False, times={"loss": 0.5}, **numbers)
-    fine = Row(layout=job_on(), bitwise=True, times={"loss": 0.0}, **dict.fromkeys(numbers, 0.0))
+    measures = ("loss", "gradient norm", "first gradients", "weights", "first moment", "update", "size of updates")
+    row = Row(layout=layout, bitwise=False, times={"loss": 0.5}, worst=dict.fromkeys(measures, 1.2e-13))
+    fine = Row(layout=job_on(), bitwise=True, times={"loss": 0.0})
     lines = narrow_table([row, fine], load("tiny", ["batch.micro=1"]), 4).splitlines()
     assert max(map(len, lines)) <= COLUMNS and "1e-13" in lines[-3]
     found = Diagnosis({"machine": [Finding("load", "many words " * 20, "absent", "do " * 40)]}, "not measured")

@@ -39,15 +39,23 @@ LAYOUTS = {
 }
 
 
+class Written:
+    """What layouts of a flavour write: the folder of each, and the loss of its step after saving, when asked for."""
+
+    def __init__(self, flavour: str, folder: Path):
+        self.flavour, self._folder, self._losses = flavour, folder, dict[str, float]()
+
+    def of(self, name: str) -> tuple[Path, float]:
+        if name not in self._losses:
+            layout = LAYOUTS[name]
+            arguments = (layout, self.flavour, FP32, self._folder / name, STEPS)
+            self._losses[name] = run_ranks(layout.ranks, save_after, *arguments, **options(layout))[0]
+        return self._folder / name, self._losses[name]
+
+
 @pytest.fixture(scope="module", params=["deep", pytest.param("deep-untied", marks=pytest.mark.full)])
-def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict]:
-    """(flavour, folder of folders, loss of the step after saving) by every layout."""
-    folder, flavour = tmp_path_factory.mktemp("written"), request.param
-    losses = {}
-    for name, layout in LAYOUTS.items():
-        arguments = (layout, flavour, FP32, folder / name, STEPS)
-        losses[name] = run_ranks(layout.ranks, save_after, *arguments, **options(layout))[0]
-    return flavour, folder, losses
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(request.param, tmp_path_factory.mktemp("written"))
 
 
 # One process reads what every grid wrote, and these, together, read it all once more.
@@ -63,30 +71,30 @@ COVER = {
     **{name: tuple(dict.fromkeys([name, *list(LAYOUTS)[k :: len(READERS)]])) for k, name in enumerate(READERS)},
 }
 
-# The quick half: one process as the reader, and a pipeline.
-QUICK = ("one", "pp2-interleaved-dp2-stage2")
+# The quick half: one process reads a grid with each kind of split and home, a pipeline what one process wrote.
+KINDS = ("one", "dp8-stage3", "tp4-sequence", "tp2-pp2-zb-v-dp2-stage1", "dp4-shard2-stage3", "tp2-dp2-stage3-nvme")
+QUICK = {"one": KINDS, "pp2-interleaved-dp2-stage2": ("one", "pp2-interleaved-dp2-stage2", "tp4-sequence")}
 
 
 @pytest.mark.parametrize(
     ("name", "others"),
     [
+        *(pytest.param(name, others, id=f"{name}-{len(others)}") for name, others in QUICK.items()),
         *(
-            pytest.param(name, others, id=f"{name}-{len(others)}", marks=() if name in QUICK else pytest.mark.full)
+            pytest.param(name, others, id=f"{name}-{len(others)}", marks=pytest.mark.full)
             for name, others in COVER.items()
         ),
         *(pytest.param(n, tuple(LAYOUTS), id=n, marks=pytest.mark.full) for n in LAYOUTS if n != "one"),
     ],
 )
-def test_every_grid_reads_every_grid(written, name: str, others: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_grid_reads_every_grid(written: Written, name: str, others: tuple[str, ...], tmp_path: Path) -> None:
     """Bitwise equal logical state, the same next 64 samples, and a next step as near as one process to another grid."""
-    flavour, folder, losses = written
-    layout = LAYOUTS[name]
-    folders = {other: folder / other for other in others}
+    layout, folders = LAYOUTS[name], {other: written.of(other)[0] for other in others}
     ranks: list[dict[str, Loaded]] = run_ranks(
-        layout.ranks, load_all, layout, flavour, FP32, folders, tmp_path, **options(layout)
+        layout.ranks, load_all, layout, written.flavour, FP32, folders, tmp_path, **options(layout)
     )
     for other in others:
-        before, theirs = logical_state(folder / other)
+        before, theirs = logical_state(folders[other])
         after, ours = logical_state(tmp_path / other)
         assert before.progress == after.progress
         for parameter, kinds in theirs.items():
@@ -96,6 +104,7 @@ def test_every_grid_reads_every_grid(written, name: str, others: tuple[str, ...]
         found = [rank[other] for rank in ranks]
         samples = {id for rank in found for id in rank.samples}
         assert samples == set(range(STEPS * GLOBAL_BATCH, (STEPS + AHEAD) * GLOBAL_BATCH))
-        assert len({rank.loss for rank in found}) == 1 and difference([found[0].loss], [losses[other]]) <= LOSS_FP32
+        loss = written.of(other)[1]
+        assert len({rank.loss for rank in found}) == 1 and difference([found[0].loss], [loss]) <= LOSS_FP32
         if other == name:
-            assert found[0].loss == losses[other], "the same grid goes on bit for bit"
+            assert found[0].loss == loss, "the same grid goes on bit for bit"

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,17 @@ def progress_of(folder: Path, step: int) -> Progress:
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("what", ["weights", "optimizer"])
+FULL = pytest.mark.full
+QUICK = (("weights", 2, 3), ("optimizer", 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("what", "ranks", "stage"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else FULL)
+        for case in product(("weights", "optimizer"), (1, 2), (0, 3))
+    ],
+)
 def test_the_first_step_is_of_those_weights(
     tiny_data: TinyData, sources, other_data: str, tmp_path: Path, what: str, ranks: int, stage: int, capfd
 ) -> None:
@@ -156,8 +165,13 @@ def test_the_count_of_moments_goes_from_run_to_run(tiny_data: TinyData, sources,
     assert b"carried" not in Store(source / "checkpoints").path(4).joinpath("manifest.json").read_bytes()
 
 
-@pytest.mark.parametrize("left", [0, 1, 3])
-@pytest.mark.parametrize("what", ["weights", "optimizer"])
+@pytest.mark.parametrize(
+    ("what", "left"),
+    [
+        pytest.param(*case, marks=() if case in (("weights", 1), ("optimizer", 3), ("optimizer", 0)) else FULL)
+        for case in product(("weights", "optimizer"), (0, 1, 3))
+    ],
+)
 def test_killed_and_started_again_it_is_the_run_without_that(
     tiny_data: TinyData, sources, tmp_path: Path, what: str, left: int, capsys
 ) -> None:

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from megazero.base.errors import UserError
 from megazero.checkpoint import shard as module
-from megazero.checkpoint.shard import Shard, ShardReader, plan_shard, write_shard
+from megazero.checkpoint.shard import File, open_shard, plan_shard, write_shard
 
 
-def written(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[Shard, list[int]]:
+def written(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[File, list[int]]:
     keys = [(name, tensor.dtype, tensor.numel()) for name, tensor in tensors.items()]
     beginning, places = plan_shard(keys, {"about": "a test"})
     return write_shard(folder / "shard_00000.safetensors", beginning, list(tensors.values())), places
@@ -33,11 +33,10 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, sizes
         shard, places = written(folder, tensors)
         path = folder / shard.name
         assert shard.size == path.stat().st_size and len(shard.blocks) == -(-shard.size // block)
-        reader = ShardReader(folder, shard)
-        for place, tensor in zip(places, tensors.values(), strict=True):
-            data = b"".join(bytes(part) for _, part in reader.read(place, place + tensor.nbytes))
-            assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), tensor)
-        reader.close()
+        with open_shard(folder, shard) as reader:
+            for place, tensor in zip(places, tensors.values(), strict=True):
+                data = b"".join(bytes(part) for _, part in reader.read(place, place + tensor.nbytes))
+                assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.float32), tensor)
     theirs = load_file(path)
     assert all(torch.equal(theirs[name], tensor) for name, tensor in tensors.items())
 
@@ -49,28 +48,26 @@ def test_every_block_that_is_damaged_is_named(tmp_path: Path, monkeypatch: pytes
     whole = path.read_bytes()
     for position in range(0, len(whole), 97):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 4]) + whole[position + 1 :])
-        reader = ShardReader(tmp_path, shard)
-        with pytest.raises(
-            UserError, match=rf"MZ-410 .*{shard.name}: block {position // 256} .*expected xxh3 \w{{16}}, got"
-        ):
+        line = rf"MZ-410 .*{shard.name}: block {position // 256} .*expected xxh3 \w{{16}}, got"
+        with open_shard(tmp_path, shard) as reader, pytest.raises(UserError, match=line):
             list(reader.read(0, shard.size))
-        reader.close()
 
 
 @pytest.mark.parametrize("size", [0, 1, 777])
 def test_another_size_is_found_at_once(tmp_path: Path, size: int) -> None:
     shard, _ = written(tmp_path, some(500))
     os.truncate(tmp_path / shard.name, size)
-    with pytest.raises(UserError, match=rf"MZ-410 .*expected {shard.size:,} bytes, got {size}"):
-        ShardReader(tmp_path, shard)
+    line = rf"MZ-410 .*expected {shard.size:,} bytes, got {size}"
+    with pytest.raises(UserError, match=line), open_shard(tmp_path, shard):
+        pass
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     shard, _ = written(tmp_path, some(500))
     (tmp_path / shard.name).rename(tmp_path / "elsewhere")
     (tmp_path / shard.name).symlink_to("elsewhere")
-    with pytest.raises(UserError, match=r"MZ-410 .*cannot be opened"):
-        ShardReader(tmp_path, shard)
+    with pytest.raises(UserError, match=r"MZ-410 .*expected a regular file, got a symbolic link"):
+        open_shard(tmp_path, shard).__enter__()
 
 
 def test_a_file_is_never_written_twice(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "a shard missing",
-    f"warning: MZ-410 {STEP}/shard_00000.safetensors: cannot be opened: No such file…; going on from an older step",
+    f"warning: MZ-410 {STEP}/shard_00000.safetensors: cannot be read: No such file…; going on from an older step",
     SINCE,
     0,
 )
@@ -108,7 +108,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "a link for a shard",
-    f"warning: MZ-410 {STEP}/shard_00000.safetensors: cannot be opened: …; going on from an older step",
+    f"warning: MZ-410 {STEP}/shard_00000.safetensors: cannot be read: …; going on from an older step",
     SINCE,
     0,
 )

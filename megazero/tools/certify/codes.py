@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.collectives import Pending
+from megazero.tools.certify.comparison import Difference
 from megazero.tools.certify.rank import Coded, Results
 from megazero.tools.certify.reference import Sent, codes_meaning, reduced_sums
 from megazero.tools.certify.tolerances import ARRIVED, difference
@@ -39,7 +40,7 @@ def record_codes(units: Sequence[Unit]) -> RecordedCodes:
         shard, near = unit.axes.shard, unit.axes.near.size if unit.axes.far.size > 1 else unit.axes.shard.size
         if shard.size == 1:
             continue
-        codes.how[unit.layout.name] = Coded(list(shard.ranks), near, [])
+        codes.how[unit.layout.name] = Coded(ranks=list(shard.ranks), near=near, accumulate=[])
         if unit.quantizers.parameters is not None:
             _record_gather(unit, codes)
         if unit.quantizers.gradients is not None:
@@ -63,7 +64,7 @@ def _record_gather(unit: Unit, codes: RecordedCodes) -> None:
 
 def _record_sums(unit: Unit, codes: RecordedCodes) -> None:
     begin, end, name = unit.start_reduce, unit.end_reduce, unit.layout.name
-    flags = codes.how[name].accumulate
+    flags = codes.how[name]["accumulate"]
 
     def start_reduce(*, accumulate: bool) -> Pending:
         if len(flags) < _REDUCTIONS:
@@ -83,29 +84,30 @@ def _record_sums(unit: Unit, codes: RecordedCodes) -> None:
 
 def codes_apart(
     ranks: Sequence[Results], parameter_bits: int | None, gradient_bits: int | None, *, feedback: bool
-) -> Iterator[tuple[str, float, float]]:
-    """Yield (what of which unit on which rank, how far it is from the reference, the tolerance)."""
+) -> Iterator[Difference]:
+    """Yield how far what came of each unit on each rank is from the reference."""
     for number, results in enumerate(ranks):
         for unit, how in results.coded.items():
-            if number != how.ranks[0]:
+            if number != how["ranks"][0]:
                 continue
-            own = [ranks[rank] for rank in how.ranks]
+            own = [ranks[rank] for rank in how["ranks"]]
             pairs = []
             if parameter_bits is not None:
                 meaning = torch.cat([codes_meaning(each.stored[f"shard/{unit}"], parameter_bits) for each in own])
                 pairs += [("gather", [each.stored[f"gathered/{unit}"] for each in own], [meaning] * len(own))]
             if gradient_bits is not None:
-                for k, sums in enumerate(reduced_sums(_sent(own, unit), gradient_bits, how.near, feedback)):
+                for k, sums in enumerate(reduced_sums(_sent(own, unit), gradient_bits, how["near"], feedback)):
                     pairs += [(f"reduction {k + 1}", [each.stored[f"summed/{k}/{unit}"] for each in own], sums)]
             for what, found, expected in pairs:
-                for rank, mine, theirs in zip(how.ranks, found, expected, strict=True):
-                    yield f"{what} of {unit} on rank {rank}", _apart(mine, theirs), ARRIVED[mine.dtype]
+                for rank, mine, theirs in zip(how["ranks"], found, expected, strict=True):
+                    where = f"{what} of {unit} on rank {rank}"
+                    yield Difference("codes", _apart(mine, theirs), ARRIVED[mine.dtype], where)
 
 
 def _sent(own: Sequence[Results], unit: str) -> list[list[Sent]]:
     """Return what each rank had before each reduction of a unit."""
-    numbers = range(len(own[0].coded[unit].accumulate))
-    return [[Sent(each.stored[f"sent/{k}/{unit}"], each.coded[unit].accumulate[k]) for each in own] for k in numbers]
+    numbers = range(len(own[0].coded[unit]["accumulate"]))
+    return [[Sent(each.stored[f"sent/{k}/{unit}"], each.coded[unit]["accumulate"][k]) for each in own] for k in numbers]
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:

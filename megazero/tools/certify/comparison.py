@@ -1,76 +1,178 @@
-"""Compare what the ranks of a layout computed with one process, parameter by parameter (measure: `tolerances.py`)."""
+"""Compare what the ranks of a layout computed and hold with one process, parameter by parameter.
+
+    samples      of each step, each sample once over the data axis, and alike on all ranks that share a data rank
+    skipped      of each step whether it changed nothing, and the loss scale after it
+    computed     losses, gradient norms, the first step's gradients, the weights before and after each step
+    held once    what the ranks would save is every element of every parameter, each exactly once
+    replicas     the weights that every rank computes with are those that would be saved, in its dtype
+    held         both moments of Adam, and the update (the weights after all steps less the first ones, in the
+                 optimizer's precision): each parameter as a whole; and the size of the update of all matrices, and of
+                 all vectors
+    codes        what was sent as integers (`codes.py`)
+
+Samples, skipped steps, held once and replicas are exact. `tolerances.py` has the measure of the others.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from megazero.tools.certify.rank import Results
-from megazero.tools.certify.tolerances import Tolerance, difference, weight_differences
+from megazero.tools.certify.tolerances import (
+    Tolerance,
+    difference,
+    size_difference,
+    state_distances,
+    weight_differences,
+)
+
+State = Mapping[str, Mapping[str, Tensor]]  # of each kind of tensor every parameter, flat
+_KINDS = ("first", "weight", "exp_avg", "exp_avg_sq")
+_EARLIER = "earlier weights"  # not held alone: they say where a weight began to differ
+_NOTED = {"initial": ("initial weights", "initial "), "gradient": ("first gradients", "gradient of ")}
+_ORDER = ("initial weights", "loss", "first gradients", "gradient norm", "later norms", _EARLIER, "weights")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far something is from what it should be.
+
+    Attributes:
+        measure: what is compared, in words.
+        what: where it was found, in words.
+        step, rank: of what was computed.
+        name: of the parameter, if it is one.
+    """
+
+    measure: str
+    value: float
+    tolerance: float
+    what: str
+    step: int = 0
+    rank: int = 0
+    name: str = ""
+
+    @property
+    def beyond(self) -> bool:
+        """Return whether it is beyond its tolerance, as everything is that is not a number."""
+        return not self.value <= self.tolerance
+
+    @property
+    def times(self) -> float:
+        """Return how many times its tolerance it is; infinity where nothing may differ."""
+        if self.value <= self.tolerance:
+            return self.value / self.tolerance if self.tolerance else 0.0
+        return self.value / self.tolerance if self.tolerance and self.value == self.value else math.inf
+
+    @property
+    def line(self) -> str:
+        return f"{self.what}, {self.value:.1e} > {self.tolerance:.0e}"
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The largest relative differences of a layout; `fault` is what is wrong, if it is.
+    """The differences of a layout.
 
     Attributes:
         bitwise: everything is equal bit for bit.
+        fault: the first thing that is wrong, if one is.
+        worst: of each measure the largest relative difference.
         times: of each measure, how many times its tolerance was found; infinite where nothing may differ.
     """
 
     bitwise: bool = False
-    loss: float = 0.0
-    norm: float = 0.0
-    gradients: float = 0.0
-    weights: float = 0.0
     fault: str | None = None
+    worst: Mapping[str, float] = field(default_factory=dict)
     times: Mapping[str, float] = field(default_factory=dict)
 
 
-def times_of(value: float, tolerance: float) -> float:
-    """Return how many times its tolerance a difference is."""
-    if value <= tolerance:
-        return value / tolerance if tolerance else 0.0
-    return value / tolerance if tolerance and value == value else math.inf
-
-
 def compare(ranks: Sequence[Results], alone: Results, heads: int, kv_heads: int, tolerance: Tolerance) -> Compared:
-    """Compare all ranks' results with those of one process, whose every tensor is whole.
+    """Compare what all ranks computed with one process, whose every tensor is whole.
 
     Args:
         heads, kv_heads: the model's.
     """
-    found, snapshots = _Differences(), list(alone.snapshots())
+    computed = list(_computed(ranks, alone, heads, kv_heads, tolerance))
+    return _compared(computed, {}, _first_beyond(computed))
+
+
+def compare_all(
+    ranks: Sequence[Results],
+    alone: Results,
+    heads: int,
+    kv_heads: int,
+    tolerance: Tolerance,
+    codes: Iterable[Difference] = (),
+) -> Compared:
+    """Compare all that a certificate compares.
+
+    Args:
+        heads, kv_heads: the model's.
+        codes: the differences of what was sent as integers.
+    """
+    computed = list(_computed(ranks, alone, heads, kv_heads, tolerance))
+    exact = {"samples": wrong_sample(ranks, alone), "skipped steps": wrong_skip(ranks, alone)}
+    lines = [*exact.values(), _first_beyond(computed)]
+    exact["held once"] = not_held_once(ranks)
+    held: list[Difference] = []
+    if exact["held once"] is None:
+        state = _assembled(ranks)
+        exact["replicas"] = stale_replica(ranks, state["weight"])
+        held += _held(state, _assembled([alone]), alone.shapes, (heads, kv_heads), tolerance)
+    held += codes
+    lines += [exact["held once"], exact.get("replicas"), *(each.line for each in held if each.beyond)]
+    return _compared(computed + held, exact, next((line for line in lines if line), None))
+
+
+def _compared(found: Sequence[Difference], exact: Mapping[str, str | None], fault: str | None) -> Compared:
+    worst: dict[str, Difference] = {}
+    for each in found:
+        if each.measure not in worst or each.times > worst[each.measure].times:
+            worst[each.measure] = each
+    bitwise = all(each.value == 0 for each in found) and not any(exact.values())
+    worst.pop(_EARLIER, None)
+    times = {measure: each.times for measure, each in worst.items()}
+    times |= {measure: math.inf if line else 0.0 for measure, line in exact.items()}
+    return Compared(bitwise, fault, {measure: each.value for measure, each in worst.items()}, times)
+
+
+def _first_beyond(computed: Sequence[Difference]) -> str | None:
+    """Return where something first left its tolerance; of weights, those of earlier steps tell where it began."""
+    beyond = [each for each in computed if each.beyond]
+    last = {each.name for each in beyond if each.measure != _EARLIER}
+    counted = [each for each in beyond if each.measure != _EARLIER or each.name in last]
+    first = min(counted, key=lambda each: (each.step, _ORDER.index(each.measure), each.rank), default=None)
+    return first.line if first is not None else None
+
+
+def _computed(
+    ranks: Sequence[Results], alone: Results, heads: int, kv_heads: int, tolerance: Tolerance
+) -> Iterator[Difference]:
+    """Yield the differences of what each rank computed."""
+    limits = {"initial weights": 0.0, "loss": tolerance.loss, "gradient norm": tolerance.norm}
+    limits |= {"first gradients": tolerance.gradients}
+
+    def found(measure: str, value: float, what: str, step: int, rank: int, name: str = "") -> Difference:
+        where = f"step {step + 1}: {what} of rank {rank}"
+        return Difference(measure, value, limits.get(measure, tolerance.weights), where, step, rank, name)
+
+    snapshots, last = list(alone.snapshots()), len(alone.losses) - 1
     for number, rank in enumerate(ranks):
         for step, (loss, norm) in enumerate(zip(alone.losses, alone.norms, strict=True)):
-            found.see("loss", step, "loss", number, difference([rank.losses[step]], [loss]))
-            # From the second step on it is the norm at weights that have gone apart themselves.
-            kind = "norm" if step == 0 else "later norm"
+            yield found("loss", difference([rank.losses[step]], [loss]), "loss", step, number)
             skipped = alone.skips[step][0] and rank.skips[step][0]  # the norm of neither is a number
             apart = 0.0 if skipped else difference([rank.norms[step]], [norm])
-            found.see(kind, step, "gradient norm", number, apart)
+            # From the second step on it is the norm at weights that have gone apart themselves.
+            yield found("later norms" if step else "gradient norm", apart, "gradient norm", step, number)
         for kind, step, theirs in snapshots:
             mine = {name: _in_place(part, theirs[name], rank.rows.get(name)) for name, part in rank.tensors(kind)}
             same = {name: theirs[name] for name in mine}
+            measure, what = _NOTED.get(kind, ("weights" if step == last else _EARLIER, "weight "))
             for name, apart in weight_differences(mine, same, heads=heads, kv_heads=kv_heads).items():
-                kind_of = kind.partition("/")[0]
-                # Adam's first steps divide by little more than the gradient itself: what is held are the last weights.
-                if kind_of == "weight" and step + 1 < len(alone.losses):
-                    kind_of = "earlier weight"
-                found.see(kind_of, step, name, number, apart)
-    worst = found.worst
-    limits = {"initial": 0.0, "loss": tolerance.loss, "norm": tolerance.norm, "later norm": tolerance.weights}
-    limits |= {"gradient": tolerance.gradients, "weight": tolerance.weights, "earlier weight": tolerance.weights}
-    return Compared(
-        all(value == 0 for value in worst.values()),
-        worst["loss"],
-        worst["norm"],
-        worst["gradient"],
-        worst["weight"],
-        found.first_beyond(limits),
-        {_WORDS[kind]: times_of(worst[kind], limits[kind]) for kind in _WORDS if kind in worst},
-    )
+                yield found(measure, apart, what + name, step, number, name)
 
 
 def _in_place(part: Tensor, whole: Tensor, rows: tuple[int, int] | None) -> Tensor:
@@ -82,37 +184,88 @@ def _in_place(part: Tensor, whole: Tensor, rows: tuple[int, int] | None) -> Tens
     return mine
 
 
-_WORDS = {
-    "initial": "initial weights",
-    "loss": "loss",
-    "norm": "gradient norm",
-    "later norm": "later norms",
-    "gradient": "first gradients",
-    "weight": "weights",
-}
+def wrong_skip(ranks: Sequence[Results], alone: Results) -> str | None:
+    """Return the first step that a rank skipped and one process did not, or after which their loss scales differ."""
+    for step, expected in enumerate(alone.skips):
+        for number, rank in enumerate(ranks):
+            if rank.skips[step] != expected:
+                words = [
+                    f"{'skipped' if skipped else 'updated'}, loss scale {scale:g}"
+                    for skipped, scale in (rank.skips[step], expected)
+                ]
+                return f"step {step + 1}: rank {number} has {words[0]}, expected {words[1]}"
+    return None
 
 
-class _Differences:
-    """The worst difference of each kind, and where each was seen, in the order in which a step computes."""
+def wrong_sample(ranks: Sequence[Results], alone: Results) -> str | None:
+    """Return the first step whose samples are not those of one process, each read by one data rank."""
+    for step, expected in enumerate(alone.samples):
+        readers: dict[int, list[tuple[int, str]]] = {}
+        for number, rank in enumerate(ranks):
+            own = rank.samples[step]
+            if sorted(readers.setdefault(rank.data_rank, own)) != sorted(own):
+                return f"step {step + 1}: rank {number} has other samples than the first rank of its data rank"
+        together = sorted(sample for own in readers.values() for sample in own)
+        if together != sorted(expected):
+            got, right = ([number for number, _ in samples] for samples in (together, sorted(expected)))
+            what = f"samples {got}, expected {right}" if got != right else "a sample has other tokens"
+            return f"step {step + 1}: {what}"
+    return None
 
-    _ORDER = ("initial", "loss", "gradient", "norm", "later norm", "earlier weight", "weight")
 
-    def __init__(self) -> None:
-        self.worst: dict[str, float] = {}
-        self._seen: list[tuple[int, int, int, str, str, float]] = []
+def not_held_once(ranks: Sequence[Results]) -> str | None:
+    """Return the first element that no rank would save, or more than one."""
+    for name, shape in ranks[0].shapes.items():
+        held = [(*piece[1:], number) for number, rank in enumerate(ranks) for piece in rank.held if piece[0] == name]
+        end, before, numel = 0, 0, math.prod(shape)
+        for start, stop, number in sorted(held):
+            if start < end:
+                return f"element {start} of {name} is held by rank {before} and by rank {number}"
+            if start > end:
+                break
+            end, before = stop, number
+        if end != numel:
+            who = "nobody" if end < numel else f"rank {before}"
+            return f"element {min(end, numel)} of {name}, which has {numel}, is held by {who}"
+    return None
 
-    def see(self, kind: str, step: int, name: str, rank: int, apart: float) -> None:
-        self.worst[kind] = apart if apart != apart else max(self.worst.get(kind, 0.0), apart)
-        self._seen.append((step, self._ORDER.index(kind), rank, kind, name, apart))
 
-    def first_beyond(self, limits: dict[str, float]) -> str | None:
-        """Return where something first left its limit; of weights, those of earlier steps tell where it began."""
-        beyond = [seen for seen in self._seen if seen[3] != "earlier weight" and not seen[5] <= limits[seen[3]]]
-        names = {seen[4] for seen in beyond}
-        began = [seen for seen in self._seen if seen[3] == "earlier weight" and seen[4] in names]
-        for step, _, rank, kind, name, apart in sorted(beyond + began, key=lambda seen: seen[:3]):
-            if not apart <= limits[kind]:
-                words = {"initial": "initial ", "gradient": "gradient of "}
-                what = words.get(kind, "weight " if kind.endswith("weight") else "")
-                return f"step {step + 1}: {what}{name} of rank {rank}, {apart:.1e} > {limits[kind]:.0e}"
-        return None
+def stale_replica(ranks: Sequence[Results], weights: Mapping[str, Tensor]) -> str | None:
+    """Return the first weight that a rank computes with and that is not what would be saved."""
+    last = len(ranks[0].losses) - 1
+    for number, rank in enumerate(ranks):
+        for name, mine in rank.tensors(f"weight/{last}"):
+            whole = weights[name].view(rank.shapes[name])
+            first, count = rank.rows.get(name, (0, len(whole)))
+            if not torch.equal(mine, whole[first : first + count].to(mine.dtype)):
+                return f"after the last step: weight {name} of rank {number} is not the one that would be saved"
+    return None
+
+
+def _assembled(ranks: Sequence[Results]) -> State:
+    """Return what all ranks hold, as whole tensors; each element is held once."""
+    state: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
+    for rank in ranks:
+        for number, (name, start, stop) in enumerate(rank.held):
+            for kind in _KINDS:
+                part = rank.stored[f"{kind}/{number}"]
+                whole = state[kind].setdefault(name, part.new_empty(math.prod(rank.shapes[name])))
+                whole[start:stop] = part
+    wide = {kind: {name: value.double() for name, value in state[kind].items()} for kind in _KINDS}
+    wide["update"] = {name: value - wide["first"][name] for name, value in wide["weight"].items()}
+    return {**wide, "weight": state["weight"]}
+
+
+def _held(
+    mine: State, theirs: State, shapes: Mapping[str, Sequence[int]], heads: tuple[int, int], tolerance: Tolerance
+) -> Iterator[Difference]:
+    """Yield the differences of the moments and the update of each parameter, then of the sizes of all updates."""
+    for kind, measure in {"exp_avg": "first moment", "exp_avg_sq": "second moment", "update": "update"}.items():
+        for name, apart in state_distances(mine[kind], theirs[kind], heads=heads[0], kv_heads=heads[1]).items():
+            yield Difference(measure, apart, tolerance.states, f"after the last step: {measure} of {name}")
+    for what, dims in (("matrices", 2), ("vectors", 1)):
+        names = [name for name, shape in shapes.items() if len(shape) == dims]
+        if names:
+            a, b = ([state["update"][name] for name in names] for state in (mine, theirs))
+            where = f"after the last step: size of the updates of all {what}"
+            yield Difference("size of updates", size_difference(a, b), tolerance.sizes, where)

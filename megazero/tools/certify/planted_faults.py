@@ -1,7 +1,8 @@
 """Faults that the certificate has to find: each small, realistic, and planted into a layout's ranks.
 
 A fault changes what has been built on a rank (`Rig`), on every rank or on one, and nothing of the program. Each names
-the layout that it is planted into; that layout must pass without it.
+the layout that it is planted into; that layout must pass without it. Most faults call something else in place of a
+method: `planted_calls.py` has the ways to do so, and the objects whose methods these are.
 """
 
 from collections.abc import Callable
@@ -10,27 +11,34 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megazero.build.assemble import StageInputs
-from megazero.checkpoint.save import ShardState
-from megazero.data.windows import MicroBatch
+from megazero.base.quantized import BLOCK
+from megazero.checkpoint.pieces import ShardState
+from megazero.memory.partition import PartitionedStore
+from megazero.memory.recompute import Recomputed
 from megazero.model.block import Block
 from megazero.optim.adamw import AdamW
-from megazero.optim.optimizer import Optimizer
 from megazero.plan.job import Job
-from megazero.tools.certify.planted_on_the_way import (
-    added_twice,
-    block_of,
-    inputs_of_another_block,
-    inverted_residuals,
-    larger_own,
-    larger_scales,
-    lost_on_the_way,
-    lost_residuals,
-    scales_of_another,
-    stale_neighbours,
-    truncated_codes,
-    unwritten,
+from megazero.tools.certify.planted_calls import (
+    after,
+    before,
+    block,
+    disks,
+    engine,
+    gather,
+    in_codes,
+    instead,
+    itself,
+    loss_scale,
+    of_gradients,
+    of_parameters,
+    offloaded_gradients,
+    optimizer,
+    pipeline,
+    scales_of,
+    second_shards,
+    units,
 )
 from megazero.tools.certify.tolerances import DECAY
 from megazero.tools.certify.training import Plant, Rig
@@ -62,7 +70,7 @@ class Fault:
         what: what is wrong, in a few words.
         layout: the layout that it is planted into.
         least: how many times its tolerance some measure has to be.
-        dtypes: in which precisions it can be.
+        overflows: it can only be where gradients overflow, in fp16.
     """
 
     name: str
@@ -70,318 +78,268 @@ class Fault:
     layout: Variant
     plant: Plant
     least: float = 1.0
-    dtypes: tuple[str, ...] = DTYPES
+    overflows: bool = False
+
+    def can_be(self, alone: Job, dtype: str, *, summed: bool) -> bool:
+        """Return whether it can be planted into a config in a precision.
+
+        Args:
+            alone: the config's job on one process.
+            summed: sums over ranks are in a dtype of their own, which those of codes cannot be.
+        """
+        layout = self.layout(alone)
+        refused = (layout.error_feedback and dtype == "fp16") or (layout.gradient_bits and summed)
+        return not refused and (dtype == "fp16" or not self.overflows)
 
 
 def _of_one_rank(plant: Plant) -> Plant:
     """Return the fault on the second data rank only."""
-
-    def on_second(rig: Rig) -> None:
-        if rig.grid["data"].rank == 1:
-            plant(rig)
-
-    return on_second
+    return lambda rig: plant(rig) if rig.grid["data"].rank == 1 else None
 
 
-def _around_update(rig: Rig, wrong: Callable[[Callable[..., None], Unit, dict[str, Any]], None]) -> None:
-    """Call `wrong(update, unit, arguments)` instead of each update of a unit."""
-    optimizer = rig.built.engine.optimizer
-    update = optimizer.update
-    optimizer.update = lambda unit, **how: wrong(update, unit, how)  # type: ignore[method-assign]
-
-
-def _change_pieces(optimizer: Optimizer, change: Callable[[Any], dict[str, float]]) -> None:
-    assert isinstance(optimizer, AdamW), "the fault is planted in it"
-    optimizer._pieces = {
-        unit: [replace(piece, **change(piece)) for piece in pieces] for unit, pieces in optimizer._pieces.items()
-    }
-
-
-def no_decay(rig: Rig) -> None:
-    _change_pieces(rig.built.engine.optimizer, lambda piece: {"decay": 0.0})
-
-
-def misplaced_decay(rig: Rig) -> None:
-    _change_pieces(rig.built.engine.optimizer, lambda piece: {"decay": DECAY - piece.decay})
-
-
-def one_rate(rig: Rig) -> None:
-    _change_pieces(rig.built.engine.optimizer, lambda piece: {"lr_factor": 1.0})
-
-
-def counted_skip(rig: Rig) -> None:
-    def wrong(update: Callable[..., None], unit: Unit, how: dict[str, Any]) -> None:
-        update(unit, **how)
-        for step in rig.built.engine.optimizer.steps(unit):
-            step += how["skip"]
-
-    _around_update(rig, wrong)
-
-
-def kept_scale(rig: Rig) -> None:
-    rig.built.engine.loss_scale.update = lambda finite, counts: None  # type: ignore[method-assign]
-
-
-def loose_clip(rig: Rig) -> None:
-    rig.built.engine.clip *= 3
-
-
-def frozen_norms(rig: Rig) -> None:
-    def wrong(update: Callable[..., None], unit: Unit, how: dict[str, Any]) -> None:
-        before = unit.masters.clone()
-        update(unit, **how)
-        for interval in unit.layout.intervals:
-            if "norm" in interval.name:
-                first, last = (max(end - unit.shard.start, 0) for end in (interval.start, interval.stop))
-                unit.masters[first:last] = before[first:last]
-        unit.resting.round_masters()
-
-    _around_update(rig, wrong)
-
-
-def wrong_lr(rig: Rig) -> None:
-    _around_update(rig, lambda update, unit, how: update(unit, **{**how, "lr": 1.02 * how["lr"]}))
-
-
-def no_update(rig: Rig) -> None:
-    block = block_of(rig)
-    _around_update(rig, lambda update, unit, how: None if unit is block else update(unit, **how))
-
-
-def late_bias_correction(rig: Rig) -> None:
-    optimizer = rig.built.engine.optimizer
-    for unit in rig.built.engine.units:
-        for step in optimizer.steps(unit):
-            step.fill_(1)
-
-
-def swapped_betas(rig: Rig) -> None:
-    optimizer = rig.built.engine.optimizer
-    assert isinstance(optimizer, AdamW), "the fault is planted in it"
-    optimizer.betas = (optimizer.betas[1], optimizer.betas[0])
-
-
-def scaled(by: float, *, everywhere: bool) -> Plant:
-    """Multiply the gradients of one block, or of all units, when they have been reduced."""
+def _pieces(change: Callable[[Any], dict[str, float]]) -> Plant:
+    """Return the fault that changes the settings of what AdamW updates at once."""
 
     def plant(rig: Rig) -> None:
-        for unit in rig.built.engine.units if everywhere else [block_of(rig)]:
-            _scale_reduced(unit, by)
+        adam = rig.built.engine.optimizer
+        assert isinstance(adam, AdamW), "the fault is planted in it"
+        adam._pieces = {
+            unit: [replace(piece, **change(piece)) for piece in pieces] for unit, pieces in adam._pieces.items()
+        }
 
     return plant
 
 
-def _scale_reduced(unit: Unit, by: float) -> None:
-    end = unit.end_reduce
-
-    def scale_and_end() -> None:
-        unit.own_gradients.mul_(by)
-        end()
-
-    unit.end_reduce = scale_and_end  # type: ignore[method-assign]
+def scaled(by: float, *, everywhere: bool) -> Plant:
+    """Return the fault that multiplies the gradients of a block, or of all units, when they have been reduced."""
+    return before(units if everywhere else block, "end_reduce", lambda unit: unit.own_gradients.mul_(by))
 
 
-def lost_gradients(rig: Rig) -> None:
-    unit = block_of(rig)
-    close = unit.close_gradients
-
-    def close_and_lose() -> None:
-        close()
-        assert unit.partial is not None
-        unit.partial.zero_()
-
-    unit.close_gradients = close_and_lose  # type: ignore[method-assign]
+def _loose_clip(rig: Rig) -> None:
+    rig.built.engine.clip *= 3
 
 
-def rough_sums(rig: Rig) -> None:
-    """Round each rank's gradients to two bits before they are summed."""
+def _swapped_betas(rig: Rig) -> None:
+    adam = rig.built.engine.optimizer
+    assert isinstance(adam, AdamW), "the fault is planted in it"
+    adam.betas = (adam.betas[1], adam.betas[0])
+
+
+def _late_bias_correction(rig: Rig) -> None:
     for unit in rig.built.engine.units:
-        _round_before_sum(unit)
+        for step in rig.built.engine.optimizer.steps(unit):
+            step.fill_(1)
 
 
-def _round_before_sum(unit: Unit) -> None:
-    close = unit.close_gradients
-
-    def close_and_round() -> None:
-        close()
-        assert unit.partial is not None
-        mantissa, exponent = torch.frexp(unit.partial)
-        unit.partial.copy_(torch.ldexp((mantissa * 4).round() / 4, exponent))
-
-    unit.close_gradients = close_and_round  # type: ignore[method-assign]
+def _count_skip(adam: AdamW, unit: Unit, *, skip: Tensor, **how: Any) -> None:
+    for step in adam.steps(unit):
+        step += skip
 
 
-def norm_without_a_unit(rig: Rig) -> None:
-    engine = rig.built.engine
-    engine._counted[0] = False
+def _update_but_norms(adam: AdamW, update: Callable[..., None], unit: Unit, **how: Any) -> None:
+    kept = unit.masters.clone()
+    update(unit, **how)
+    for interval in unit.layout.intervals:
+        if "norm" in interval.name:
+            first, last = (max(end - unit.shard.start, 0) for end in (interval.start, interval.stop))
+            unit.masters[first:last] = kept[first:last]
+    unit.resting.round_masters()
 
 
-def other_weights(rig: Rig) -> None:
-    block_of(rig).parameters.values.mul_(1.01)
+def _update_but_block(adam: AdamW, update: Callable[..., None], unit: Unit, **how: Any) -> None:
+    if unit.layout.name != "blocks.0":
+        update(unit, **how)
 
 
-def stale_shards(rig: Rig) -> None:
-    gather, block = rig.built.engine.gather, block_of(rig)
-    publish = gather.publish
-    gather.publish = lambda unit: unit.depart() if unit is block else publish(unit)  # type: ignore[method-assign]
+def _publish_but_block(_: object, publish: Callable[[Unit], None], unit: Unit) -> None:
+    if unit.layout.name == "blocks.0":
+        unit.depart()
+    else:
+        publish(unit)
 
 
-def lost_micro_batch(rig: Rig) -> None:
-    batches = rig.batches
-    rig.batches = lambda step: batches(step)[:-1]
+def _round_to_two_bits(unit: Unit) -> None:
+    assert unit.partial is not None
+    mantissa, exponent = torch.frexp(unit.partial)
+    unit.partial.copy_(torch.ldexp((mantissa * 4).round() / 4, exponent))
 
 
-def samples_of_the_next_step(rig: Rig) -> None:
-    batches = rig.batches
-    rig.batches = lambda step: batches(step + 1)
+def _norm_without_a_unit(rig: Rig) -> None:
+    rig.built.engine._counted[0] = False
 
 
-def other_tokens(rig: Rig) -> None:
-    batches = rig.batches
-
-    def wrong(step: int) -> list[MicroBatch]:
-        first, *rest = batches(step)
-        return [replace(first, tokens_SB=first.tokens_SB.flip(0)), *rest]
-
-    rig.batches = wrong
+def _fed(wrong: Callable[[Any], Any]) -> Plant:
+    """Return the fault that gives the stages something else of each micro-batch."""
+    return instead(itself, "feed", lambda rig, feed, *batch: wrong(feed(*batch)))
 
 
-def targets_of_another(rig: Rig) -> None:
-    feed, before = rig.feed, []
+def _targets_of_another(rig: Rig) -> None:
+    seen: list[Tensor] = []
 
-    def wrong(batch: MicroBatch, step: int, training: bool) -> StageInputs:
-        own = feed(batch, step, training)
-        before.append(own)
-        return replace(own, targets_SB=before[max(len(before) - 2, 0)].targets_SB)
+    def wrong(own: Any) -> Any:
+        seen.append(own.targets_SB)
+        return replace(own, targets_SB=seen[max(len(seen) - 2, 0)])
 
-    rig.feed = wrong
-
-
-def _fed(rig: Rig, wrong: Callable[[StageInputs], StageInputs]) -> None:
-    feed = rig.feed
-    rig.feed = lambda batch, step, training: wrong(feed(batch, step, training))
+    _fed(wrong)(rig)
 
 
-def across_documents(rig: Rig) -> None:
-    _fed(rig, lambda own: replace(own, now=replace(own.now, documents=None)))
+def _read_other_tokens(rig: Rig, batches: Callable[..., Any], step: int) -> list[Any]:
+    first, *rest = batches(step)
+    return [replace(first, tokens_SB=first.tokens_SB.flip(0)), *rest]
 
 
-def all_scored(rig: Rig) -> None:
-    _fed(rig, lambda own: replace(own, valid_SB=torch.ones_like(own.valid_SB)))
-
-
-def masks_of_another_layer(rig: Rig) -> None:
+def _masks_of_another_layer(rig: Rig) -> None:
     """Give the blocks of a pipeline rank numbers from 0."""
     if rig.grid["pipeline"].rank == 0:
         return
-    for block in rig.built.model.blocks:
-        assert isinstance(block, Block)
-        for dropout in (block.attention_dropout, block.mlp_dropout):
-            seed, layer, site = dropout._name
-            dropout._name = seed, layer - 1, site
+    for layer in rig.built.model.blocks:
+        assert isinstance(layer, Block)
+        for dropout in (layer.attention_dropout, layer.mlp_dropout):
+            seed, number, site = dropout._name
+            dropout._name = seed, number - 1, site
 
 
-def untied(rig: Rig) -> None:
-    rig.built.pipeline._reduce_tied = lambda: None
-
-
-def incomplete_tails(rig: Rig) -> None:
+def _incomplete_tails(rig: Rig) -> None:
     for unit in rig.built.engine.units:
         unit.axes = replace(unit.axes, sequence=False)
 
 
-def swapped_chunks(rig: Rig) -> None:
-    """Let one tensor rank take the chunks of its products in another order: sums then add other rows."""
-    block = rig.built.model.blocks[0]
-    assert isinstance(block, Block)
-    region = block.mlp.down.product.region
-    cut = region.cut
-    if region.axis.rank == 1:
-        object.__setattr__(region, "cut", lambda rows: cut(rows)[::-1])
+def _regions(rig: Rig) -> list[Any]:
+    layer = rig.built.model.blocks[0]
+    assert isinstance(layer, Block)
+    return [layer.mlp.down.product.region]
 
 
-def published_at_once(rig: Rig) -> None:
-    engine = rig.built.engine
-    finish = engine.finish_step
-
-    def finish_and_catch_up(lr: float):
-        done = finish(lr)
-        engine.flush_delayed()
-        return done
-
-    engine.finish_step = finish_and_catch_up  # type: ignore[method-assign]
+def _arenas(rig: Rig) -> list[Any]:
+    layers = (getattr(layer, "layer", None) for layer in rig.built.model.layers)
+    stores = {layer.store for layer in layers if isinstance(layer, Recomputed)}
+    return [store.arena for store in stores if isinstance(store, PartitionedStore)]
 
 
-def _held_otherwise(rig: Rig, wrong: Callable[[ShardState], ShardState]) -> None:
-    holdings = rig.holdings
-    rig.holdings = lambda: [wrong(holding) if number == 1 else holding for number, holding in enumerate(holdings())]
+def _keep_the_one_before(arena: Any, put: Callable[[Tensor], Tensor], flat: Tensor) -> Tensor:
+    """Keep the input that came before this one, as if it left before it was copied."""
+    before, arena.seen = getattr(arena, "seen", flat), flat.clone()
+    return put(before)
 
 
-def held_twice(rig: Rig) -> None:
-    _held_otherwise(rig, lambda holding: replace(holding, pieces=(*holding.pieces, holding.pieces[0])))
+def _read_only(disks: object, windows: Callable[..., Any], flats: Any, *rest: Any) -> Any:
+    return windows([(flat, "read" if access == "update" else access) for flat, access in flats], *rest)
 
 
-def held_by_nobody(rig: Rig) -> None:
-    def shorter(holding: ShardState) -> ShardState:
-        first, *rest = holding.pieces
-        return replace(holding, pieces=(replace(first, stop=first.stop - 1), *rest))
+def _truncate(quantize_: Callable[..., None], codes: Tensor, x: Tensor, bits: int) -> None:
+    blocks = x.view(-1, BLOCK)
+    step = blocks.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    quantize_(codes, (step * (blocks / step).trunc().nan_to_num()).flatten(), bits)
 
-    _held_otherwise(rig, shorter)
 
+def _enlarge_scales(quantize_: Callable[..., None], codes: Tensor, x: Tensor, bits: int) -> None:
+    quantize_(codes, x, bits)
+    scales_of(codes, len(x), bits).mul_(1.02)
+
+
+def _add_twice(dequantize_: Callable[..., None], *given: Any) -> None:
+    dequantize_(*given)
+    dequantize_(*given)
+
+
+def _swap_scales(dequantize_: Callable[..., None], into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
+    scales = scales_of(codes, len(into), bits)
+    own = scales.clone()
+    scales.copy_(own.roll(1))
+    dequantize_(into, codes, bits, add)
+    scales.copy_(own)
+
+
+def _held_otherwise(wrong: Callable[[ShardState], Any]) -> Plant:
+    """Return the fault that holds other pieces of the second unit."""
+
+    def held(rig: Rig, holdings: Callable[[], list[ShardState]]) -> list[ShardState]:
+        first, second, *rest = holdings()
+        return [first, replace(second, pieces=wrong(second)), *rest]
+
+    return instead(itself, "holdings", held)
+
+
+def _shorter(holding: ShardState) -> list[Any]:
+    first, *rest = holding.pieces
+    return [replace(first, stop=first.stop - 1), *rest]
+
+
+_NO_DECAY, _OTHER_DECAY = _pieces(lambda piece: {"decay": 0.0}), _pieces(lambda piece: {"decay": DECAY - piece.decay})
+_ONE_RATE = _pieces(lambda piece: {"lr_factor": 1.0})
+_FASTER = instead(optimizer, "update", lambda adam, update, unit, *, lr, **how: update(unit, lr=1.02 * lr, **how))
+_FROZEN_NORMS = instead(optimizer, "update", _update_but_norms)
+_NO_UPDATE = _of_one_rank(instead(optimizer, "update", _update_but_block))
+_COUNTED = after(optimizer, "update", _count_skip)
+_KEPT_SCALE = instead(loss_scale, "update", lambda scale, update, finite, counts: None)
+_LOST = _of_one_rank(after(block, "close_gradients", lambda unit: unit.partial.zero_()))
+_ROUGH = after(units, "close_gradients", _round_to_two_bits)
+_OTHER_WEIGHTS = _of_one_rank(lambda rig: block(rig)[0].parameters.values.mul_(1.01))
+_STALE = instead(gather, "publish", _publish_but_block)
+_FEWER = _of_one_rank(instead(itself, "batches", lambda rig, batches, step: batches(step)[:-1]))
+_AHEAD = _of_one_rank(instead(itself, "batches", lambda rig, batches, step: batches(step + 1)))
+_OTHER_TOKENS = _of_one_rank(instead(itself, "batches", _read_other_tokens))
+_ACROSS = _fed(lambda own: replace(own, now=replace(own.now, documents=None)))
+_ALL_SCORED = _fed(lambda own: replace(own, valid_SB=torch.ones_like(own.valid_SB)))
+_UNTIED = instead(pipeline, "_reduce_tied", lambda pipeline, reduce: None)
+_SWAPPED = instead(_regions, "cut", lambda region, cut, rows: cut(rows)[:: -1 if region.axis.rank == 1 else 1])
+_NOT_SENT = instead(offloaded_gradients, "send", lambda away, send, reduced, at=0: None)
+_UNWRITTEN = instead(disks, "windows", _read_only)
+_LATE_INPUTS = instead(_arenas, "put", _keep_the_one_before)
+_KEPT_SECOND = instead(second_shards, "forget", lambda second, forget: None)
+_ADDED_TWICE, _OTHER_SCALES = (
+    in_codes(of_gradients, "dequantize_", _add_twice),
+    in_codes(of_parameters, "dequantize_", _swap_scales),
+)
+_TRUNCATED, _LARGER_SCALES = (in_codes(of_gradients, "quantize_", wrong) for wrong in (_truncate, _enlarge_scales))
+_LARGER_OWN = before(of_gradients, "_start_exchange", lambda _, parts, out, axis, *rest: parts[axis.rank].mul_(1.02))
+_NO_RESIDUALS = before(of_gradients, "_quantize", lambda quantizer, *given: quantizer.residuals.zero_())
+_INVERTED = before(of_gradients, "_quantize", lambda quantizer, codes, x, number: quantizer.residuals[number].neg_())
+_AT_ONCE = after(engine, "finish_step", lambda engine, lr: engine.flush_delayed())
+_TWICE = _of_one_rank(_held_otherwise(lambda holding: [*holding.pieces, holding.pieces[0]]))
+_NOT_HELD = _of_one_rank(_held_otherwise(_shorter))
 
 FAULTS = (
-    Fault("no-decay", "weight decay is dropped", DATA, no_decay, 10),
-    Fault("misplaced-decay", "what should decay does not, all else does", DATA, misplaced_decay, 10),
-    Fault("loose-clip", "the gradient norm is clipped to 3 times as much", DATA, loose_clip, 10),
-    Fault("frozen-norms", "norms are never updated", DATA, frozen_norms, 10),
-    Fault("wrong-lr", "the learning rate is 2 % too large", DATA, wrong_lr, 10),
-    Fault("one-rate", "all groups learn at one rate, on both sides", ALONE, one_rate, 10),
-    Fault("loose-clip-alone", "the clip is 3 times as much, on both sides", ALONE, loose_clip, 10),
-    Fault("across-documents", "attention crosses documents, on both sides", ALONE, across_documents),
-    Fault("all-scored", "targets of other documents are scored, on both sides", ALONE, all_scored),
-    Fault("counted-skip", "Adam counts a skipped step, on both sides", ALONE, counted_skip, dtypes=("fp16",)),
-    Fault("kept-scale", "the loss scale stays when gradients overflow", DATA, kept_scale, dtypes=("fp16",)),
-    Fault("bias-correction", "Adam's bias correction counts one update more", DATA, late_bias_correction),
-    Fault("swapped-betas", "Adam's betas are swapped", DATA, swapped_betas),
-    Fault("no-update", "one rank never updates its part of a block", SHARDED, _of_one_rank(no_update)),
-    Fault("lost-gradients", "one rank's gradients of a block are dropped", DATA, _of_one_rank(lost_gradients)),
-    Fault("rough-sums", "gradients are rounded to two bits before they are summed", DATA, rough_sums),
-    Fault("norm-of-fewer", "a unit is missing in the gradient norm", SHARDED, norm_without_a_unit),
-    Fault("other-weights", "one rank begins with other weights", DATA, _of_one_rank(other_weights)),
-    Fault("stale-shards", "a block's updated shards are never gathered", DATA, stale_shards),
-    Fault("lost-micro-batch", "one rank skips a micro-batch", DATA, _of_one_rank(lost_micro_batch)),
-    Fault("next-samples", "one rank reads a step ahead", DATA, _of_one_rank(samples_of_the_next_step)),
-    Fault("other-tokens", "a sample's tokens come in another order", DATA, _of_one_rank(other_tokens)),
-    Fault("other-targets", "the last stage scores another micro-batch's targets", PIPELINE, targets_of_another),
-    Fault("other-masks", "dropout masks are those of another layer", PIPELINE, masks_of_another_layer),
-    Fault("untied", "the tied weight's two gradients are not added", PIPELINE, untied),
-    Fault("partial-tails", "norms get the gradient of a rank's own tokens", SEQUENCE, incomplete_tails),
-    Fault("swapped-chunks", "one rank sums its chunks of rows in another order", CHUNKS, swapped_chunks),
-    Fault("lost-to-host", "a block's gradients never reach the host", OFFLOADED, lost_on_the_way),
-    Fault("lost-to-disk", "a block's gradients never reach the disk", ON_DISKS, lost_on_the_way),
-    Fault("unwritten", "what an update changes is not written back to the disk", ON_DISKS, unwritten),
-    Fault("late-inputs", "a block is computed again from another one's input", DISK_INPUTS, inputs_of_another_block),
-    Fault("stale-neighbours", "neighbours keep a block's parameters of before the update", NEAR, stale_neighbours),
-    Fault("added-twice", "what another rank's codes mean is added twice", QUANTISED, added_twice),
-    Fault("other-scales", "a block of codes is multiplied by another one's scale", QUANTISED, scales_of_another),
-    Fault("truncated-codes", "codes are truncated instead of rounded", CODES, truncated_codes),
-    Fault("larger-scales", "scales of codes are 2 % too large", CODES, larger_scales),
-    Fault("larger-own", "a rank adds 1.02 times its own gradients to the others' codes", CODES, larger_own),
-    Fault(
-        "lost-residuals",
-        "rounding errors of codes are not sent with the next gradients",
-        FED_BACK,
-        lost_residuals,
-        dtypes=DTYPES[:3],
-    ),
-    Fault(
-        "inverted-residuals",
-        "rounding errors of codes are subtracted from the next gradients",
-        FED_BACK,
-        inverted_residuals,
-        dtypes=DTYPES[:3],
-    ),
-    Fault("not-delayed", "a delayed update is published at once", DELAYED, published_at_once),
-    Fault("held-twice", "a piece of a parameter is held twice", DATA, _of_one_rank(held_twice)),
-    Fault("held-by-nobody", "an element is held by nobody", DATA, _of_one_rank(held_by_nobody)),
+    Fault("no-decay", "weight decay is dropped", DATA, _NO_DECAY, 10),
+    Fault("misplaced-decay", "what should decay does not, all else does", DATA, _OTHER_DECAY, 10),
+    Fault("loose-clip", "the gradient norm is clipped to 3 times as much", DATA, _loose_clip, 10),
+    Fault("frozen-norms", "norms are never updated", DATA, _FROZEN_NORMS, 10),
+    Fault("wrong-lr", "the learning rate is 2 % too large", DATA, _FASTER, 10),
+    Fault("one-rate", "all groups learn at one rate, on both sides", ALONE, _ONE_RATE, 10),
+    Fault("loose-clip-alone", "the clip is 3 times as much, on both sides", ALONE, _loose_clip, 10),
+    Fault("across-documents", "attention crosses documents, on both sides", ALONE, _ACROSS),
+    Fault("all-scored", "targets of other documents are scored, on both sides", ALONE, _ALL_SCORED),
+    Fault("counted-skip", "Adam counts a skipped step, on both sides", ALONE, _COUNTED, overflows=True),
+    Fault("kept-scale", "the loss scale stays when gradients overflow", DATA, _KEPT_SCALE, overflows=True),
+    Fault("bias-correction", "Adam's bias correction counts one update more", DATA, _late_bias_correction),
+    Fault("swapped-betas", "Adam's betas are swapped", DATA, _swapped_betas),
+    Fault("no-update", "one rank never updates its part of a block", SHARDED, _NO_UPDATE),
+    Fault("lost-gradients", "one rank's gradients of a block are dropped", DATA, _LOST),
+    Fault("rough-sums", "gradients are rounded to two bits before they are summed", DATA, _ROUGH),
+    Fault("norm-of-fewer", "a unit is missing in the gradient norm", SHARDED, _norm_without_a_unit),
+    Fault("other-weights", "one rank begins with other weights", DATA, _OTHER_WEIGHTS),
+    Fault("stale-shards", "a block's updated shards are never gathered", DATA, _STALE),
+    Fault("lost-micro-batch", "one rank skips a micro-batch", DATA, _FEWER),
+    Fault("next-samples", "one rank reads a step ahead", DATA, _AHEAD),
+    Fault("other-tokens", "a sample's tokens come in another order", DATA, _OTHER_TOKENS),
+    Fault("other-targets", "the last stage scores another micro-batch's targets", PIPELINE, _targets_of_another),
+    Fault("other-masks", "dropout masks are those of another layer", PIPELINE, _masks_of_another_layer),
+    Fault("untied", "the tied weight's two gradients are not added", PIPELINE, _UNTIED),
+    Fault("partial-tails", "norms get the gradient of a rank's own tokens", SEQUENCE, _incomplete_tails),
+    Fault("swapped-chunks", "one rank sums its chunks of rows in another order", CHUNKS, _SWAPPED),
+    Fault("lost-to-host", "a block's gradients never reach the host", OFFLOADED, _NOT_SENT),
+    Fault("lost-to-disk", "a block's gradients never reach the disk", ON_DISKS, _NOT_SENT),
+    Fault("unwritten", "what an update changes is not written back to the disk", ON_DISKS, _UNWRITTEN),
+    Fault("late-inputs", "a block is computed again from another one's input", DISK_INPUTS, _LATE_INPUTS),
+    Fault("stale-neighbours", "neighbours keep a block's parameters of before the update", NEAR, _KEPT_SECOND),
+    Fault("added-twice", "what another rank's codes mean is added twice", QUANTISED, _ADDED_TWICE),
+    Fault("other-scales", "a block of codes is multiplied by another one's scale", QUANTISED, _OTHER_SCALES),
+    Fault("truncated-codes", "codes are truncated instead of rounded", CODES, _TRUNCATED),
+    Fault("larger-scales", "scales of codes are 2 % too large", CODES, _LARGER_SCALES),
+    Fault("larger-own", "a rank adds 1.02 times its own gradients to the others' codes", CODES, _LARGER_OWN),
+    Fault("lost-residuals", "rounding errors of codes are not sent with the next gradients", FED_BACK, _NO_RESIDUALS),
+    Fault("inverted-residuals", "rounding errors of codes are subtracted from the next gradients", FED_BACK, _INVERTED),
+    Fault("not-delayed", "a delayed update is published at once", DELAYED, _AT_ONCE),
+    Fault("held-twice", "a piece of a parameter is held twice", DATA, _TWICE),
+    Fault("held-by-nobody", "an element is held by nobody", DATA, _NOT_HELD),
 )

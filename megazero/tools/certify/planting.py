@@ -13,9 +13,10 @@ from typing import Any
 
 from megazero.base.errors import UserError
 from megazero.config.schema import Config
-from megazero.plan.job import Job
-from megazero.tools.certify.certify import Certificate, admission, alone_of
+from megazero.tools.certify.certify import Certificate, Row
+from megazero.tools.certify.layouts import admission, alone_of
 from megazero.tools.certify.planted_faults import DATA, DTYPES, FAULTS, Fault, scaled
+from megazero.tools.certify.training import nothing
 
 _SMALLEST = 47  # of the scales that are tried, 2^-47
 NOTHING, SCALES = "nothing", {"scaled-block": False, "scaled-gradient": True}
@@ -49,26 +50,38 @@ def names() -> list[str]:
     return [NOTHING, *(fault.name for fault in FAULTS), *SCALES]
 
 
-def plant(config: Config, chosen: Sequence[str], steps: int) -> Iterator[Planted]:
+def plant(
+    config: Config,
+    chosen: Sequence[str],
+    steps: int,
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    faults: Sequence[Fault] = FAULTS,
+) -> Iterator[Planted]:
     """Yield the finding of every chosen fault in every precision.
+
+    Args:
+        faults: of which those that are chosen are planted.
 
     Raises:
         UserError: 106, the config does not admit a layout; 303, one process does not get through.
     """
-    config = _suited(config)
-    for dtype in DTYPES:
-        admits = admission(_in(config, dtype))
-        for layout in _layouts(config, dtype):
-            if not admits(layout):
-                what = f"the config cannot be trained as {layout}, into which faults are planted"
-                raise UserError(106, what, "give a model with an even number of heads and two layers", where="certify")
-    for dtype in DTYPES:
+    config, alone = _suited(config), alone_of(config)
+    each: dict[str, list[Fault]] = {}
+    for dtype in dtypes:
+        admits, summed = admission(_in(config, dtype)), _in(config, dtype).zero.reduce_dtype is not None
+        each[dtype] = [fault for fault in faults if fault.can_be(alone, dtype, summed=summed)]
+        if refused := next((f.layout(alone) for f in each[dtype] if not admits(f.layout(alone))), None):
+            what = f"the config cannot be trained as {refused}, into which faults are planted"
+            raise UserError(106, what, "give a model with an even number of heads and two layers", where="certify")
+    for dtype in dtypes:
         certificate = Certificate(_in(config, dtype), steps)
         if NOTHING in chosen:
-            yield _nothing(certificate, _layouts(config, dtype), dtype)
-        for fault in _faults(config, dtype):
-            if fault.name in chosen:
-                yield _found(certificate, fault, dtype)
+            layouts = dict.fromkeys(fault.layout(certificate.alone) for fault in each[dtype])
+            yield _nothing(list(certificate.rows((layout, nothing) for layout in layouts)), dtype)
+        some = [fault for fault in each[dtype] if fault.name in chosen]
+        rows = certificate.rows((fault.layout(certificate.alone), fault.plant) for fault in some)
+        yield from (_found(*pair, dtype) for pair in zip(some, rows, strict=True))
         for name, everywhere in SCALES.items():
             if name in chosen:
                 yield _smallest(certificate, name, everywhere, dtype)
@@ -92,31 +105,17 @@ def _in(config: Config, dtype: str) -> Config:
     return config.model_copy(update={"precision": precision, "zero": zero})
 
 
-def _faults(config: Config, dtype: str) -> list[Fault]:
-    """Return what can be planted in a precision; sums in a dtype of their own are not of codes."""
-    alone, summed = alone_of(config), config.zero.reduce_dtype is not None
-    return [fault for fault in FAULTS if dtype in fault.dtypes and not (summed and fault.layout(alone).gradient_bits)]
-
-
-def _layouts(config: Config, dtype: str) -> list[Job]:
-    """Return each layout of a config's job that a fault is planted into in a precision."""
-    return [layout(alone_of(config)) for layout in dict.fromkeys(fault.layout for fault in _faults(config, dtype))]
-
-
-def _nothing(certificate: Certificate, layouts: Sequence[Job], dtype: str) -> Planted:
+def _nothing(rows: Sequence[Row], dtype: str) -> Planted:
     """Return the finding of the layouts as they are, which must be nothing."""
-    rows = [certificate.row(layout) for layout in layouts]
-    measure, times = max((_most(row.times, row.fault) for row in rows), key=lambda most: most[1])
+    measure, times = max((_most(row) for row in rows), key=lambda most: most[1])
     right = not any(row.fault for row in rows)
     return Planted(NOTHING, "the same layouts as they are", "all below", dtype, measure, times, right)
 
 
-def _found(certificate: Certificate, fault: Fault, dtype: str) -> Planted:
-    layout = fault.layout(certificate.alone)
-    row = certificate.row(layout, fault.plant)
-    measure, times = _most(row.times, row.fault)
+def _found(fault: Fault, row: Row, dtype: str) -> Planted:
+    measure, times = _most(row)
     right = row.fault is not None and bool(row.times) and times >= fault.least
-    return Planted(fault.name, fault.what, str(layout), dtype, measure, times, right)
+    return Planted(fault.name, fault.what, str(row.layout), dtype, measure, times, right)
 
 
 def _smallest(certificate: Certificate, name: str, everywhere: bool, dtype: str) -> Planted:
@@ -125,21 +124,20 @@ def _smallest(certificate: Certificate, name: str, everywhere: bool, dtype: str)
     best, layout = ("", 0.0), DATA(certificate.alone)
     while missed - found > 1:
         middle = (found + missed) // 2
-        row = certificate.row(layout, scaled(1 + 2.0**-middle, everywhere=everywhere))
+        (row,) = certificate.rows([(layout, scaled(1 + 2.0**-middle, everywhere=everywhere))])
         if row.fault is None:
             missed = middle
         else:
-            found, best = middle, _most(row.times, row.fault)
+            found, best = middle, _most(row)
     scale = 2.0**-found if found else None
     return Planted(name, _SCALED[everywhere], str(layout), dtype, *best, scale is not None, scale)
 
 
-def _most(times: Any, fault: str | None) -> tuple[str, float]:
+def _most(row: Row) -> tuple[str, float]:
     """Return the measure that is furthest beyond its tolerance, the first of several without any."""
-    if not times:
-        return f"does not run: {fault}", math.inf
-    measure = max(times, key=lambda measure: times[measure])
-    return measure, times[measure]
+    if not row.times:
+        return f"does not run: {row.fault}", math.inf
+    return max(row.times.items(), key=lambda item: item[1])
 
 
 def table(found: Sequence[Planted], steps: int) -> str:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypedDict
 
 import torch
 import xxhash
@@ -19,7 +19,7 @@ from megazero.zero.engine import Engine
 from megazero.zero.placement import FlatBuffer, redistribute
 
 
-class Coded(NamedTuple):
+class Coded(TypedDict):
     """How a unit is sent as integers: among which ranks, how many of them are neighbours.
 
     `accumulate` has of each recorded reduction whether its sum was added to the one before.
@@ -72,21 +72,26 @@ class Results:
         return ((kind, step, dict(self.tensors(kind))) for kind, step in kinds)
 
 
-def load_results(folder: Path, rank: int) -> Results:
-    numbers = json.loads((folder / f"{rank}.json").read_text())
+def load_results(folder: Path, rank: int) -> Results | None:
+    """Return what a rank wrote into a folder; None if it has not written all of it."""
+    path = folder / f"{rank}.json"
+    if not path.exists():
+        return None
+    numbers = json.loads(path.read_text())
     numbers["rows"] = {name: (first, count) for name, (first, count) in numbers["rows"].items()}
-    numbers["held"] = [(name, start, stop) for name, start, stop in numbers["held"]]
-    numbers["skips"] = [(skipped, scale) for skipped, scale in numbers["skips"]]
-    numbers["coded"] = {unit: Coded(**how) for unit, how in numbers["coded"].items()}
-    numbers["samples"] = [[(number, digest) for number, digest in step] for step in numbers["samples"]]
+    for name in ("held", "skips"):
+        numbers[name] = list(map(tuple, numbers[name]))
+    numbers["samples"] = [list(map(tuple, step)) for step in numbers["samples"]]
     return Results(**numbers, stored=load_file(folder / f"{rank}.safetensors"))
 
 
 def write_results(results: Results, folder: Path, rank: int) -> None:
-    numbers = {name: value for name, value in vars(results).items() if name != "stored"}
-    numbers["coded"] = {unit: how._asdict() for unit, how in results.coded.items()}
+    """Write a rank's results into a folder."""
+    folder.mkdir(exist_ok=True)
     save_file(results.stored, folder / f"{rank}.safetensors")
-    (folder / f"{rank}.json").write_text(json.dumps(numbers))  # last: where it is, all is there
+    numbers = {name: value for name, value in vars(results).items() if name != "stored"}
+    (folder / f"{rank}.part").write_text(json.dumps(numbers))
+    (folder / f"{rank}.part").rename(folder / f"{rank}.json")  # last: where it is, all is there
 
 
 def digest_of(tokens_S: Tensor, targets_S: Tensor, valid_S: Tensor) -> str:

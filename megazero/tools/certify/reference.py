@@ -2,8 +2,9 @@
 
 Every layout and the one process run the same model, optimizer, clipping and quantisation, so a fault in these is the
 same on both sides of a comparison. This file imports none of them. It is plain torch in fp64: forward and AdamW
-written from the papers, autograd, and torch's clipping. It shares the random numbers (`kernels/counter.py`, with
-vectors in docs/numerics.md) and the text, which it reads as tokens with the number of each one's document.
+written from the papers (`torch.optim` would import a compiler in every rank), autograd, and torch's clipping. It shares
+the random numbers (`kernels/counter.py`, with vectors in docs/numerics.md) and the text, which it reads as tokens with
+the number of each one's document.
 
     follow          trains the config's model
     reduced_sums    sums gradients that are sent as integers, from what each rank had before (docs/zero.md)
@@ -95,7 +96,7 @@ def _losses(w: Mapping[str, Tensor], m: Any, text: _Text, dropped: Callable[[Ten
     def norm(x: Tensor, name: str) -> Tensor:
         if m.norm == "layernorm":
             return F.layer_norm(x, (m.hidden,), w[f"{name}.weight"], w[f"{name}.bias"], m.norm_eps)
-        return x / (x.square().mean(-1, keepdim=True) + m.norm_eps).sqrt() * w[f"{name}.weight"]
+        return F.rms_norm(x, (m.hidden,), w[f"{name}.weight"], m.norm_eps)
 
     def into(x: Tensor, name: str) -> Tensor:
         return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
@@ -113,11 +114,9 @@ def _losses(w: Mapping[str, Tensor], m: Any, text: _Text, dropped: Callable[[Ten
         x = x + dropped(out_of(seen, f"{at}.attention.out"), layer, 0)
         y = norm(x, f"{at}.mlp_norm")
         if m.activation == "gelu":
-            up = into(y, f"{at}.mlp.up") + w.get(f"{at}.mlp.up_bias", 0.0)
-            y = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
+            y = F.gelu(into(y, f"{at}.mlp.up") + w.get(f"{at}.mlp.up_bias", 0.0), approximate="tanh")
         else:
-            gate = into(y, f"{at}.mlp.gate")
-            y = gate * torch.sigmoid(gate) * into(y, f"{at}.mlp.up")
+            y = F.silu(into(y, f"{at}.mlp.gate")) * into(y, f"{at}.mlp.up")
         x = x + dropped(out_of(y, f"{at}.mlp.down"), layer, 1)
     logits = F.linear(norm(x, "head.norm"), w.get("head.weight", w["embedding.tokens.weight"]))
     return -logits.log_softmax(-1).gather(-1, text.targets[..., None]).squeeze(-1)

@@ -62,7 +62,7 @@ The certificate trains with settings of its own, so that a wrong one shows ten t
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -105,34 +105,46 @@ def weight_differences(
     Softmax does not see a constant added to every score, so the key bias has a mathematically zero gradient: what is
     there is rounding noise, and Adam divides it by its own size.
     """
-    assert a.keys() == b.keys()
-    found = {}
-    for name in b:
-        if not name.endswith("attention.qkv.bias"):
-            found[name] = difference(a[name], b[name])
-            continue
-        scale = b[name.replace("bias", "weight")].abs().max()
-        mine, theirs = (tensors[name].view(kv_heads, heads // kv_heads + 2, -1) for tensors in (a, b))
-        noise = float((mine[:, -2] - theirs[:, -2]).abs().max() / scale)
-        mine, theirs = mine.clone(), theirs.clone()
-        mine[:, -2], theirs[:, -2] = 0, 0
-        found[name] = max(noise, difference(mine, theirs))
-    return found
+
+    def noise(mine: Tensor, theirs: Tensor, weight: Tensor) -> float:
+        return float((mine - theirs).abs().max() / weight.abs().max())
+
+    return _by_parameter(a, b, heads, kv_heads, difference, noise)
 
 
 def state_distances(a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, heads: int, kv_heads: int) -> dict[str, float]:
     """Return |a - b| / |b| of each flat moment or update, the key bias rows on the scale of the QKV weight."""
+
+    def noise(mine: Tensor, theirs: Tensor, weight: Tensor) -> float:
+        typical = weight.norm() * math.sqrt(mine.numel() / weight.numel())
+        return _ratio((mine - theirs).norm(), typical)
+
+    return _by_parameter(a, b, heads, kv_heads, _distance, noise)
+
+
+def _by_parameter(
+    a: Mapping[str, Tensor],
+    b: Mapping[str, Tensor],
+    heads: int,
+    kv_heads: int,
+    measure: Callable[[Tensor, Tensor], float],
+    noise: Callable[[Tensor, Tensor, Tensor], float],
+) -> dict[str, float]:
+    """Return a measure of each parameter; of a QKV bias that of queries and values, or the noise of keys if it is more.
+
+    Args:
+        noise: (keys of a, keys of b, the QKV weight of b) -> their difference.
+    """
+    assert a.keys() == b.keys()
     found = {}
     for name in b:
         if not name.endswith("attention.qkv.bias"):
-            found[name] = _distance(a[name], b[name])
+            found[name] = measure(a[name], b[name])
             continue
-        weight = b[name.replace("bias", "weight")]
         mine, theirs = (tensors[name].view(kv_heads, heads // kv_heads + 2, -1) for tensors in (a, b))
-        typical = weight.norm() * math.sqrt(mine[:, -2].numel() / weight.numel())
-        noise = _ratio((mine[:, -2] - theirs[:, -2]).norm(), typical)
         others = [index for index in range(mine.shape[1]) if index != mine.shape[1] - 2]
-        found[name] = max(noise, _distance(mine[:, others], theirs[:, others]))
+        own = measure(mine[:, others], theirs[:, others])
+        found[name] = max(own, noise(mine[:, -2], theirs[:, -2], b[name.replace("bias", "weight")]))
     return found
 
 

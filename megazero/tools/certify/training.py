@@ -1,9 +1,7 @@
 """Train one rank with the certificate's own settings, and keep all that has to be compared."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +14,12 @@ from megazero.build.assemble import (
     StageInputs,
     bucket_of,
     build,
-    build_model,
     feeds_of,
     grid_of,
 )
-from megazero.checkpoint.pieces import Piece
-from megazero.checkpoint.save import ShardState
+from megazero.build.pipeline import model_shape
+from megazero.checkpoint.pieces import Piece, ShardState
+from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.config.schema import Config
@@ -29,9 +27,7 @@ from megazero.config.stages import Course, Part
 from megazero.data.windows import MicroBatch, WindowTokens
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
-from megazero.launcher.environment import RankContext
-from megazero.launcher.rendezvous import connect, disconnect
-from megazero.model.parameter import declaration_of
+from megazero.launcher.environment import World
 from megazero.optim.adamw import AdamW
 from megazero.run.build import loader_of
 from megazero.run.checkpointing import holdings_to_save, shapes_of
@@ -70,22 +66,22 @@ def nothing(rig: Rig) -> None:
 
 def settings(config: Config) -> Config:
     """Return the config with the optimizer's settings of the certificate (`tools/certify/tolerances.py` says why)."""
-    numel = sum(math.prod(declaration_of(parameter).shape) for parameter in build_model(config).parameters())
-    chosen = {"lr": LR, "betas": BETAS, "eps": eps_of(numel), "weight_decay": DECAY, "clip": CLIP}
+    eps = eps_of(model_shape(config).parameters())
+    chosen = {"lr": LR, "betas": BETAS, "eps": eps, "weight_decay": DECAY, "clip": CLIP}
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=chosen)})
 
 
-def train_rank(place: RankContext, config: Config, steps: int, folder: Path, plant: Plant = nothing) -> None:
+def train_rank(
+    comm: CommContext, world: World, config: Config, steps: int, folder: Path, plant: Plant = nothing
+) -> None:
     """Train, and write this rank's results into the folder.
 
     Args:
         config: with the `settings` of the certificate.
         plant: changes something before the first step.
     """
-    torch.set_num_threads(1)  # sums do not depend on how many there are
-    comm = connect(place, timeout=timedelta(seconds=config.parallel.timeout), fingerprint="", bucket=bucket_of(config))
-    grid = grid_of(config, comm, place.world)
-    device = torch.device("cpu")
+    folder.mkdir(exist_ok=True)  # for its disks
+    grid, device = grid_of(config, comm, world), torch.device("cpu")
     host = Host(device, comm.ledger, apart=True)  # or nothing would be offloaded
     ops = choose(config.precision.kernels, device, DTYPES[config.precision.dtype])
     disks = open_disks(config, device, comm.ledger)
@@ -96,11 +92,10 @@ def train_rank(place: RankContext, config: Config, steps: int, folder: Path, pla
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
     rig = Rig(grid, built, loader.step, feed, lambda: holdings_to_save(built))
     plant(rig)
-    write_results(_trained(rig, config, steps), folder, grid["world"].rank)
+    write_results(_trained(rig, config, steps), folder, world.rank)
     loader.close()
     if disks is not None:
         disks.close()
-    disconnect()
 
 
 def follow_rank(config: Config, steps: int, folder: Path, *, late: bool) -> None:
@@ -109,7 +104,6 @@ def follow_rank(config: Config, steps: int, folder: Path, *, late: bool) -> None
     Args:
         late: forward sees the weights of one update less.
     """
-    torch.set_num_threads(1)
     data, _ = _opened(config)
     write_results(follow(config, data.mixture, steps, late=late), folder, 0)
 

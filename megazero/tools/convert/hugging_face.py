@@ -1,6 +1,6 @@
-"""Map names and layouts of transformers' GPT-2 and Llama to ours, in both directions.
+"""Map names, layouts and options of transformers' GPT-2 and Llama to ours, in both directions, by a table of families.
 
-A link says which of their tensors one of our parameters is made of, and how. Ours: row weights are [in, out], column
+A row says which of their tensors one of our parameters is made of, and how. Ours: row weights are [in, out], column
 weights [out, in]; the rows of qkv are grouped by key-value head: for each group its query heads, its key, its value.
 Theirs: GPT-2's Conv1D weights are [in, out] and its qkv is all queries, all keys, all values; Llama's are [out, in] and
 separate. A tied head has no tensor of its own on either side.
@@ -9,19 +9,19 @@ Source: transformers, models/gpt2/modeling_gpt2.py and models/llama/modeling_lla
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from torch import Tensor
 
 from megazero.base.errors import UserError
 
-EMBEDDING = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}  # and a head of its own
 HEAD = "lm_head.weight"
+_ELSEWHERE = "train transformers' own class with megazero.shard"
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,6 @@ class Heads:
     heads: int
     kv_heads: int
     head_dim: int
-
-
-@dataclass(frozen=True)
-class Link:
-    """A link between one of our parameters and the tensors of transformers that it is made of.
-
-    Attributes:
-        ours: the name of our parameter.
-        theirs: the names of their tensors.
-        to_ours, to_theirs: convert from the ones to the other.
-    """
-
-    ours: str
-    theirs: tuple[str, ...]
-    to_ours: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]
-    to_theirs: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: (tensor,)
 
 
 def grouped(qkv: Sequence[Tensor], heads: Heads) -> Tensor:
@@ -66,6 +50,166 @@ def apart(rows: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+@dataclass(frozen=True)
+class Way:
+    """A conversion between one of our parameters and the tensors of theirs that it is made of, in both directions."""
+
+    to_ours: Callable[[Sequence[Tensor], Heads], Tensor]
+    to_theirs: Callable[[Tensor, Heads], Sequence[Tensor]]
+
+
+_SAME = Way(lambda theirs, heads: theirs[0], lambda ours, heads: (ours,))
+_TURNED = Way(lambda theirs, heads: theirs[0].T, lambda ours, heads: (ours.T,))
+_GROUPED = Way(grouped, apart)
+# GPT-2's: t() turns a weight, and leaves a bias as it is.
+_GROUPED_TURNED = Way(
+    lambda theirs, heads: grouped(theirs[0].t().chunk(3), heads),
+    lambda ours, heads: (torch.cat(apart(ours, heads)).t(),),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The names of a parameter: `{i}` is the number of a layer, `{part}` is weight and bias, `{qkv}` three tensors."""
+
+    ours: str
+    theirs: str
+    way: Way = _SAME
+
+
+Size = Annotated[int, Field(ge=1, lt=2**31)]
+_Share = Annotated[float, Field(ge=0, lt=1)]
+_Eps = Annotated[float, Field(gt=0)]
+_Theta = Annotated[float, Field(ge=1)]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of their models.
+
+    Attributes:
+        name, architecture: in config.json.
+        options: of our model section, those that all models of the family have.
+        fields: of config.json: our option, type, default ("...": required).
+        fixed: of config.json, what our models do; another value of theirs would be another function. The first one is
+            written, None stands for absent: what transformers takes by default.
+        rows: of parameters.
+        embedding: their name of it.
+        no_parameters: what their files hold besides: masks and angles that the model makes itself.
+    """
+
+    name: str
+    architecture: str
+    options: Mapping[str, Any]
+    fields: Mapping[str, tuple[str, Any, Any]]
+    fixed: Mapping[str, tuple[Any, ...]]
+    rows: tuple[Row, ...]
+    embedding: str
+    no_parameters: str
+
+
+GPT2 = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    {"position": "learned", "norm": "layernorm", "activation": "gelu"},
+    {
+        "n_layer": ("layers", Size, ...),
+        "n_embd": ("hidden", Size, ...),
+        "n_head": ("heads", Size, ...),
+        "n_inner": ("ffn", Size | None, None),
+        "vocab_size": ("vocab", Size, ...),
+        "n_positions": ("seq_len", Size, ...),
+        "resid_pdrop": ("dropout", _Share, 0.1),
+        "tie_word_embeddings": ("tie_embeddings", bool, True),
+        "layer_norm_epsilon": ("norm_eps", _Eps, 1e-5),
+    },
+    {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", None),  # the tanh form
+        "scale_attn_weights": (True, None),
+        "scale_attn_by_inverse_layer_idx": (False, None),
+        "add_cross_attention": (False, None),
+    },
+    (
+        Row("embedding.positions.weight", "transformer.wpe.weight"),
+        Row("head.norm.{part}", "transformer.ln_f.{part}"),
+        Row("blocks.{i}.attention_norm.{part}", "transformer.h.{i}.ln_1.{part}"),
+        Row("blocks.{i}.mlp_norm.{part}", "transformer.h.{i}.ln_2.{part}"),
+        Row("blocks.{i}.attention.out.{part}", "transformer.h.{i}.attn.c_proj.{part}"),
+        Row("blocks.{i}.mlp.down.{part}", "transformer.h.{i}.mlp.c_proj.{part}"),
+        Row("blocks.{i}.attention.qkv.{part}", "transformer.h.{i}.attn.c_attn.{part}", _GROUPED_TURNED),
+        Row("blocks.{i}.mlp.up.weight", "transformer.h.{i}.mlp.c_fc.weight", _TURNED),
+        Row("blocks.{i}.mlp.up_bias", "transformer.h.{i}.mlp.c_fc.bias"),
+    ),
+    "transformer.wte.weight",
+    r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",
+)
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu"},
+    {
+        "num_hidden_layers": ("layers", Size, ...),
+        "hidden_size": ("hidden", Size, ...),
+        "num_attention_heads": ("heads", Size, ...),
+        "num_key_value_heads": ("kv_heads", Size | None, None),
+        "intermediate_size": ("ffn", Size, ...),
+        "vocab_size": ("vocab", Size, ...),
+        "max_position_embeddings": ("seq_len", Size, ...),
+        "tie_word_embeddings": ("tie_embeddings", bool, False),
+        "rms_norm_eps": ("norm_eps", _Eps, 1e-6),
+        "rope_theta": ("rope_theta", _Theta | None, None),
+    },
+    {"hidden_act": ("silu", None), "attention_bias": (False, None), "mlp_bias": (False, None)},
+    (
+        Row("head.norm.weight", "model.norm.weight"),
+        Row("blocks.{i}.attention_norm.weight", "model.layers.{i}.input_layernorm.weight"),
+        Row("blocks.{i}.mlp_norm.weight", "model.layers.{i}.post_attention_layernorm.weight"),
+        Row("blocks.{i}.attention.qkv.weight", "model.layers.{i}.self_attn.{qkv}_proj.weight", _GROUPED),
+        Row("blocks.{i}.attention.out.weight", "model.layers.{i}.self_attn.o_proj.weight", _TURNED),
+        Row("blocks.{i}.mlp.gate.weight", "model.layers.{i}.mlp.gate_proj.weight"),
+        Row("blocks.{i}.mlp.up.weight", "model.layers.{i}.mlp.up_proj.weight"),
+        Row("blocks.{i}.mlp.down.weight", "model.layers.{i}.mlp.down_proj.weight", _TURNED),
+    ),
+    "model.embed_tokens.weight",
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+)
+FAMILIES = {family.name: family for family in (GPT2, LLAMA)}
+
+
+def family_of(model: Mapping[str, Any]) -> Family:
+    """Return the family of a model section. Raises UserError 415: there is none."""
+    for family in FAMILIES.values():
+        queries = model["kv_heads"] == model["heads"] or "num_key_value_heads" in family.fields
+        if queries and all(model[name] == value for name, value in family.options.items()):
+            return family
+    what = "transformers has no model with position {position}, norm {norm}, activation {activation}".format(**model)
+    what += f", {model['heads']} heads and {model['kv_heads']} key-value heads"
+    raise UserError(415, what, "learned + layernorm + gelu is GPT-2, rotary + rmsnorm + swiglu is Llama")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between one of our parameters and the tensors of transformers that it is made of.
+
+    Attributes:
+        ours: the name of our parameter.
+        theirs: the names of their tensors.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    heads: Heads
+    way: Way = _SAME
+
+    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+        """Return our parameter."""
+        return self.way.to_ours(theirs, self.heads)
+
+    def to_theirs(self, ours: Tensor) -> Sequence[Tensor]:
+        """Return their tensors."""
+        return self.way.to_theirs(ours, self.heads)
+
+
 def links(model: Mapping[str, Any]) -> list[Link]:
     """Return the link of every parameter of a model.
 
@@ -75,64 +219,17 @@ def links(model: Mapping[str, Any]) -> list[Link]:
     Raises:
         UserError: 415, transformers has no such model.
     """
-    heads = Heads(model["heads"], model["kv_heads"], model["hidden"] // model["heads"])
-    flavour = flavour_of(model)
-    found = list(_gpt2(model["layers"], heads) if flavour == "gpt2" else _llama(model["layers"], heads))
-    found.append(Link("embedding.tokens.weight", (EMBEDDING[flavour],)))
-    if not model["tie_embeddings"]:
-        found.append(Link("head.weight", (HEAD,)))
+    family, heads = family_of(model), Heads(model["heads"], model["kv_heads"], model["hidden"] // model["heads"])
+    rows = [*family.rows, Row("embedding.tokens.weight", family.embedding)]
+    rows += [] if model["tie_embeddings"] else [Row("head.weight", HEAD)]
+    found = []
+    for row in rows:
+        for i in range(model["layers"]) if "{i}" in row.ours else (0,):
+            for part in ("weight", "bias") if "{part}" in row.ours else ("",):
+                kinds = "qkv" if "{qkv}" in row.theirs else "-"
+                theirs = tuple(row.theirs.format(i=i, part=part, qkv=kind) for kind in kinds)
+                found.append(Link(row.ours.format(i=i, part=part), theirs, heads, row.way))
     return found
-
-
-def flavour_of(model: Mapping[str, Any]) -> str:
-    """Return "gpt2" or "llama". Raises UserError 415: neither."""
-    kind = (model["position"], model["norm"], model["activation"])
-    if kind == ("learned", "layernorm", "gelu") and model["kv_heads"] == model["heads"]:
-        return "gpt2"
-    if kind == ("rotary", "rmsnorm", "swiglu"):
-        return "llama"
-    what = "transformers has no model with position {}, norm {}, activation {}".format(*kind)
-    what += f", {model['heads']} heads and {model['kv_heads']} key-value heads"
-    raise UserError(415, what, "learned + layernorm + gelu is GPT-2, rotary + rmsnorm + swiglu is Llama")
-
-
-def _turned(ours: str, theirs: str) -> Link:
-    return Link(ours, (theirs,), lambda t: t[0].T, lambda t: (t.T,))
-
-
-def _gpt2(layers: int, heads: Heads) -> Iterator[Link]:
-    def qkv(ours: str, theirs: str) -> Link:  # t() turns a weight, and leaves a bias as it is
-        return Link(
-            ours, (theirs,), lambda t: grouped(t[0].t().chunk(3), heads), lambda t: (torch.cat(apart(t, heads)).t(),)
-        )
-
-    yield Link("embedding.positions.weight", ("transformer.wpe.weight",))
-    for part in ("weight", "bias"):
-        yield Link(f"head.norm.{part}", (f"transformer.ln_f.{part}",))
-    for i in range(layers):
-        old, new = f"transformer.h.{i}.", f"blocks.{i}."
-        for part in ("weight", "bias"):
-            yield Link(f"{new}attention_norm.{part}", (f"{old}ln_1.{part}",))
-            yield Link(f"{new}mlp_norm.{part}", (f"{old}ln_2.{part}",))
-            yield Link(f"{new}attention.out.{part}", (f"{old}attn.c_proj.{part}",))
-            yield Link(f"{new}mlp.down.{part}", (f"{old}mlp.c_proj.{part}",))
-            yield qkv(f"{new}attention.qkv.{part}", f"{old}attn.c_attn.{part}")
-        yield _turned(f"{new}mlp.up.weight", f"{old}mlp.c_fc.weight")
-        yield Link(f"{new}mlp.up_bias", (f"{old}mlp.c_fc.bias",))
-
-
-def _llama(layers: int, heads: Heads) -> Iterator[Link]:
-    yield Link("head.norm.weight", ("model.norm.weight",))
-    for i in range(layers):
-        old, new = f"model.layers.{i}.", f"blocks.{i}."
-        yield Link(f"{new}attention_norm.weight", (f"{old}input_layernorm.weight",))
-        yield Link(f"{new}mlp_norm.weight", (f"{old}post_attention_layernorm.weight",))
-        names = tuple(f"{old}self_attn.{part}_proj.weight" for part in "qkv")
-        yield Link(f"{new}attention.qkv.weight", names, lambda t: grouped(t, heads), lambda t: apart(t, heads))
-        yield _turned(f"{new}attention.out.weight", f"{old}self_attn.o_proj.weight")
-        yield Link(f"{new}mlp.gate.weight", (f"{old}mlp.gate_proj.weight",))
-        yield Link(f"{new}mlp.up.weight", (f"{old}mlp.up_proj.weight",))
-        yield _turned(f"{new}mlp.down.weight", f"{old}mlp.down_proj.weight")
 
 
 @dataclass(frozen=True)
@@ -150,95 +247,28 @@ class SpecialTokens:
 
 def config_to_theirs(model: Mapping[str, Any], dtype: str, tokens: SpecialTokens) -> dict[str, Any]:
     """Return their config.json of a model section."""
-    common = {"vocab_size": model["vocab"], "tie_word_embeddings": model["tie_embeddings"], "torch_dtype": dtype}
-    common |= {"bos_token_id": tokens.begin, "eos_token_id": tokens.end, "pad_token_id": tokens.pad}
-    if flavour_of(model) == "gpt2":
-        return common | {
-            "model_type": "gpt2",
-            "architectures": ["GPT2LMHeadModel"],
-            "activation_function": "gelu_new",  # the tanh form
-            "n_layer": model["layers"],
-            "n_embd": model["hidden"],
-            "n_head": model["heads"],
-            "n_inner": model["ffn"],
-            "n_positions": model["seq_len"],
-            "layer_norm_epsilon": model["norm_eps"],
-            "embd_pdrop": model["dropout"],
-            "resid_pdrop": model["dropout"],
-            "attn_pdrop": 0.0,
-        }
-    return common | {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_act": "silu",
-        "num_hidden_layers": model["layers"],
-        "hidden_size": model["hidden"],
-        "num_attention_heads": model["heads"],
-        "num_key_value_heads": model["kv_heads"],
-        "head_dim": model["hidden"] // model["heads"],
-        "intermediate_size": model["ffn"],
-        "max_position_embeddings": model["seq_len"],
-        "rms_norm_eps": model["norm_eps"],
-        "rope_theta": model["rope_theta"],
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
+    family = family_of(model)
+    found = {"model_type": family.name, "architectures": [family.architecture], "torch_dtype": dtype}
+    found |= {"bos_token_id": tokens.begin, "eos_token_id": tokens.end, "pad_token_id": tokens.pad}
+    found |= {theirs: model[ours] for theirs, (ours, _, _) in family.fields.items()}
+    found |= {option: allowed[0] for option, allowed in family.fixed.items()}
+    if family is GPT2:
+        return found | {"embd_pdrop": model["dropout"], "attn_pdrop": 0.0}
+    return found | {"head_dim": model["hidden"] // model["heads"]}
 
 
-# What our models do; another value of theirs would be another function. Absent is what transformers takes by default.
-_FIXED = {
-    "gpt2": {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh", None),
-        "scale_attn_weights": (True, None),
-        "scale_attn_by_inverse_layer_idx": (False, None),
-        "add_cross_attention": (False, None),
-    },
-    "llama": {
-        "hidden_act": ("silu", None),
-        "attention_bias": (False, None),
-        "mlp_bias": (False, None),
-    },
-}
-
-
-_ELSEWHERE = "train transformers' own class with megazero.shard"
-Size = Annotated[int, Field(ge=1, lt=2**31)]
-
-
-class _Theirs(BaseModel):
+class _Read(BaseModel):
     """The fields that are read of a config.json, by their names; the rest is left alone."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
-class _Gpt2(_Theirs):
-    n_layer: Size
-    n_embd: Size
-    n_head: Size
-    n_inner: Size | None = None
-    vocab_size: Size
-    n_positions: Size
-    resid_pdrop: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    tie_word_embeddings: bool = True
-    layer_norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+class _Rope(_Read):
+    rope_theta: _Theta | None = None
 
 
-class _Rope(_Theirs):
-    rope_theta: Annotated[float, Field(ge=1)] | None = None
-
-
-class _Llama(_Theirs):
-    num_hidden_layers: Size
-    hidden_size: Size
-    num_attention_heads: Size
-    num_key_value_heads: Size | None = None
+class _Angles(_Read):
     head_dim: Size | None = None
-    intermediate_size: Size
-    vocab_size: Size
-    max_position_embeddings: Size
-    tie_word_embeddings: bool = False
-    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    rope_theta: Annotated[float, Field(ge=1)] | None = None
     rope_parameters: _Rope | None = None
     rope_scaling: Annotated[_Rope | None, BeforeValidator(lambda found: found or None)] = None  # the older name
 
@@ -253,27 +283,30 @@ def config_from_theirs(theirs: Mapping[str, Any], where: Path) -> dict[str, Any]
         UserError: 415, a model or an option of a model that is none of ours, or a value that is none.
     """
     kind = theirs.get("model_type")
-    if not isinstance(kind, str) or kind not in _FIXED:
-        do = f"import a model of gpt2 or llama, or {_ELSEWHERE}"
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        do = f"import a model of {' or '.join(FAMILIES)}, or {_ELSEWHERE}"
         raise UserError(415, f"model_type {kind!r:.40} has no option here", do, where=where)
     if theirs.get("quantization_config"):
         raise UserError(415, "quantization_config: quantised weights", "give the model before that", where=where)
-    for option, allowed in _FIXED[kind].items():
+    family = FAMILIES[kind]
+    for option, allowed in family.fixed.items():
         if theirs.get(option) not in allowed:
             what = (
                 f"{option} {theirs[option]!s:.60}: our models have {allowed[0]}, the weights would be another function"
             )
-            raise UserError(
-                415, what, f"import a {kind} model with {option} {allowed[0]}, or {_ELSEWHERE}", where=where
-            )
+            do = f"import a {kind} model with {option} {allowed[0]}, or {_ELSEWHERE}"
+            raise UserError(415, what, do, where=where)
     _require_plain_angles(theirs, where)
+    types: dict[str, Any] = {name: (type_, default) for name, (_, type_, default) in family.fields.items()}
     try:
-        return _gpt2_section(_Gpt2(**theirs)) if kind == "gpt2" else _llama_section(_Llama(**theirs), where)
+        read = create_model(kind, __base__=_Read, **types)(**theirs)
+        angles = _Angles(**theirs) if family is LLAMA else _Angles()
     except ValidationError as error:
         fault = error.errors()[0]
         what = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
         what += "" if fault["type"] == "missing" else f", got {fault['input']!r:.40}"
         raise UserError(415, what, "give a config.json as transformers writes it", where=where) from None
+    return _section({ours: getattr(read, name) for name, (ours, _, _) in family.fields.items()}, family, angles, where)
 
 
 def _require_plain_angles(theirs: Mapping[str, Any], where: Path) -> None:
@@ -287,59 +320,22 @@ def _require_plain_angles(theirs: Mapping[str, Any], where: Path) -> None:
                 raise UserError(415, what, f"import a model with {key} 'default', or {_ELSEWHERE}", where=where)
 
 
-def _gpt2_section(theirs: _Gpt2) -> dict[str, Any]:
-    return {
-        "layers": theirs.n_layer,
-        "hidden": theirs.n_embd,
-        "heads": theirs.n_head,
-        "kv_heads": theirs.n_head,
-        "ffn": theirs.n_inner or 4 * theirs.n_embd,
-        "vocab": theirs.vocab_size,
-        "seq_len": theirs.n_positions,
-        "position": "learned",
-        "norm": "layernorm",
-        "activation": "gelu",
-        "dropout": theirs.resid_pdrop,
-        "tie_embeddings": theirs.tie_word_embeddings,
-        "norm_eps": theirs.layer_norm_epsilon,
-        "rope_theta": 10000.0,  # of no use to it
-    }
-
-
-def _llama_section(theirs: _Llama, where: Path) -> dict[str, Any]:
-    heads = theirs.num_attention_heads
-    if theirs.head_dim is not None and theirs.head_dim * heads != theirs.hidden_size:
-        what = f"head_dim {theirs.head_dim}: our models have hidden_size / num_attention_heads, "
-        what += f"{theirs.hidden_size} / {heads}"
+def _section(read: dict[str, Any], family: Family, angles: _Angles, where: Path) -> dict[str, Any]:
+    """Return our model section of the fields that were read."""
+    hidden, heads = read["hidden"], read["heads"]
+    if angles.head_dim is not None and angles.head_dim * heads != hidden:
+        what = f"head_dim {angles.head_dim}: our models have hidden_size / num_attention_heads, {hidden} / {heads}"
         raise UserError(415, what, f"import a model with that, or {_ELSEWHERE}", where=where)
     # As transformers reads them: the older field before the newer one, and the base in it before the one next to it.
-    rope = theirs.rope_scaling or theirs.rope_parameters or _Rope()
-    return {
-        "layers": theirs.num_hidden_layers,
-        "hidden": theirs.hidden_size,
-        "heads": heads,
-        "kv_heads": theirs.num_key_value_heads or heads,
-        "ffn": theirs.intermediate_size,
-        "vocab": theirs.vocab_size,
-        "seq_len": theirs.max_position_embeddings,
-        "position": "rotary",
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "dropout": 0.0,
-        "tie_embeddings": theirs.tie_word_embeddings,
-        "norm_eps": theirs.rms_norm_eps,
-        "rope_theta": float(rope.rope_theta or theirs.rope_theta or 10000.0),
-    }
-
-
-# What files of theirs hold beside the parameters: masks and angles that the model makes itself, and a tied head.
-_NO_PARAMETERS = {
-    "gpt2": re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"),
-    "llama": re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),
-}
+    rope = angles.rope_scaling or angles.rope_parameters or _Rope()
+    found = {"dropout": 0.0, **family.options, **read}
+    found["ffn"] = read["ffn"] or 4 * hidden
+    found["kv_heads"] = read.get("kv_heads") or heads
+    found["rope_theta"] = float(rope.rope_theta or read.get("rope_theta") or 10000.0)
+    return found
 
 
 def is_no_parameter(name: str, model: Mapping[str, Any]) -> bool:
     """Return whether a tensor of theirs can be left out without changing what the model computes."""
     tied_head = model["tie_embeddings"] and name == HEAD
-    return tied_head or _NO_PARAMETERS[flavour_of(model)].fullmatch(name) is not None
+    return tied_head or re.fullmatch(family_of(model).no_parameters, name) is not None

@@ -27,13 +27,12 @@ from megazero.checkpoint.shard import BLOCK, FLOATS, NAMES, key_of, plan_shard, 
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
 from megazero.tools.convert.hugging_face import (
-    EMBEDDING,
     HEAD,
     Link,
     SpecialTokens,
     config_from_theirs,
     config_to_theirs,
-    flavour_of,
+    family_of,
     is_no_parameter,
     links,
 )
@@ -42,7 +41,6 @@ T = TypeVar("T")
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
 _PART = 1 << 30  # bytes of an imported checkpoint's files, about
-_ROWS = 4096  # of two matrices that are compared
 _CONFIG_BYTES, _INDEX_BYTES, _HEADER_BYTES = 1 << 20, 4 << 20, 1 << 20
 
 
@@ -166,12 +164,10 @@ class Theirs:
         """Return whether there is a head that is not the embedding, which transformers takes, tied or not."""
         if HEAD not in self._slots:
             return False
-        keys = HEAD, self._find(EMBEDDING[flavour_of(model)])
-        head, embedding = (self._slots[key] for key in keys)
-        if head.shape != embedding.shape:
+        head, embedding = HEAD, self._find(family_of(model).embedding)
+        if self._slots[head].shape != self._slots[embedding].shape:
             return True
-        parts = (slice(first, first + _ROWS) for first in range(0, head.shape[0], _ROWS))
-        return not all(torch.equal(*(self._rows(key, part) for key in keys)) for part in parts)
+        return not torch.equal(self._values(head), self._values(embedding))
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Refuse tensors that do not make parameters of these shapes, or are no plain numbers.
@@ -197,20 +193,17 @@ class Theirs:
 
     def read(self, link: Link) -> Tensor:
         """Return one of our parameters, in fp32. Raises UserError 414: it is not finite, or cannot be read."""
-        theirs = []
-        for name in link.theirs:
-            slot = self._slot(name)
-            with _refused(slot.path), safe_open(slot.path, framework="pt") as file:
-                values = file.get_tensor(self._keys[name]).to(torch.float32)
+        theirs = [self._values(self._keys[name]) for name in link.theirs]
+        for name, values in zip(link.theirs, theirs, strict=True):
             if not bool(torch.isfinite(values).all()):
-                raise UserError(414, f"{name} is not finite in fp32", "give a model that is whole", where=slot.path)
-            theirs.append(values)
+                do = "give a model that is whole"
+                raise UserError(414, f"{name} is not finite in fp32", do, where=self._slot(name).path)
         return link.to_ours(theirs).contiguous()
 
-    def _rows(self, key: str, rows: slice) -> Tensor:
+    def _values(self, key: str) -> Tensor:
         path = self._slots[key].path
         with _refused(path), safe_open(path, framework="pt") as file:
-            return file.get_slice(key)[rows].to(torch.float32)
+            return file.get_tensor(key).to(torch.float32)
 
     def _slot(self, name: str) -> "_Slot":
         return self._slots[self._keys[name]]
@@ -236,7 +229,7 @@ def import_weights(theirs: Theirs, model: Mapping[str, Any], store: Store) -> No
     """
     sizes = {link.ours: sum(math.prod(theirs.shape(name)) for name in link.theirs) * 4 for link in theirs.links}
     tensors: dict[str, Logical] = {}
-    shards: list[File] = []
+    files: list[File] = []
     try:
         staging = store.staging(0)
         staging.mkdir(parents=True)
@@ -246,11 +239,10 @@ def import_weights(theirs: Theirs, model: Mapping[str, Any], store: Store) -> No
             keys = [(key_of(WEIGHT, name, 0, values.numel()), values.dtype, values.numel()) for name, values in ours]
             beginning, places = plan_shard(keys, {"megazero": "imported"})
             flat = [values.reshape(-1) for _, values in ours]
-            shard = write_shard(staging / shard_name(index), beginning, flat)
-            shards.append(File(name=shard.name, size=shard.size, blocks=list(shard.blocks)))
+            files.append(write_shard(staging / shard_name(index), beginning, flat))
             for (name, values), place in zip(ours, places, strict=True):
                 tensors[name] = Logical(shape=list(values.shape), pieces=[[index, 0, values.numel(), place]])
-        store.commit(0, _manifest(model, tensors, shards).to_bytes())
+        store.commit(0, _manifest(model, tensors, files).to_bytes())
     except OSError as error:
         raise UserError(403, f"not imported: {error.strerror}", "free space there", where=store.folder) from None
 
@@ -352,11 +344,9 @@ def _refused(path: Path) -> Iterator[None]:
     """Turn what is wrong with a file into a UserError 414."""
     try:
         yield
-    except OSError as error:
-        what = f"{error.strerror or error}{looked_up(path)}"
+    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+        what = f"{error.strerror or error}{looked_up(path)}" if isinstance(error, OSError) else error
         raise UserError(414, f"cannot be read: {what}", "a folder of safetensors is needed", where=path) from None
-    except (SafetensorError, ValueError, RuntimeError) as error:
-        raise UserError(414, f"cannot be read: {error}", "a folder of safetensors is needed", where=path) from None
 
 
 def _json(path: Path, limit: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from megazero.base.errors import UserError
 from megazero.base.files import new_folder, replace_file
 from megazero.build.assemble import DTYPES, build_model
 from megazero.build.pipeline import model_shape
-from megazero.checkpoint.manifest import read_manifest
+from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_whole, require_shapes
 from megazero.config.file import dump, flatten, load
@@ -22,7 +22,7 @@ from megazero.data.tokenizers.common import CONFIG, config_beside, read_tokenize
 from megazero.data.tokenizers.plain_bytes import NAME
 from megazero.model.parameter import whole_shapes
 from megazero.run.folder import RunFolder
-from megazero.tools.convert.hugging_face import SpecialTokens, flavour_of
+from megazero.tools.convert.hugging_face import SpecialTokens, family_of
 from megazero.tools.convert.interop import Theirs, export, generation_of, import_weights, read_config
 from megazero.tools.convert.tokenizer_files import for_transformers, own_file
 
@@ -39,9 +39,10 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
     """
     folder.require_run()
     config = load(str(folder.config))
-    source = newest_whole(Store(folder.checkpoints), warn)
-    manifest, model = read_manifest(source), config.model.model_dump()
-    flavour_of(model)  # a model that transformers does not have is said before shapes that differ for it
+    store, model = Store(folder.checkpoints), config.model.model_dump()
+    manifest = newest_whole(store, verify, warn)
+    source = store.path(manifest.step)
+    family_of(model)  # a model that transformers does not have is said before shapes that differ for it
     require_shapes(manifest, whole_shapes(build_model(config)), source)
     tokenizer = _tokenizer(config, warn)
     files, tokens = ({}, SpecialTokens()) if tokenizer is None else described(tokenizer)

@@ -29,12 +29,12 @@ sys.meta_path.insert(0, Finder())
     "training": """
 import os, sys, time
 from megazero.tools.certify import certify
-def train_rank(place, *job):
-    if place.world.size > 1:
+def train_rank(comm, world, *job):
+    if world.size > 1:
         os.write(1, b"here %d\\n" % os.getpid())  # in one piece
         while True:
             time.sleep(0.05)
-    return honest(place, *job)
+    return honest(comm, world, *job)
 honest, certify.train_rank = certify.train_rank, train_rank
 """,
     "comparing": """
@@ -104,5 +104,5 @@ def test_a_signal_that_the_ranks_did_not_mind_ends_it_too(
 
     certificate = Certificate(tiny_data.load(tmp_path, "data.valid=null"), 1)
     with pytest.raises(SystemExit, match="143"):
-        certificate.row(certificate.alone, signal_parent)
+        list(certificate.rows([(certificate.alone, signal_parent)]))
     assert capsys.readouterr().err == "ended by SIGTERM\n"

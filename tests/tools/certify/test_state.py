@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.tools.certify.comparison import times_of
+from megazero.tools.certify.comparison import Difference, not_held_once, stale_replica, wrong_sample
 from megazero.tools.certify.rank import Results
-from megazero.tools.certify.state import not_held_once, stale_replica, wrong_sample
 from megazero.tools.certify.tolerances import size_difference, state_distances
 
 
@@ -89,6 +88,18 @@ def test_distances_and_sizes() -> None:
     assert size_difference([a], [nothing]) == math.inf
 
 
-def test_what_is_not_a_number_is_beyond_every_tolerance() -> None:
-    assert times_of(math.nan, 1.0) == times_of(1e-9, 0.0) == math.inf
-    assert (times_of(0.0, 0.0), times_of(3.0, 2.0), times_of(1.0, math.inf)) == (0, 1.5, 0)
+@pytest.mark.parametrize(
+    ("value", "tolerance", "times", "beyond"),
+    [
+        (math.nan, 1.0, math.inf, True),
+        (1e-9, 0.0, math.inf, True),
+        (0.0, 0.0, 0, False),
+        (3.0, 2.0, 1.5, True),
+        (1.0, math.inf, 0, False),
+    ],
+)
+def test_what_is_not_a_number_is_beyond_every_tolerance(
+    value: float, tolerance: float, times: float, beyond: bool
+) -> None:
+    found = Difference("loss", value, tolerance, "somewhere")
+    assert (found.times, found.beyond) == (times, beyond)

@@ -1,0 +1,131 @@
+"""Choose layouts of a config to certify.
+
+layouts_of   returns all layouts of up to N ranks that the config's model admits
+sample_of    returns some of them: first those in which most values go together for the first time
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import combinations, product
+from typing import Any
+
+from megazero.base.errors import UserError
+from megazero.build.job import job_of, laid_out
+from megazero.build.pipeline import check_world
+from megazero.config.schema import Config
+from megazero.plan.job import Job
+from megazero.plan.placements import STAGES
+from megazero.plan.search import DISKS, INPUTS_ON_DISKS, OFFLOAD, RECOMPUTE
+from megazero.tools.planning.allowed import allowed_by_rules
+
+SCHEDULES = [
+    {"schedule": name, "chunks": 1 + (name in ("zb-v", "interleaved"))}
+    for name in ("1f1b", "gpipe", "zb-h1", "zb-v", "interleaved")
+]
+TENSOR = [{"sequence": sequence, "tensor_chunks": chunks} for sequence, chunks in product((False, True), (1, 2))]
+MEMORY = (*RECOMPUTE, INPUTS_ON_DISKS)
+OFFLOADS = [*OFFLOAD, *({**each, "delayed": True} for each in OFFLOAD if "offload_optimizer" in each), *DISKS[1:]]
+CODES = [{"parameter_bits": 8}, {"gradient_bits": 8}, {"parameter_bits": 8, "gradient_bits": 4}]
+CODES += [{"gradient_bits": 8, "error_feedback": True}]
+# In a sample every two values of these that go together occur.
+_PAIRED = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
+_PAIRED += ("schedule", "recompute", "offloaded", "delayed", "parameter_bits", "gradient_bits", "error_feedback")
+_PAIRED += ("inputs",)
+
+
+def layouts_of(config: Config, max_ranks: int) -> list[Job]:
+    """Return the config's job in all layouts of 2 to `max_ranks` ranks that the config admits."""
+    alone, admits = alone_of(config), admission(config)
+    sizes = range(1, max_ranks + 1)
+    grids = ((t, p, d) for t, p, d in product(sizes, sizes, sizes) if 1 < t * p * d <= max_ranks)
+    found = []
+    for tensor, pipeline, data in grids:
+        groups = [None, *(n for n in range(1, data) if data % n == 0)]
+        sharded: list[dict[str, Any]] = [{"stage": 1}]
+        if data > 1:  # it shares with data ranks
+            sharded = [{"stage": stage, "shard_ranks": n} for stage, n in product(STAGES, groups)]
+            sharded += [{"stage": 3, "secondary_ranks": n} for n in range(2, data + 1) if data % n == 0]
+        split, schedules = TENSOR if tensor > 1 else TENSOR[:1], SCHEDULES if pipeline > 1 else SCHEDULES[:1]
+        for parts in product(sharded, split, schedules, MEMORY, [*OFFLOADS, *CODES]):
+            options = {name: value for part in parts for name, value in part.items()}
+            if "partition" in options and (tensor == 1 or options["sequence"]):  # it would change nothing
+                continue
+            if (options.get("shard_ranks") or data) == 1 and parts[-1] in CODES:  # nothing is sent
+                continue
+            layout = replace(alone, tensor=tensor, pipeline=pipeline, data=data, **options)
+            if admits(layout):
+                found.append(layout)
+    return found
+
+
+def alone_of(config: Config) -> Job:
+    """Return the config's job on one process."""
+    return job_of(config, config.parallel.tensor * config.parallel.pipeline).alone
+
+
+def sample_of(layouts: Sequence[Job], number: int) -> list[Job]:
+    """Return `number` of them: first a cover of every pair of values, then evenly spread over the rest.
+
+    Of fewer layouts all are returned; a number smaller than the cover's gives those of it that have most pairs.
+    """
+    if len(layouts) <= number:
+        return list(layouts)
+    chosen = cover_of(layouts)[:number]
+    taken = set(chosen)
+    rest = [layout for layout in layouts if layout not in taken]
+    more = number - len(chosen)
+    return chosen + [rest[i * len(rest) // more] for i in range(more)]
+
+
+def cover_of(layouts: Sequence[Job]) -> list[Job]:
+    """Return layouts in which every two values go together that do so in any; those with most new pairs come first."""
+    pairs = [_pairs(layout) for layout in layouts]
+    missing, chosen = set().union(*pairs), []
+    best_first = sorted((-len(own), k) for k, own in enumerate(pairs))  # a heap; new pairs only become fewer
+    while missing:
+        _, k = heappop(best_first)
+        gain = (-len(pairs[k] & missing), k)
+        if best_first and gain > best_first[0]:
+            heappush(best_first, gain)
+        else:
+            chosen.append(layouts[k])
+            missing -= pairs[k]
+    return chosen
+
+
+def pairs_missed(layouts: Sequence[Job], chosen: Sequence[Job]) -> tuple[int, int]:
+    """Return how many pairs of values go together in no chosen layout, and in how many do in some layout."""
+    every, covered = (set().union(*map(_pairs, some)) for some in (layouts, chosen))
+    return len(every - covered), len(every)
+
+
+def one_process(alone: Job, *, delayed: bool) -> Job:
+    """Return the job of one process, whose updates may be delayed."""
+    return replace(alone, offload_optimizer=True, delayed=True) if delayed else alone
+
+
+def with_one_process(layouts: Sequence[Job]) -> list[Job]:
+    """Return layouts of one config with the processes alone in front that they are compared with."""
+    delays = dict.fromkeys(layout.delayed for layout in layouts)
+    return [*(one_process(layouts[0].alone, delayed=delayed) for delayed in sorted(delays)), *layouts]
+
+
+def admission(config: Config) -> Callable[[Job], bool]:
+    """Return a function that says whether a config can be trained in a layout."""
+    allowed = allowed_by_rules(config)
+
+    def admits(layout: Job) -> bool:
+        if not allowed(layout):
+            return False
+        try:
+            check_world(laid_out(config, layout), layout.ranks)
+        except UserError:
+            return False
+        return True
+
+    return admits
+
+
+def _pairs(layout: Job) -> set[tuple[tuple[str, object], ...]]:
+    return set(combinations([(name, getattr(layout, name)) for name in _PAIRED], 2))

@@ -1,0 +1,101 @@
+"""Show the rows of a certificate: as Markdown, in 60 columns for a terminal, and for programs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megazero.config.schema import Config
+from megazero.tools.certify.certify import Row, tolerance_for
+
+# Of each column of numbers: its name, its heading in Markdown, its measures, its tolerance.
+_COLUMNS = (
+    ("loss", "loss", ("loss",), "loss"),
+    ("norm", "gradient norm", ("gradient norm",), "norm"),
+    ("gradients", "first gradients", ("first gradients",), "gradients"),
+    ("weights", "weights", ("weights",), "weights"),
+    ("moments", "moments", ("first moment", "second moment"), "states"),
+    ("update", "update", ("update",), "states"),
+    ("size", "its size", ("size of updates",), "sizes"),
+)
+_SHOWN = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
+_SHOWN += ("schedule", "chunks", "recompute", "partition", "parameter_bits", "gradient_bits", "error_feedback")
+_SHOWN += ("inputs_away", "delayed")  # of a layout in JSON
+
+
+def table(rows: Sequence[Row], config: Config, steps: int) -> str:
+    """Return the rows as a table in Markdown."""
+    tolerance = tolerance_for(config)
+    lines = [
+        f"{_counted(rows)}, {steps} steps in {config.precision.dtype}, against one process, and this against an "
+        "independent reference: relative differences",
+        *_wider(rows, config),
+        "",
+        _cells("layout", "ranks", "bitwise equal", *(column[1] for column in _COLUMNS), "beyond its tolerance"),
+        "|---" * (len(_COLUMNS) + 4) + "|",
+        _cells("*tolerance*", "", "", *(f"{getattr(tolerance, column[3]):.0e}" for column in _COLUMNS), ""),
+    ]
+    for row in rows:
+        bitwise = "yes" if row.bitwise else "no" if row.times else ""
+        numbers = [f"{value:.1e}" if value else "0" for value in _numbers(row).values()]
+        lines.append(_cells(str(row.layout), str(row.layout.ranks), bitwise, *numbers, row.fault or ""))
+    return "\n".join(lines)
+
+
+def narrow_table(rows: Sequence[Row], config: Config, steps: int) -> str:
+    """Return the rows for a terminal: under each layout its numbers, in 60 columns."""
+    tolerance = tolerance_for(config)
+    lines = [
+        f"{_counted(rows)}, {steps} steps in {config.precision.dtype}, against one process,",
+        "and this against an independent reference:",
+        "relative differences, in an update of Adam's moments too",
+        *_wider(rows, config),
+        "",
+        "layout",
+        _line("same bits", *(column[0] for column in _COLUMNS)),
+        _line("allowed", *(f"{getattr(tolerance, column[3]):.0e}" for column in _COLUMNS)),
+    ]
+    for row in rows:
+        lines.append(f"{row.layout}, {row.layout.ranks} ranks")
+        numbers = [f"{value:.0e}" if value else "0" for value in _numbers(row).values()]
+        lines.append(_line("yes" if row.bitwise else "no", *numbers))
+        lines += [f"  BEYOND ITS TOLERANCE: {row.fault}"] if row.fault else []
+    return "\n".join(lines)
+
+
+def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
+    """Return the rows for programs."""
+    tolerance = asdict(tolerance_for(config))
+    return {"steps": steps, "dtype": config.precision.dtype, "tolerance": tolerance, "rows": list(map(_values, rows))}
+
+
+def _values(row: Row) -> dict[str, Any]:
+    options = {name: getattr(row.layout, name) for name in _SHOWN} | {"offload": row.layout.offloaded}
+    times = {measure: times if math.isfinite(times) else None for measure, times in row.times.items()}  # as JSON can
+    said = {"bitwise": row.bitwise, "fault": row.fault, "times": times, "layout": options, "name": str(row.layout)}
+    return {**said, "ranks": row.layout.ranks, **_numbers(row)}
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    """Return the largest relative difference of each column."""
+    return {column[0]: max(row.worst.get(measure, 0.0) for measure in column[2]) for column in _COLUMNS}
+
+
+def _cells(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _line(first: str, *numbers: str) -> str:
+    columns = zip(_COLUMNS, numbers, strict=True)
+    return f"{first:>9}" + "".join(f"{number:>{max(len(column[0]), 5) + 1}}" for column, number in columns)
+
+
+def _wider(rows: Sequence[Row], config: Config) -> list[str]:
+    """Return the line that says that some layouts may differ more, if there are any."""
+    most = tolerance_for(config)
+    odd = any(tolerance_for(config, row.layout) != most for row in rows)
+    return ["Layouts with integers or 16-bit sums have wider tolerances."] * odd
+
+
+def _counted(rows: Sequence[Row]) -> str:
+    return f"{sum(row.layout.ranks > 1 for row in rows)} layouts"
