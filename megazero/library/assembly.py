@@ -12,7 +12,6 @@ from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
-from megazero.library.agreed import AgreedGather
 from megazero.library.built import BuiltPart, Shown, watch
 from megazero.library.following import following_of
 from megazero.library.optimizers import Recipe
@@ -111,8 +110,6 @@ class Assembly:
         )
         if before is not None and before.loss_scale.dynamic:
             engine.loss_scale = before.loss_scale
-        if isinstance(self.gather, AgreedGather):
-            engine.stages[0].reduction.before = self.gather.before_sum
         return engine
 
     def thaw(self, before: Engine, updates: int, take: Callable[[BuiltPart, Shown, nn.Parameter], object]) -> Engine:
@@ -131,8 +128,6 @@ class Assembly:
                 new = self._thawed(part, unit)
                 watch(part, new, take)
                 following_of(before).add(new, updates)
-                if isinstance(self.gather, AgreedGather):
-                    self.gather.replace(unit, new)
         return self.engine(before)
 
     def _thawed(self, part: BuiltPart, unit: Unit) -> Unit:

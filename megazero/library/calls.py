@@ -117,7 +117,6 @@ class Calls:
         parts: of the module; the root, if it has parameters of its own, is among them.
         gather: of their units.
         process: the other modules.
-        lockstep: all ranks gather the same units in the same order.
 
     Attributes:
         step: the number of steps done; the graph of an earlier one has parameters that are gone.
@@ -129,8 +128,8 @@ class Calls:
         lent: the names of parameters whose whole values are looked at: nothing may be gathered or released; else None.
     """
 
-    def __init__(self, parts: list[BuiltPart], gather: Gather, process: Process, *, lockstep: bool):
-        self.parts, self.gather, self.process, self._lockstep = parts, gather, process, lockstep
+    def __init__(self, parts: list[BuiltPart], gather: Gather, process: Process):
+        self.parts, self.gather, self.process = parts, gather, process
         self._number, self.step = process.modules, 0
         self.in_backward = self.trains = False
         self.lent: Collection[str] | None = None
@@ -221,8 +220,7 @@ class Calls:
 
     def gathered(self, part: BuiltPart) -> None:
         """Note that a part is gathered now."""
-        if self._lockstep:
-            self.process.order = zlib.crc32(b"%d %d" % (self._number, part.number), self.process.order)
+        self.process.order = zlib.crc32(b"%d %d" % (self._number, part.number), self.process.order)
 
     def _show(self, part: BuiltPart, call: _Call | None) -> None:
         """Put a part's parameters where its module looks for them."""

@@ -10,15 +10,27 @@ from megazero.base.errors import UserError
 from megazero.comm.collectives import all_gather
 from megazero.comm.grid import Axis
 from megazero.comm.transport.exchange import MismatchError
-from megazero.library.agreed import MEETINGS, AgreedGather
 from megazero.library.parameters import ShardedParameter
 from megazero.library.process import Process
 from megazero.zero.placement import UnitAxes
 
+MEETINGS = (
+    "backward",
+    "step",
+    "gathered",
+    "gradients",
+    "clip_gradients",
+    "full_state_dict",
+    "load_state_dict",
+    "save",
+    "load",
+)
+
 
 def _other_parts(rank: int, than: int) -> UserError:
     """Return the error for ranks in lockstep that have called different units."""
-    do = "let every rank call the same parts and make as many backwards, or give shard(lockstep=False)"
+    do = "let every rank call the same parts and make as many backwards; inside of a part, and in stages 0 to 2, "
+    do += "ranks may differ"
     return UserError(507, f"it has run other parts of the module than rank {than}", do, rank=rank)
 
 
@@ -47,7 +59,6 @@ class Lockstep:
     Args:
         rank: this one.
         parameters: of the module.
-        agreed: how ranks that call different units gather them; None: all call the same.
     """
 
     def __init__(
@@ -56,10 +67,9 @@ class Lockstep:
         axes: UnitAxes,
         parameters: Sequence[ShardedParameter],
         process: Process,
-        agreed: AgreedGather | None,
         device: torch.device,
     ):
-        self.rank, self._axes, self._parameters, self._agreed = rank, axes, parameters, agreed
+        self.rank, self._axes, self._parameters = rank, axes, parameters
         self._process, self._device = process, device
         self._versions = self._versions_now()
 
@@ -86,12 +96,9 @@ class Lockstep:
                 parameters were changed.
         """
         self.require_unchanged()
-        if self._agreed is not None:
-            self._agreed.meet(meeting)
-        order = self._process.order if self._agreed is None else 0
         with torch._C.DisableTorchFunctionSubclass():
             frozen = crc32(bytes(parameter.requires_grad for parameter in self._parameters))
-        self._compare(self._axes.shard, meeting, order, frozen)
+        self._compare(self._axes.shard, meeting, self._process.order, frozen)
         if meeting == "step":
             self._compare(self._axes.replica, meeting, 0, frozen)
 

@@ -1,12 +1,9 @@
 """What the modules share that one process has sharded: they may be in one graph, and in one backward."""
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
-
-from megazero.zero.unit import Unit
 
 
 class Passed(Protocol):
@@ -24,14 +21,12 @@ class Process:
     Attributes:
         modules: their number so far.
         order: a number made of the units that ranks in lockstep have gathered, in their order.
-        units: those of all modules whose ranks call different ones, in the same order on each rank.
         in_backward: a backward of some of them runs.
         passed: others, which it has come through: their gradients are dropped.
     """
 
     modules: int = 0
     order: int = 0
-    units: list[weakref.ref[Unit]] = field(default_factory=list)
     in_backward: bool = False
     passed: list[Passed] = field(default_factory=list)
 

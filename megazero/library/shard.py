@@ -17,7 +17,6 @@ from megazero.comm.grid import Axis, make_grid, single
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
 from megazero.library.adopt import Initial, Shapes, adopt, adopt_buffers, make_values
-from megazero.library.agreed import AgreedGather
 from megazero.library.assembly import Assembly, Memory, unit_of
 from megazero.library.built import BuiltPart, Shown
 from megazero.library.calls import Calls
@@ -26,7 +25,6 @@ from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
 from megazero.library.parameters import guard
 from megazero.library.parts import ROOT, Part, Units, fitting, parts_of, submodules
-from megazero.library.process import Process
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
 from megazero.library.tables import Table, split_rows
@@ -54,7 +52,6 @@ def shard(
     tables: Units = (),
     table_optimizer: str | Mapping[str, Any] = "adagrad",
     initial: Initial | None = None,
-    lockstep: bool = True,
     kernels: str = "auto",
     timeout: float = 120.0,
 ) -> Sharded:
@@ -76,8 +73,6 @@ def shard(
         table_optimizer: "adagrad" or "adam", or {"name": ..., "lr": ...}: of these (`row_optimizers.py`).
         initial: (name, tensor), writes the values of a parameter or buffer on meta, on rank 0; None: the modules'
             `reset_parameters` do.
-        lockstep: every rank calls the same units in the same order; False: each those that it likes, at the price of a
-            message between the ranks before each gathering and each sum in stage 3 (`agreed.py`).
         kernels: as of the option precision.kernels.
         timeout: seconds that a rank waits for the others.
 
@@ -85,8 +80,6 @@ def shard(
         UserError: 5xx, see docs/library.md; 111 and 3xx, the ranks do not come together; 106, shard_ranks.
     """
     _require_known(module, stage, precision)
-    if tables and not lockstep:
-        raise UserError(510, "lockstep=False next to tables, in which all ranks look up together", where="shard")
     if optimizer is None:
         module.requires_grad_(False)
     recipe, rows, by_row = recipe_of(optimizer, groups), row_optimizer(table_optimizer), _tables(module, tables)
@@ -113,12 +106,11 @@ def shard(
     built = [_built(part, dtype, recipe, memory, axes, grid["world"], initial, shapes) for part in parts]
     adopt_buffers(module, grid["world"], device, initial)
     process.modules += 1
-    agreed = None if lockstep else _agreed(built, device, process)
-    assembly = Assembly(built, recipe, grid, memory, clip, agreed or Gather(device))
-    calls = Calls(built, assembly.gather, process, lockstep=lockstep)
+    assembly = Assembly(built, recipe, grid, memory, clip, Gather(device))
+    calls = Calls(built, assembly.gather, process)
     split = split_rows(by_row, rows, grid["world"], device, process, dtype)
     guarded = guard(module, built, split.shards, calls)
-    meetings = Lockstep(world.rank, axes, guarded, process, agreed, device)
+    meetings = Lockstep(world.rank, axes, guarded, process, device)
     return Sharded(module, assembly, calls, split, recipe.lr, partial(_cast, dtype=dtype), meetings)
 
 
@@ -226,12 +218,6 @@ def _unit_name(part: Part, dtype: torch.dtype, kinds: Mapping[tuple[torch.dtype,
     """Return a unit's name: the part's, with what tells it from the part's other units."""
     words = [str(dtype).removeprefix("torch.")] * (len({one for one, _ in kinds}) > 1) + ["frozen"] * (not trained)
     return f"{part.name} ({', '.join(words)})" if words else part.name
-
-
-def _agreed(built: Sequence[BuiltPart], device: torch.device, process: Process) -> AgreedGather | None:
-    """Return the gathering of units by ranks that call different ones; None: no unit is gathered."""
-    units = [unit for part in built for unit in part.units]
-    return None if all(unit.parameters_rest_whole for unit in units) else AgreedGather(device, units, process)
 
 
 def _cast(inputs: Any, dtype: torch.dtype | None) -> Any:

@@ -87,9 +87,8 @@ def plain_seen() -> list[Tensor]:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_weight_outside_of_its_own_forward_is_that_of_the_update(stage: int):
     expected = plain_seen()
-    for options in ({}, {"lockstep": False}):
-        found, *_ = on_ranks(2, seen, stage, options)
-        assert torch.allclose(torch.stack(found), torch.stack(expected), rtol=1e-11, atol=0.0)
+    found, *_ = on_ranks(2, seen, stage)
+    assert torch.allclose(torch.stack(found), torch.stack(expected), rtol=1e-11, atol=0.0)
 
 
 def loaded(stage: int, folder: Path) -> tuple[Tensor, Tensor]:
