@@ -102,7 +102,7 @@ def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> dict[str, nn.Pa
     return made
 
 
-def take(unit: Unit, values: dict[str, Tensor | nn.Parameter | None], world: Axis) -> None:
+def take(unit: Unit, values: Mapping[str, Tensor | None], world: Axis) -> None:
     """Let a unit have the values that rank 0 has; the others' are not read."""
     dtype = unit.masters.dtype if unit.trainable else unit.parameters.values.dtype
     whole = torch.zeros(unit.numel, dtype=dtype, device=unit.device)

@@ -82,8 +82,8 @@ class BuiltPart:
         part: what it was made of.
         trained, frozen: its parameters.
         root: it stays gathered until the backward is over.
-        depth: calls of it that run now, one inside the other.
-        open: calls whose backward is still to come.
+        running: a call of it runs now.
+        open: its calls whose backward is still to come.
         looks_up: it is an embedding, whose backward reads nothing of it.
         after: the part that was called after it in the last forward: it is prefetched.
         nodes: of autograd, which take the gradients of its parameters' uses outside of its forward.
@@ -94,8 +94,8 @@ class BuiltPart:
     trained: list[Shown]
     frozen: list[Shown]
     root: bool
-    depth: int = 0
-    open: int = 0
+    running: bool = False
+    open: set[object] = field(default_factory=set)
     after: "BuiltPart | None" = None
     nodes: list[Node] = field(default_factory=list)
     strays: int = 0
@@ -109,6 +109,11 @@ class BuiltPart:
         self._find()
         self.looks_up = isinstance(self.part.module, nn.Embedding | nn.EmbeddingBag)
         self.number = zlib.crc32(self.part.name.encode())
+
+    @property
+    def here(self) -> bool:
+        """Return whether the values of all its units are whole here."""
+        return all(unit.whole is not None for unit in self.units)
 
     @property
     def live(self) -> list[Shown]:

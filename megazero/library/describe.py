@@ -1,11 +1,13 @@
 """Describe what a sharded module holds, in tables, and in words what it was given or asked for."""
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from megazero.base.terminal import in_columns
 from megazero.comm.pool import same_place
+from megazero.library.assembly import Assembly
 from megazero.library.built import BuiltPart
 from megazero.library.tables import RowShard
 from megazero.zero.unit import Unit
@@ -24,13 +26,16 @@ _INSTEAD = {
 }
 
 
-def parts_table(parts: Sequence[BuiltPart], tables: Sequence[RowShard], state_names: Sequence[str], stage: int) -> str:
+def parts_table(assembly: Assembly) -> str:
     """Return a table: of each part its parameters, and the bytes of them that rest on this rank, by kind."""
     heads = ("part", "parameters", "frozen", "parameters here", "gradients here", "optimizer here")
-    rows = [heads, *(_row(part, len(state_names)) for part in parts if part.units), *map(_table_row, tables)]
-    axes = parts[0].units[0].axes if parts[0].units else parts[1].units[0].axes
+    rows = [heads, *(_row(part, len(assembly.optimizer.STATE)) for part in assembly.parts if part.units)]
+    rows += map(_table_row, assembly.tables.shards)
+    axes = assembly.memory.axes
     groups = f", {axes.replica.size} times" if axes.replica.size > 1 else ""
-    return "\n".join([f"ZeRO stage {stage} over {axes.shard.size} ranks{groups}; bytes of one rank", *in_columns(rows)])
+    return "\n".join(
+        [f"ZeRO stage {assembly.stage} over {axes.shard.size} ranks{groups}; bytes of one rank", *in_columns(rows)]
+    )
 
 
 def _row(part: BuiltPart, states: int) -> tuple[str, ...]:
@@ -46,7 +51,7 @@ def _row(part: BuiltPart, states: int) -> tuple[str, ...]:
 
 
 def _table_row(table: RowShard) -> tuple[str, ...]:
-    whole = table.whole * table.values.shape[1]
+    whole = math.prod(table.shape)
     held = table.values.nbytes, 0, sum(state.nbytes for state in table.state.values())
     counts = (whole, 0, *held) if table.state else (0, whole, *held)
     return (f"{table.name} (rows)", *(f"{count:,}" for count in counts))

@@ -22,8 +22,8 @@ from megazero.launcher.environment import RankContext, World, world_from_environ
 from megazero.launcher.rendezvous import connect, disconnect
 from megazero.launcher.spawn import run_local
 from megazero.library.plain import decoded, encoded
-from megazero.library.process import Process
 from megazero.library.raised import first_kept, keep
+from megazero.library.values import Process
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from megazero.comm.grid import Axis, make_grid, single
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
 from megazero.library.adopt import Initial, Shapes, adopt, adopt_buffers, make_values
-from megazero.library.assembly import Assembly, Memory, unit_of
+from megazero.library.assembly import Assembly, Memory
 from megazero.library.built import BuiltPart, Shown
 from megazero.library.calls import Calls
 from megazero.library.lockstep import Lockstep
@@ -28,7 +28,7 @@ from megazero.library.parts import ROOT, Part, Units, fitting, parts_of, submodu
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
 from megazero.library.tables import Table, split_rows
-from megazero.zero.gather import Gather
+from megazero.library.values import Values
 from megazero.zero.layout import Entry, lay_out
 from megazero.zero.offload import Offload
 from megazero.zero.placement import STAGES, UnitAxes
@@ -100,18 +100,18 @@ def shard(
         )
     _require_one_module(parts, grid["world"], device)
     dtype = None if precision is None else _DTYPES[precision]
-    memory = Memory(device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
     axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=STAGES[stage], replica=grid["replica"])
+    memory = Memory(axes, device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
     shapes = {place: m.parameter.shape for part in parts for m in part.members for place in m.places}
-    built = [_built(part, dtype, recipe, memory, axes, grid["world"], initial, shapes) for part in parts]
+    built = [_built(part, dtype, recipe, memory, grid["world"], initial, shapes) for part in parts]
     adopt_buffers(module, grid["world"], device, initial)
-    process.modules += 1
-    assembly = Assembly(built, recipe, grid, memory, clip, Gather(device))
-    calls = Calls(built, assembly.gather, process)
-    split = split_rows(by_row, rows, grid["world"], device, process, dtype)
-    guarded = guard(module, built, split.shards, calls)
-    meetings = Lockstep(world.rank, axes, guarded, process, device)
-    return Sharded(module, assembly, calls, split, recipe.lr, partial(_cast, dtype=dtype), meetings)
+    values = Values(built, process, device)
+    calls = Calls(values)
+    split = split_rows(by_row, rows, grid["world"], calls, dtype)
+    guard(module, values, split.shards)
+    meetings = Lockstep(world.rank, axes, values)
+    assembly = Assembly(module, values, calls, split, meetings, recipe, grid, memory, clip)
+    return Sharded(assembly, partial(_cast, dtype=dtype))
 
 
 def _require_known(module: nn.Module, stage: int, precision: str | None) -> None:
@@ -189,7 +189,6 @@ def _built(
     dtype: torch.dtype | None,
     recipe: Recipe,
     memory: Memory,
-    axes: UnitAxes,
     world: Axis,
     initial: Initial | None,
     shapes: Shapes,
@@ -201,7 +200,7 @@ def _built(
     for (own, trained), members in kinds.items():
         entries = [Entry(m.name, tuple(m.parameter.shape), recipe.group(m.name), split=True) for m in members]
         layout = lay_out(_unit_name(part, own, kinds, trained=trained), entries)
-        unit = unit_of(layout, own, memory, axes, trained=trained)
+        unit = memory.unit(layout, own, trained=trained)
         found = adopt(unit, members, world)
         index = {interval.name: place for place, interval in enumerate(unit.layout.intervals)}
         shown += [(trained, Shown(unit, index[m.name], m.name, m.places, found[m.name])) for m in members]

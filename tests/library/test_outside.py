@@ -56,9 +56,9 @@ def sharded_net(stage: int, make: Any = Net, units: Any = ("a", "b", "table"), *
     )
 
 
-def seen(stage: int, options: dict[str, Any]) -> list[Tensor]:
+def seen(stage: int) -> list[Tensor]:
     """Return the losses of steps and evaluations, and values that are looked at between them."""
-    sharded, found = sharded_net(stage, **options), []
+    sharded, found = sharded_net(stage), []
     for step, how in enumerate(HOW):
         loss = sharded(numbers(step, sharded.rank), how)
         sharded.backward(loss)
