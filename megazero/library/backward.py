@@ -10,35 +10,24 @@ from megazero.base.errors import UserError
 from megazero.library.assembly import Assembly
 from megazero.library.describe import loss_text
 from megazero.library.lockstep import in_lockstep
-from megazero.zero.engine import Engine
 
 
 class Backwards:
     """The backwards of a step of one module.
 
     Attributes:
-        count: those of this step so far.
+        trains: the module has something to train.
+        count: the backwards of this step so far.
         frozen: the trained parameters that were frozen in all of them, by name.
     """
 
     def __init__(self, assembly: Assembly):
-        self.assembly = assembly
+        self.assembly, self.engine = assembly, assembly.engine
+        self.trains = bool(self.engine.units or assembly.tables.trained)
+        self._shards_gradients = any(not unit.gradients_rest_whole for unit in self.engine.units)
+        self._one = torch.ones((), device=self.engine.loss_scale.scale.device)
         self._all_summed = False
         self.begin_step()
-
-    @property
-    def engine(self) -> Engine:
-        """Return the engine, which is another one after parameters were unfrozen."""
-        return self.assembly.engine
-
-    @property
-    def trains(self) -> bool:
-        """Return whether the module has anything to train."""
-        return bool(self.engine.units or self.assembly.tables.trained)
-
-    @property
-    def _shards_gradients(self) -> bool:
-        return any(not unit.gradients_rest_whole for unit in self.engine.units)
 
     def begin_step(self) -> None:
         """Begin a step: there is no gradient yet."""
@@ -64,12 +53,11 @@ class Backwards:
                 stage.clear()  # what is reduced next holds what was reduced before
         self._all_summed, self._reduced, self._failed = last, sends, True
         parts = self.assembly.parts
-        now = {shown.name for part in parts for shown in part.trained}
-        now -= {shown.name for part in parts for shown in part.live}
+        now = {member.name for part in parts for member in part.trained}
+        now -= {member.name for part in parts for member in part.live}
         self.frozen = self.frozen & now if self.count else now
         self.count += 1
-        counted = torch.full((), float(self.count == 1), device=self.engine.loss_scale.scale.device)  # a step is one
-        return self.engine.loss(loss, counted)
+        return self.engine.loss(loss, self._one if self.count == 1 else self._one - 1)
 
     def run(self, begin: Callable[[], None], *, factor: Tensor | None) -> None:
         """Run autograd, `begin`, while gradients are taken.

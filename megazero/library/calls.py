@@ -18,7 +18,7 @@ A parameter that is frozen when its part is called is a constant there. A backwa
 through this one, which gathers its parts and drops their gradients.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,35 +27,36 @@ import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import UserError
-from megazero.library.built import BuiltPart, Forward, Shown, hide, prepare, put, tensors_in
+from megazero.library.parts import Member, Part
 from megazero.library.saved import saving
+from megazero.library.shown import Forward, hide, prepare, put, tensors_in
 from megazero.library.values import Values
 from megazero.zero.saved import before_backward
 from megazero.zero.unit import Unit
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class _Call:
     """One call of a part whose backward is still to come.
 
     Attributes:
         before: the part whose call ended last before this one began: its backward comes next.
         epoch: of the values that it has seen.
-        shown: the parameters that are not frozen.
+        members: the parameters that are not frozen.
     """
 
     calls: "Calls"
-    part: BuiltPart
-    before: BuiltPart | None
+    part: Part
+    before: Part | None
     epoch: int
-    shown: list[Shown]
+    members: list[Member]
 
     def begin_backward(self, _: object = None) -> None:
         """Gather the part, whose backward begins; prefetch the one whose backward comes next."""
         self.require_fresh()
         self.calls.join()
-        if (self.calls.in_backward or not self.shown) and not self.part.here:
-            self.calls.gather_for_backward(self.part, keeps=bool(self.shown))
+        if (self.calls.in_backward or not self.members) and not self.part.here:
+            self.calls.gather_for_backward(self.part, keeps=bool(self.members))
             if self.before is not None:
                 self.calls.values.prefetch(self.before)
 
@@ -79,20 +80,20 @@ class _Call:
             raise UserError(506, "loss.backward() was called", do)
         if part in calls.reduced:
             do = "checkpoint what calls it several times with use_reentrant=False"
-            raise UserError(506, f"{part.part.name} got gradients after they had been reduced", do)
-        if part.open <= {self}:
+            raise UserError(506, f"{part.name} got gradients after they had been reduced", do)
+        if all(call is self for call in part.open):
             calls.release_trained(part, gradients)
-        live = {shown.name for shown in part.live}
-        for shown, gradient in zip(self.shown, gradients, strict=True):
-            if gradient is not None and shown.name in live:
-                calls.take(shown, gradient)
+        live = set(part.live)
+        for member, gradient in zip(self.members, gradients, strict=True):
+            if gradient is not None and member in live:
+                calls.take(member, gradient)
         part.open.discard(self)
         calls.complete(part)
 
     def require_fresh(self) -> None:
         """Refuse the graph of an earlier step, or of other values. Raises UserError 506."""
         if self.epoch != self.calls.values.epoch:
-            what = f"{self.part.part.name}: backward of a forward that ran before the last step, or change of values"
+            what = f"{self.part.name}: backward of a forward that ran before the last step, or change of values"
             raise UserError(506, what, "run forward and backward between two steps")
 
 
@@ -103,7 +104,7 @@ class _Parameters(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, anchor: Tensor) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(shown.values for shown in call.shown)
+        return tuple(member.values for member in call.members)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
@@ -123,7 +124,6 @@ class Calls:
     Attributes:
         in_backward: a backward runs that trains the module, or comes through it.
         trains: it trains the module.
-        on_thaw: called when parameters that were frozen are not any more.
         factor: what gradients are multiplied by, where a backward has another loss scale than the module; else None.
         reduced: the parts whose reduction has begun in this backward.
     """
@@ -132,24 +132,21 @@ class Calls:
         self.values = values
         self.in_backward = self.trains = False
         self.factor: Tensor | None = None
-        self.on_thaw: Callable[[], object] = lambda: None
-        self.reduced: set[BuiltPart] = set()
+        self.reduced: set[Part] = set()
         self._anchor: Tensor | None = None
-        self._held: BuiltPart | None = None  # a part without gradients that backward has gathered
+        self._held: Part | None = None  # a part without gradients that backward has gathered
         self._task = -1  # autograd's number of the backward
         self._sharded = any(part.sharded for part in values.parts)
         for part in values.parts:
             prepare(part, self.run, self.stray)
 
-    def run(self, part: BuiltPart, forward: Forward, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def run(self, part: Part, forward: Forward, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Run the forward of a part between its two events."""
         if part.running:  # called by itself: its parameters are there
             return forward(*arguments, **named)
         values, wants = self.values, torch.is_grad_enabled()
         values.require_not_lent()
         self.join()
-        if not self.in_backward and not any(one.running for one in values.parts):
-            self.follow()
         values.begin(part, forward=not self.in_backward)
         before = None if self.in_backward else values.ended
         call = _Call(self, part, before, values.epoch, part.live) if wants else None
@@ -170,13 +167,7 @@ class Calls:
             if not self.in_backward:
                 values.end(part, graph=wants, keeps=keeps)
 
-    def follow(self) -> None:
-        """See whether parameters that were frozen are not any more."""
-        if any(part.thawed for part in self.values.parts):
-            self.values.release_all()
-            self.on_thaw()
-
-    def gather_for_backward(self, part: BuiltPart, *, keeps: bool) -> None:
+    def gather_for_backward(self, part: Part, *, keeps: bool) -> None:
         """Gather a part whose backward begins; it is released when its gradients have come, or when the next begins.
 
         Args:
@@ -187,21 +178,21 @@ class Calls:
         self._held = None if keeps else part
         self.values.unshard(part)
 
-    def _show(self, part: BuiltPart, call: _Call | None) -> None:
+    def _show(self, part: Part, call: _Call | None) -> None:
         """Put a part's parameters where its module looks for them."""
-        live = set() if call is None else set(call.shown)
+        live = set() if call is None else set(call.members)
         if call is not None and live:
             if self._anchor is None:
                 self._anchor = torch.zeros((), requires_grad=True, device=self.values.device)
             if not (self.in_backward and part.open):  # else a checkpoint repeats a call, which stands for it
                 part.open.add(call)
-            for shown, value in zip(call.shown, _Parameters.apply(call, self._anchor), strict=True):
-                put(shown, value)
-        for shown in part.shown:
-            if shown not in live:
-                put(shown, shown.values)
+            for member, value in zip(call.members, _Parameters.apply(call, self._anchor), strict=True):
+                put(member, value)
+        for member in part.members:
+            if member not in live:
+                put(member, member.values)
 
-    def release_trained(self, part: BuiltPart, gradients: Sequence[Tensor | None]) -> None:
+    def release_trained(self, part: Part, gradients: Sequence[Tensor | None]) -> None:
         """Free the values of trained parameters whose gradients have come, which then may have their memory."""
         if not part.sharded or part.running:
             return
@@ -211,7 +202,7 @@ class Calls:
         if values.isdisjoint(x.untyped_storage()._cdata for x in given):  # else a gradient is a parameter's own values
             self.values.release_units(units)
 
-    def complete(self, part: BuiltPart) -> None:
+    def complete(self, part: Part) -> None:
         """Let a part's gradients be reduced, unless more of them are to come in this backward."""
         if part.strays or part.open:
             return
@@ -223,13 +214,13 @@ class Calls:
                 if unit.trainable:
                     unit.deliveries.on_complete()
 
-    def take(self, shown: Shown, gradient: Tensor) -> None:
+    def take(self, member: Member, gradient: Tensor) -> None:
         """Write a gradient into its unit's buffer, or add it to those before; drop it if others are trained."""
         if not self.trains:
             return
         if self.factor is not None:
             gradient = gradient * self.factor
-        slot = shown.unit.views[shown.name]
+        slot = member.unit.views[member.name]
         if gradient.layout == torch.sparse_coo:  # of an embedding alone
             slot.write_rows(gradient._indices()[0], gradient._values())
         else:
@@ -240,7 +231,7 @@ class Calls:
         self._task = torch._C._current_graph_task_id()
         for part in self.values.parts:
             part.strays = sum(map(torch._C._will_engine_execute_node, part.nodes))
-            live = {shown.unit for shown in part.live}
+            live = {member.unit for member in part.live}
             for unit in part.units:
                 if unit.trainable and unit not in live:
                     unit.deliveries.on_complete()
@@ -283,7 +274,7 @@ class Calls:
         values.release(values.parts)
         values.storages.clear()
 
-    def stray(self, part: BuiltPart, shown: Shown, parameter: nn.Parameter) -> None:
+    def stray(self, part: Part, member: Member, parameter: nn.Parameter) -> None:
         """Take a gradient that came to a parameter itself, which was used while it was not shown.
 
         A checkpoint that runs backward inside of a part's backward does that, and so does a penalty on weights that
@@ -296,10 +287,11 @@ class Calls:
         self.join()
         if self.in_backward and not self.trains:
             return
-        if gradient is None or not self.in_backward or part in self.reduced or gradient.numel() != shown.numel:
-            what = f"{shown.name} was used outside of the forward of its submodule"
+        there = gradient is not None and gradient.shape == member.shape
+        if gradient is None or not there or not self.in_backward or part in self.reduced:
+            what = f"{member.name} was used outside of the forward of its submodule"
             raise UserError(506, what, "use it within the module's forward; its values are in sharded.gathered()")
-        self.take(shown, gradient)
+        self.take(member, gradient)
         if torch._C._current_graph_task_id() == self._task:  # else a checkpoint's own backward
             part.strays -= 1
             self.complete(part)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megazero.base.terminal import in_columns
 from megazero.comm.pool import same_place
 from megazero.library.assembly import Assembly
-from megazero.library.built import BuiltPart
+from megazero.library.parts import Part
 from megazero.library.tables import RowShard
 from megazero.zero.unit import Unit
 
@@ -38,7 +38,7 @@ def parts_table(assembly: Assembly) -> str:
     )
 
 
-def _row(part: BuiltPart, states: int) -> tuple[str, ...]:
+def _row(part: Part, states: int) -> tuple[str, ...]:
     trained = [unit for unit in part.units if unit.trainable]
     frozen = [unit for unit in part.units if not unit.trainable]
     held = [
@@ -47,7 +47,7 @@ def _row(part: BuiltPart, states: int) -> tuple[str, ...]:
         sum(_optimizer_bytes(unit, states) for unit in trained),
     ]
     counts = [_elements(trained), _elements(frozen), *held]
-    return (part.part.name, *(f"{count:,}" for count in counts))
+    return (part.name, *(f"{count:,}" for count in counts))
 
 
 def _table_row(table: RowShard) -> tuple[str, ...]:

@@ -124,9 +124,8 @@ def guard(module: nn.Module, values: Values, tables: Iterable[RowShard]) -> None
     Args:
         tables: whose rows are split.
     """
-    for shown in (shown for part in values.parts for shown in part.shown):
-        shape = shown.unit.layout.intervals[shown.index].shape
-        _guard(shown.parameter, shown.name, shape, values)
+    for member in (member for part in values.parts for member in part.members):
+        _guard(member.parameter, member.name, member.shape, values)
     for table in tables:
         owner = module.get_submodule(table.name.rpartition(".")[0])
         _guard(owner._parameters["weight"], table.name, table.shape, values)

@@ -1,14 +1,14 @@
-"""Bring an exception that a rank has raised to the process that launched it, as it is.
+"""Bring an exception that a rank has raised to the process that launched it.
 
-It goes as plain data: the names of its classes, its arguments, text, attributes and notes. The launcher, from which the
-rank was forked, has most classes itself; where it has not, it takes the nearest base class that it has.
+It goes as plain data: its class, its arguments, attributes and text. The launcher, from which the rank was forked, has
+the class itself; one that it does not find or cannot make from these becomes a RuntimeError with the name and the text.
 """
 
 import json
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import IO, Any
 
 from megazero.base.errors import UserError
@@ -18,62 +18,46 @@ from megazero.library.plain import decoded, encoded
 def keep(error: BaseException, rank: int, file: IO[bytes]) -> None:
     """Write an exception of this rank into a file, with its traceback as a note."""
     error.add_note(f"on rank {rank}:\n{''.join(traceback.format_exception(error))}")
-    file.write(json.dumps([time.monotonic(), _plain(error)]).encode())
+    arguments = error.__reduce__()[1]  # an OSError's has the file, which its `args` has not
+    values = {name: one for name, one in vars(error).items() if _is_plain(one)}
+    plain = encoded([type(error).__module__, type(error).__qualname__, str(error), error.__notes__, values])
+    file.write(json.dumps([time.monotonic(), plain, encoded(arguments) if _is_plain(arguments) else None]).encode())
     file.flush()
 
 
 def first_kept(files: Iterable[IO[bytes]]) -> BaseException | None:
     """Return the exception that was raised first on any rank; None: no rank has kept one."""
-    found: list[tuple[float, Any]] = []
+    found: list[Any] = []
     for file in files:
         file.seek(0)
-        try:
-            at, plain = json.loads(file.read())
-        except ValueError:  # its rank was ended before it wrote, or while it did
-            continue
-        found.append((at, plain))
-    return _made(min(found, key=lambda one: one[0])[1]) if found else None
-
-
-def _plain(error: BaseException) -> dict[str, Any]:
-    kinds = [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__]
-    inner = [_plain(one) for one in error.exceptions] if isinstance(error, BaseExceptionGroup) else []
-    arguments = [error.message] if isinstance(error, BaseExceptionGroup) else list(error.args)
-    if isinstance(error, OSError):
-        arguments = list(error.__reduce__()[1])  # with the file, which `args` has not
-    held = {name: plain for name, one in vars(error).items() if (plain := _encoded(one)) is not None}
-    return {"kinds": kinds, "arguments": _encoded(arguments), "text": str(error), "inner": inner, "held": held}
-
-
-def _encoded(value: Any) -> Any:
-    """Return a value as plain data; None: it is none."""
-    try:
-        return encoded(value)
-    except UserError:
+        if text := file.read():
+            found.append(json.loads(text))
+    if not found:
         return None
+    _, plain, arguments = min(found, key=lambda one: one[0])
+    return _made(decoded(plain), decoded(arguments))
 
 
-def _made(plain: dict[str, Any]) -> BaseException:
-    text, inner = plain["text"], [[_made(one) for one in plain["inner"]]] if plain["inner"] else []
-    given = [] if plain["arguments"] is None else [[*decoded(plain["arguments"]), *inner]]
-    for kind in _classes(plain["kinds"]):
-        for arguments in (*given, [text]):
-            for make in (kind, lambda *given, kind=kind: kind.__new__(kind, *given)):  # its __init__ may take others
-                try:
-                    made = make(*arguments)
-                except Exception:  # whatever a class of the user's raises
-                    continue
-                if str(made) == text:
-                    vars(made).update(decoded(plain["held"]))
-                    return made
-    raise AssertionError("BaseException takes any text")
+def _is_plain(value: object) -> bool:
+    try:
+        encoded(value)
+    except UserError:
+        return False
+    return True
 
 
-def _classes(names: Iterable[tuple[str, str]]) -> Iterator[type[BaseException]]:
-    """Yield the classes of some names that this process has."""
-    for module, name in names:
-        found: Any = sys.modules.get(module)
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        if isinstance(found, type) and issubclass(found, BaseException):
-            yield found
+def _made(plain: list[Any], arguments: Any) -> BaseException:
+    module, name, text, notes, values = plain
+    kind: Any = getattr(sys.modules.get(module), name, None)
+    for make in (kind, lambda *given: kind.__new__(kind, *given)):  # its __init__ may take others than it passed on
+        try:
+            made = make(*arguments)
+        except Exception:
+            continue
+        if str(made) == text:
+            break
+    else:
+        made = RuntimeError(f"{name}: {text}")
+    vars(made).update(values)
+    made.__notes__ = notes
+    return made

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,15 +16,14 @@ from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Axis, make_grid, single
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
-from megazero.library.adopt import Initial, Shapes, adopt, adopt_buffers, make_values
+from megazero.library.adopt import Initial, adopt, adopt_buffers, make_values
 from megazero.library.assembly import Assembly, Memory
-from megazero.library.built import BuiltPart, Shown
 from megazero.library.calls import Calls
 from megazero.library.lockstep import Lockstep
 from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
 from megazero.library.parameters import guard
-from megazero.library.parts import ROOT, Part, Units, fitting, parts_of, submodules
+from megazero.library.parts import Part, Units, fitting, parts_of, submodules
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
 from megazero.library.tables import Table, split_rows
@@ -103,9 +102,11 @@ def shard(
     axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=STAGES[stage], replica=grid["replica"])
     memory = Memory(axes, device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
     shapes = {place: m.parameter.shape for part in parts for m in part.members for place in m.places}
-    built = [_built(part, dtype, recipe, memory, grid["world"], initial, shapes) for part in parts]
+    for part in parts:
+        make = partial(make_values, part, grid["world"], device, initial, shapes)
+        _give_units(part, dtype, recipe, memory, grid["world"], make)
     adopt_buffers(module, grid["world"], device, initial)
-    values = Values(built, process, device)
+    values = Values(parts, process, device)
     calls = Calls(values)
     split = split_rows(by_row, rows, grid["world"], calls, dtype)
     guard(module, values, split.shards)
@@ -184,33 +185,18 @@ def _require_one_module(parts: Sequence[Part], world: Axis, device: torch.device
             raise UserError(504, what, "build the same module on every rank", rank=rank)
 
 
-def _built(
-    part: Part,
-    dtype: torch.dtype | None,
-    recipe: Recipe,
-    memory: Memory,
-    world: Axis,
-    initial: Initial | None,
-    shapes: Shapes,
-) -> BuiltPart:
-    """Give the parameters of a part memory and initial values."""
+def _give_units(
+    part: Part, dtype: torch.dtype | None, recipe: Recipe, memory: Memory, world: Axis, make: Callable[[], None]
+) -> None:
+    """Give the parameters of a part units, and initial values: those that rank 0 has after `make`."""
     kinds = part.groups(dtype)
-    agree(world, memory.device, lambda: make_values(part, world, memory.device, initial, shapes))
-    shown: list[tuple[bool, Shown]] = []
+    agree(world, memory.device, make)
     for (own, trained), members in kinds.items():
         entries = [Entry(m.name, tuple(m.parameter.shape), recipe.group(m.name), split=True) for m in members]
         layout = lay_out(_unit_name(part, own, kinds, trained=trained), entries)
-        unit = memory.unit(layout, own, trained=trained)
-        found = adopt(unit, members, world)
-        index = {interval.name: place for place, interval in enumerate(unit.layout.intervals)}
-        shown += [(trained, Shown(unit, index[m.name], m.name, m.places, found[m.name])) for m in members]
-    part.members.clear()  # nobody holds the parameters that the module came with any more
-    return BuiltPart(
-        part,
-        [one for trained, one in shown if trained],
-        [one for trained, one in shown if not trained],
-        part.name == ROOT,
-    )
+        adopt(memory.unit(layout, own, trained=trained), members, world)
+    part.members = [member for members in kinds.values() for member in members]
+    part.find_units()
 
 
 def _unit_name(part: Part, dtype: torch.dtype, kinds: Mapping[tuple[torch.dtype, bool], Any], *, trained: bool) -> str:

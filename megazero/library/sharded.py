@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from megazero.base.errors import UserError
 from megazero.library.assembly import Assembly
 from megazero.library.backward import run_backward
-from megazero.library.built import refuse_compiled
 from megazero.library.describe import no_attribute, parts_table
 from megazero.library.lockstep import in_lockstep
+from megazero.library.shown import refuse_compiled
 from megazero.library.state import State
 from megazero.library.whole import WholeValues
 from megazero.observe.unit_table import UnitEvents
@@ -84,23 +84,7 @@ class Sharded(WholeValues):
         self._known = _places(self.module)
         self._skipped = torch.zeros((), dtype=torch.int64, device=assembly.values.device)
         self._checked = self.steps = 0
-        self._events = self._unit_events()
-        assembly.calls.on_thaw = self._thaw
-
-    def _unit_events(self) -> UnitEvents:
-        events = UnitEvents(self._assembly.values.units, self._assembly.memory.ledger.seconds)
-        events.listen(on=self._watch is not None)
-        return events
-
-    def _thaw(self) -> None:
-        """Train parameters too that were frozen. Raises UserError 502: between the backwards of a step."""
-        if self._backwards.count:
-            name = next(shown.name for part in self._assembly.parts for shown in part.thawed)
-            what = f"{name} was unfrozen between a backward and its step"
-            raise UserError(502, what, "call requires_grad_(True) after the step")
-        self._assembly.thaw(self.steps - int(self._skipped))
-        self._events = self._unit_events()
-        self._backwards.begin_step()
+        self._events = UnitEvents(assembly.values.units, assembly.memory.ledger.seconds)
 
     @property
     def rank(self) -> int:
@@ -205,7 +189,6 @@ class Sharded(WholeValues):
             UserError: 403, it could not be written; 508, the folder has this step already; 302, a value is not finite.
         """
         self._assembly.lockstep.meet("save")
-        self._assembly.calls.follow()
         return State(self._assembly).save(Path(folder), self.steps, int(self._skipped))
 
     def load(self, folder: str | Path, step: int | None = None) -> int:
@@ -220,7 +203,6 @@ class Sharded(WholeValues):
             UserError: 402, there is none; 410, it is damaged; 508, it is of another module or another optimizer.
         """
         self._assembly.lockstep.meet("load")
-        self._assembly.calls.follow()
         state = State(self._assembly)
         path, manifest = state.verified(Path(folder), step)
         self._backwards.forget()

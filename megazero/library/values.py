@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.library.built import BuiltPart
+from megazero.library.parts import Part
 from megazero.zero.gather import Gather
 from megazero.zero.unit import Unit
 
@@ -60,6 +60,7 @@ class Values:
         process: this module and the others.
 
     Attributes:
+        units: those of all parts.
         gather: the gathering of units.
         epoch: the number of times that parameters got other values.
         lent: the names of the parameters that are lent; None: none are.
@@ -68,23 +69,19 @@ class Values:
         ended: the part whose call ended last in this forward: its backward comes first.
     """
 
-    def __init__(self, parts: Sequence[BuiltPart], process: Process, device: torch.device):
+    def __init__(self, parts: Sequence[Part], process: Process, device: torch.device):
         self.parts, self.process, self.device, self.gather = parts, process, device, Gather(device)
         process.modules += 1
         self._number, self.epoch = process.modules, 0
         self.lent: Collection[str] | None = None
         self.storages: dict[int, Unit] = {}
-        self.called: BuiltPart | None = None
-        self.ended: BuiltPart | None = None
-        self._shown = [shown for part in parts for shown in part.shown]
+        self.called: Part | None = None
+        self.ended: Part | None = None
+        self.units = [unit for part in parts for unit in part.units]
+        self._members = [member for part in parts for member in part.members]
         self._versions = self._versions_now()
 
-    @property
-    def units(self) -> list[Unit]:
-        """Return the units of all parts."""
-        return [unit for part in self.parts for unit in part.units]
-
-    def begin(self, part: BuiltPart, *, forward: bool) -> None:
+    def begin(self, part: Part, *, forward: bool) -> None:
         """Gather a part that is about to run; in a forward prefetch the one that ran after it last time."""
         if not part.sharded:
             return
@@ -96,7 +93,7 @@ class Values:
                 self.prefetch(part.after)
         self.called = part
 
-    def end(self, part: BuiltPart, *, graph: bool, keeps: bool) -> None:
+    def end(self, part: Part, *, graph: bool, keeps: bool) -> None:
         """Release a part that has run in a forward.
 
         Args:
@@ -113,7 +110,7 @@ class Values:
         if not keeps:
             self.release([part])
 
-    def unshard(self, part: BuiltPart) -> None:
+    def unshard(self, part: Part) -> None:
         """Gather a part that is needed now. Every rank does so in the same order."""
         if not part.here:
             self.process.order = zlib.crc32(b"%d %d" % (self._number, part.number), self.process.order)
@@ -122,12 +119,12 @@ class Values:
             if unit.whole is not None:
                 self.storages[unit.whole.untyped_storage()._cdata] = unit
 
-    def prefetch(self, part: BuiltPart) -> None:
+    def prefetch(self, part: Part) -> None:
         """Start to gather a part that will be needed soon."""
         if not part.here:
             self.gather.prefetch(part.units)
 
-    def release(self, parts: Sequence[BuiltPart]) -> None:
+    def release(self, parts: Sequence[Part]) -> None:
         """Free the gathered values of some parts, except those that are running."""
         for part in parts:
             if part.sharded and not part.running:
@@ -179,7 +176,7 @@ class Values:
             raise UserError(502, "the module was called inside of `gathered`", "leave that context first")
 
     def require_unchanged(self, lent: Collection[str] = ()) -> None:
-        """Refuse changes of parameters in place since the last time, through a view say.
+        """Refuse changes of parameters in place since the last time, through a view say, and unfrozen ones.
 
         Args:
             lent: the names of those that may have been changed.
@@ -188,16 +185,20 @@ class Values:
             UserError: 502.
         """
         before, self._versions = self._versions, self._versions_now()
-        for shown, then, now in zip(self._shown, before, self._versions, strict=True):
-            if now != then and shown.name not in lent:
-                what = f"{shown.name} was changed in place outside of `sharded.gathered`"
+        for member, then, now in zip(self._members, before, self._versions, strict=True):
+            if now != then and member.name not in lent:
+                what = f"{member.name} was changed in place outside of `sharded.gathered`"
                 raise UserError(502, what, "load a checkpoint; change values within `with sharded.gathered(...)`")
+        for member, trained in zip(self._members, self.trained_now(), strict=True):
+            if trained and not member.unit.trainable:
+                what = f"{member.name} requires a gradient, and was frozen when it was sharded"
+                raise UserError(502, what, "freeze it after megazero.shard, which then has memory for its state")
 
     def trained_now(self) -> list[bool]:
         """Return which parameters ask for gradients now."""
         with torch._C.DisableTorchFunctionSubclass():
-            return [shown.parameter.requires_grad for shown in self._shown]
+            return [member.parameter.requires_grad for member in self._members]
 
     def _versions_now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
-            return [shown.parameter._version for shown in self._shown]
+            return [member.parameter._version for member in self._members]

@@ -175,7 +175,7 @@ class WholeValues:
 
     def _keys(self) -> dict[str, str]:
         """Return the keys of the module's state_dict, each with the name of its parameter or buffer."""
-        by_value = {id(shown.parameter): shown.name for part in self._assembly.parts for shown in part.shown}
+        by_value = {id(member.parameter): member.name for part in self._assembly.parts for member in part.members}
         by_value |= {id(table.weight): table.name for table in self._assembly.tables.shards}
         by_value |= {id(buffer): name for name, buffer in saved_buffers(self.module).items()}
         keys: dict[str, str] = {}

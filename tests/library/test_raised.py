@@ -97,9 +97,9 @@ def on_rank_1_alone() -> None:
 RAISED: dict[str, tuple[Callable[..., None], tuple[Any, ...], type[BaseException], str]] = {
     "value": (value, (), ValueError, "my own bug"),
     "not to be made again": (odd, (), OddError, "not in 1 to 2"),
-    "of a local class": (local, (), KeyError, "made inside"),
+    "of a local class": (local, (), RuntimeError, "LocalError: 'made inside'"),
     "not to be pickled": (with_a_function, (), RuntimeError, "holds what"),
-    "group": (group, (), ExceptionGroup, "several"),
+    "group": (group, (), RuntimeError, "ExceptionGroup: several"),
     "exit": (asked_to_exit, (), SystemExit, "7"),
     "interruption": (interrupted, (), KeyboardInterrupt, ""),
     "OSError": (full, (), OSError, "no room"),
