@@ -13,7 +13,7 @@ from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
 from megazero.library.calls import Calls
 from megazero.library.following import Following
-from megazero.library.lockstep import Lockstep
+from megazero.library.lockstep import meet
 from megazero.library.optimizers import Recipe
 from megazero.library.parts import Part
 from megazero.library.tables import Tables
@@ -82,7 +82,6 @@ class Assembly:
     values: Values
     calls: Calls
     tables: Tables
-    lockstep: Lockstep
     recipe: Recipe
     grid: Grid
     memory: Memory
@@ -113,6 +112,10 @@ class Assembly:
             halts=False,
             gather=self.values.gather,
         )
+
+    def meet(self, meeting: str) -> None:
+        """Wait until all ranks have come to one of the calls in `lockstep.MEETINGS`. Raises UserError 502, 507."""
+        meet(self.values, self.memory.axes, meeting)
 
     @property
     def world(self) -> Axis:

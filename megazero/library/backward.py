@@ -39,7 +39,7 @@ class Backwards:
         """Prepare for the gradients of a loss; return the scaled loss."""
         sends = last or self._shards_gradients
         if sends:
-            self.assembly.lockstep.meet("backward")
+            self.assembly.meet("backward")
         else:
             self.assembly.values.require_unchanged()
         (stage,) = self.engine.stages
@@ -111,7 +111,7 @@ def run_backward(loss: Tensor, modules: Sequence[Backwards], *, last: bool) -> N
         what = "a module that was sharded without an optimizer" if modules else "without a module"
         raise UserError(510, f"backward {what}", "name the modules that are trained", where="backward")
     first = modules[0].assembly
-    with in_lockstep(first.world.rank), first.values.process.backward():
+    with in_lockstep(first.values.rank), first.values.process.backward():
         total, *_ = [module.begin(loss, last=last) for module in modules]
         scales = [module.engine.loss_scale for module in modules]
         factors: Sequence[Tensor | None] = [None] * len(modules)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megazero.base.terminal import in_columns
 from megazero.comm.pool import same_place
@@ -11,19 +11,6 @@ from megazero.library.assembly import Assembly
 from megazero.library.parts import Part
 from megazero.library.tables import RowShard
 from megazero.zero.unit import Unit
-
-# What users of torch, FSDP2 and DeepSpeed look for in `Sharded`, and what there is instead.
-_INSTEAD = {
-    "parameters": "use sharded.module.parameters(), and sharded.gathered() for values",
-    "named_parameters": "use sharded.module.named_parameters(), and sharded.gathered() for values",
-    "state_dict": "use sharded.full_state_dict()",
-    "zero_grad": "leave it out, sharded.step() clears the gradients",
-    "clip_grad_norm_": "give megazero.shard(..., clip=1.0)",
-    "forward": "call sharded(...)",
-    "no_sync": "use sharded.backward(loss, last=False)",
-    "save_checkpoint": "use sharded.save(folder)",
-    "load_checkpoint": "use sharded.load(folder)",
-}
 
 
 def parts_table(assembly: Assembly) -> str:
@@ -71,10 +58,3 @@ def loss_text(loss: object) -> str:
     if not isinstance(loss, Tensor):
         return type(loss).__name__
     return f"shape {tuple(loss.shape)}" + ("" if loss.requires_grad else " without a graph")
-
-
-def no_attribute(name: str, module: nn.Module | None) -> str:
-    """Return in words that `Sharded` has no such attribute, and what to use instead where there is something."""
-    own = f"use sharded.module.{name}" if hasattr(module, name) else ""
-    do = _INSTEAD.get(name, own)
-    return f"Sharded has no attribute {name!r}" + (f": {do}" if do else "")

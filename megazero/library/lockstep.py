@@ -53,49 +53,41 @@ def in_lockstep(own: int) -> Iterator[None]:
         raise _other_parts(max(own, error.rank), min(own, error.rank)) from None
 
 
-class Lockstep:
-    """The calls of one `Sharded` that all ranks make together.
+def meet(values: Values, axes: UnitAxes, meeting: str) -> None:
+    """Wait until all ranks have come to one of `MEETINGS`; groups of replicas come together to a step alone.
 
     Args:
-        rank: this one.
-        axes: of the units.
-        values: of the module.
+        values: of the module that is called.
+        axes: of its units.
+
+    Raises:
+        UserError: 507, another rank has made another call, or run other parts; 502, it has frozen others, or
+            parameters were changed.
     """
+    values.require_unchanged()
+    _compare(values, axes.shard, meeting, values.process.order)
+    if meeting == "step":
+        _compare(values, axes.replica, meeting, 0)
 
-    def __init__(self, rank: int, axes: UnitAxes, values: Values):
-        self.rank, self._axes, self._values = rank, axes, values
 
-    def meet(self, meeting: str) -> None:
-        """Wait until all ranks have come to one of `MEETINGS`; groups of replicas come together to a step alone.
-
-        Raises:
-            UserError: 507, another rank has made another call, or run other parts; 502, it has frozen others, or
-                parameters were changed.
-        """
-        self._values.require_unchanged()
-        self._compare(self._axes.shard, meeting, self._values.process.order)
-        if meeting == "step":
-            self._compare(self._axes.replica, meeting, 0)
-
-    def _compare(self, axis: Axis, meeting: str, order: int) -> None:
-        if axis.size == 1:
-            return
-        mine = [MEETINGS.index(meeting), order, crc32(bytes(self._values.trained_now()))]
-        with in_lockstep(self.rank):
-            all_ranks = all_gather(torch.tensor([mine], device=self._values.device), axis, "agree")
-        calls, orders, froze = all_ranks.T.tolist()
-        if (at := _odd(calls)) is not None:
-            self._values.process.order = 0  # what follows begins alike
-            own, first = MEETINGS[calls[at]], MEETINGS[calls[0]]
-            what = f"it waits for sharded.{own}, and rank {axis.ranks[0]} for sharded.{first}"
-            do = "let every rank make the same calls, and as many backwards before each step"
-            raise UserError(507, what, do, rank=axis.ranks[at])
-        if (at := _odd(orders)) is not None:
-            self._values.process.order = 0
-            raise _other_parts(axis.ranks[at], axis.ranks[0])
-        if (at := _odd(froze)) is not None:
-            what = f"it has frozen other parameters than rank {axis.ranks[0]}"
-            raise UserError(502, what, "call requires_grad_ alike on every rank", rank=axis.ranks[at])
+def _compare(values: Values, axis: Axis, meeting: str, order: int) -> None:
+    if axis.size == 1:
+        return
+    mine = [MEETINGS.index(meeting), order, crc32(bytes(values.trained_now()))]
+    with in_lockstep(values.rank):
+        calls, orders, froze = all_gather(torch.tensor([mine], device=values.device), axis, "agree").T.tolist()
+    if (at := _odd(calls)) is not None:
+        values.process.order = 0  # what follows begins alike
+        own, first = MEETINGS[calls[at]], MEETINGS[calls[0]]
+        what = f"it waits for sharded.{own}, and rank {axis.ranks[0]} for sharded.{first}"
+        do = "let every rank make the same calls, and as many backwards before each step"
+        raise UserError(507, what, do, rank=axis.ranks[at])
+    if (at := _odd(orders)) is not None:
+        values.process.order = 0
+        raise _other_parts(axis.ranks[at], axis.ranks[0])
+    if (at := _odd(froze)) is not None:
+        what = f"it has frozen other parameters than rank {axis.ranks[0]}"
+        raise UserError(502, what, "call requires_grad_ alike on every rank", rank=axis.ranks[at])
 
 
 def _odd(numbers: list[int]) -> int | None:

@@ -151,9 +151,9 @@ class RowGroup:
         """
         self._fetched.clear()
         for live in (True, False):  # gradients come for all tables of a look-up, or for none
-            order = [table for table in sorted(asked) if self._is_live(table) is live]
-            found = self._look_up(order, [asked[table].reshape(-1) for table in order]) if order else []
-            self._fetched |= {table: (asked[table], one) for table, one in zip(order, found, strict=True)}
+            if order := [table for table in sorted(asked) if self._is_live(table) is live]:
+                found = self._look_up(order, [asked[table].reshape(-1) for table in order])
+                self._fetched |= {table: (asked[table], one) for table, one in zip(order, found, strict=True)}
 
     def look_up(self, table: int, ids: Tensor) -> FoundRows:
         """Look up in one table. Every rank calls it, unless what it asks for was fetched.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from megazero.base.errors import UserError
 from megazero.comm.agreement import agree
@@ -19,7 +20,6 @@ from megazero.comm.ledger import Ledger
 from megazero.library.adopt import Initial, adopt, adopt_buffers, make_values
 from megazero.library.assembly import Assembly, Memory
 from megazero.library.calls import Calls
-from megazero.library.lockstep import Lockstep
 from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
 from megazero.library.parameters import guard
@@ -106,12 +106,11 @@ def shard(
         make = partial(make_values, part, grid["world"], device, initial, shapes)
         _give_units(part, dtype, recipe, memory, grid["world"], make)
     adopt_buffers(module, grid["world"], device, initial)
-    values = Values(parts, process, device)
+    values = Values(parts, process, world.rank, device)
     calls = Calls(values)
     split = split_rows(by_row, rows, grid["world"], calls, dtype)
     guard(module, values, split.shards)
-    meetings = Lockstep(world.rank, axes, values)
-    assembly = Assembly(module, values, calls, split, meetings, recipe, grid, memory, clip)
+    assembly = Assembly(module, values, calls, split, recipe, grid, memory, clip)
     return Sharded(assembly, partial(_cast, dtype=dtype))
 
 
@@ -209,10 +208,4 @@ def _cast(inputs: Any, dtype: torch.dtype | None) -> Any:
     """Return inputs with every tensor of floating point in this dtype; None: as they are."""
     if dtype is None:
         return inputs
-    if isinstance(inputs, Tensor):
-        return inputs.to(dtype) if inputs.is_floating_point() else inputs
-    if isinstance(inputs, dict):
-        return {key: _cast(value, dtype) for key, value in inputs.items()}
-    if type(inputs) in (list, tuple):
-        return type(inputs)(_cast(value, dtype) for value in inputs)
-    return inputs
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megazero.base.errors import UserError
 from megazero.library.assembly import Assembly
 from megazero.library.backward import run_backward
-from megazero.library.describe import no_attribute, parts_table
+from megazero.library.describe import parts_table
 from megazero.library.lockstep import in_lockstep
 from megazero.library.shown import refuse_compiled
 from megazero.library.state import State
@@ -110,7 +110,8 @@ class Sharded(WholeValues):
             return self.module(*self._cast(arguments), **self._cast(named))
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(no_attribute(name, vars(self).get("module")))
+        there = hasattr(vars(self).get("module"), name)
+        raise AttributeError(f"Sharded has no attribute {name!r}" + f": use sharded.module.{name}" * there)
 
     def train(self, mode: bool = True) -> "Sharded":
         """Let the module be in training mode, or not, as `nn.Module.train`; return this."""
@@ -160,7 +161,7 @@ class Sharded(WholeValues):
         assembly, values = self._assembly, self._assembly.values
         self._backwards.require_whole()
         (stage,) = assembly.engine.stages
-        assembly.lockstep.meet("step")
+        assembly.meet("step")
         stage.finish_reduction()
         sum_replicas(assembly.engine.units)
         with in_lockstep(self.rank):
@@ -188,7 +189,7 @@ class Sharded(WholeValues):
         Raises:
             UserError: 403, it could not be written; 508, the folder has this step already; 302, a value is not finite.
         """
-        self._assembly.lockstep.meet("save")
+        self._assembly.meet("save")
         return State(self._assembly).save(Path(folder), self.steps, int(self._skipped))
 
     def load(self, folder: str | Path, step: int | None = None) -> int:
@@ -202,7 +203,7 @@ class Sharded(WholeValues):
         Raises:
             UserError: 402, there is none; 410, it is damaged; 508, it is of another module or another optimizer.
         """
-        self._assembly.lockstep.meet("load")
+        self._assembly.meet("load")
         state = State(self._assembly)
         path, manifest = state.verified(Path(folder), step)
         self._backwards.forget()

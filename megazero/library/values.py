@@ -58,6 +58,7 @@ class Values:
     Args:
         parts: of the module, the root first.
         process: this module and the others.
+        rank: this one, of all.
 
     Attributes:
         units: those of all parts.
@@ -69,8 +70,9 @@ class Values:
         ended: the part whose call ended last in this forward: its backward comes first.
     """
 
-    def __init__(self, parts: Sequence[Part], process: Process, device: torch.device):
-        self.parts, self.process, self.device, self.gather = parts, process, device, Gather(device)
+    def __init__(self, parts: Sequence[Part], process: Process, rank: int, device: torch.device):
+        self.parts, self.process, self.rank, self.device = parts, process, rank, device
+        self.gather = Gather(device)
         process.modules += 1
         self._number, self.epoch = process.modules, 0
         self.lent: Collection[str] | None = None

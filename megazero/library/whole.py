@@ -41,7 +41,7 @@ class WholeValues:
         values, all_units = self._assembly.values, self._assembly.values.units
         chosen = fitting(names, [name for unit in all_units for name in _names(unit)], "gathered")
         units = [unit for unit in all_units if not chosen.isdisjoint(_names(unit))]
-        self._assembly.lockstep.meet("gathered")
+        self._assembly.meet("gathered")
         with values.lend(units, chosen):
             found = {name: unit.parameter(name) for unit in units for name in _names(unit) if name in chosen}
             before = {unit: unit.version for unit in units}
@@ -68,7 +68,7 @@ class WholeValues:
         Args:
             everywhere: every rank gets it.
         """
-        self._assembly.lockstep.meet("full_state_dict")
+        self._assembly.meet("full_state_dict")
         wanted = everywhere or self._assembly.world.rank == 0
         values, found = self._assembly.values, dict[str, Tensor]()
         values.release_all()
@@ -94,7 +94,7 @@ class WholeValues:
         Raises:
             UserError: 508, a name is missing, or not the module's, or has another shape.
         """
-        self._assembly.lockstep.meet("load_state_dict")
+        self._assembly.meet("load_state_dict")
         values, world = self._assembly.values, self._assembly.world
         keys = self._keys()
         agree(world, values.device, lambda: None if world.rank else _require_fitting(state, self._shapes(keys)))
@@ -154,7 +154,7 @@ class WholeValues:
     def _gradients(self, names: Names, call: str) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
         """Yield units with their whole reduced gradients, copies, of the parameters that have these names."""
         self._backwards.require_reduced(call)
-        self._assembly.lockstep.meet(call)
+        self._assembly.meet(call)
         engine = self._assembly.engine
         chosen = fitting(names, [name for unit in engine.units for name in _names(unit)], call)
         engine.stages[0].finish_reduction()
