@@ -90,19 +90,19 @@ class _Former(nn.Parameter):
             return function(*arguments, **(named or {}))
 
 
-def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> dict[str, nn.Parameter]:
-    """Take the values of rank 0 into a unit, and give the module parameters that are views of it; return these."""
+def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> None:
+    """Take the values of rank 0 into a unit, and give the module parameters that are views of it."""
     take(unit, {m.name: m.places[0].owner._parameters[m.places[0].attribute] for m in members}, world)
-    made = unit.make_parameters()
+    made, names = unit.make_parameters(), [interval.name for interval in unit.layout.intervals]
     for member in members:
         member.parameter.__class__ = _Former
         member.parameter.is_sharded = member.name  # type: ignore[attr-defined]  # another module may hold it too
+        member.unit, member.index, member.parameter = unit, names.index(member.name), made[member.name]
         for place in member.places:
-            place.owner._parameters[place.attribute] = made[member.name]
-    return made
+            place.owner._parameters[place.attribute] = member.parameter
 
 
-def take(unit: Unit, values: dict[str, Tensor | nn.Parameter | None], world: Axis) -> None:
+def take(unit: Unit, values: Mapping[str, Tensor | None], world: Axis) -> None:
     """Let a unit have the values that rank 0 has; the others' are not read."""
     dtype = unit.masters.dtype if unit.trainable else unit.parameters.values.dtype
     whole = torch.zeros(unit.numel, dtype=dtype, device=unit.device)

@@ -7,43 +7,41 @@ import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.library.calls import Calls
+from megazero.library.assembly import Assembly
 from megazero.library.describe import loss_text
-from megazero.library.following import following_of
-from megazero.library.lockstep import Lockstep, in_lockstep
-from megazero.library.tables import Tables
-from megazero.zero.engine import Engine
+from megazero.library.lockstep import in_lockstep
 
 
 class Backwards:
     """The backwards of a step of one module.
 
     Attributes:
-        count: those of this step so far.
-        reduced: the last one had last=True, or gradients rest in shards.
+        trains: the module has something to train.
+        count: the backwards of this step so far.
         frozen: the trained parameters that were frozen in all of them, by name.
     """
 
-    def __init__(self, engine: Engine, calls: Calls, tables: Tables, lockstep: Lockstep):
-        self.engine, self.calls, self.lockstep, self._tables = engine, calls, lockstep, tables
-        self.trains = bool(engine.units or tables.trained)
-        self._shards_gradients = any(not unit.gradients_rest_whole for unit in engine.units)
-        self._one = torch.ones((), device=engine.loss_scale.scale.device)
-        self._all_summed = self._failed = False
-        self._begin_step()
+    def __init__(self, assembly: Assembly):
+        self.assembly, self.engine = assembly, assembly.engine
+        self.trains = bool(self.engine.units or assembly.tables.trained)
+        self._shards_gradients = any(not unit.gradients_rest_whole for unit in self.engine.units)
+        self._one = torch.ones((), device=self.engine.loss_scale.scale.device)
+        self._all_summed = False
+        self.begin_step()
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
+        """Begin a step: there is no gradient yet."""
         self.engine.begin_step()
-        self.count, self.reduced, self._failed = 0, False, False
+        self.count, self._reduced, self._failed = 0, False, False
         self.frozen: set[str] = set()
 
     def begin(self, loss: Tensor, *, last: bool) -> Tensor:
         """Prepare for the gradients of a loss; return the scaled loss."""
         sends = last or self._shards_gradients
         if sends:
-            self.lockstep.meet("backward")
+            self.assembly.meet("backward")
         else:
-            self.lockstep.require_unchanged()
+            self.assembly.values.require_unchanged()
         (stage,) = self.engine.stages
         if self._failed:
             self.forget()
@@ -53,10 +51,10 @@ class Backwards:
                 for unit in self.engine.units:
                     unit.keep_own_gradients()
                 stage.clear()  # what is reduced next holds what was reduced before
-        self._all_summed, self.reduced, self._failed = last, sends, True
-        parts = self.calls.parts
-        now = {shown.name for part in parts for shown in part.trained}
-        now -= {shown.name for part in parts for shown in part.live}
+        self._all_summed, self._reduced, self._failed = last, sends, True
+        parts = self.assembly.parts
+        now = {member.name for part in parts for member in part.trained}
+        now -= {member.name for part in parts for member in part.live}
         self.frozen = self.frozen & now if self.count else now
         self.count += 1
         return self.engine.loss(loss, self._one if self.count == 1 else self._one - 1)
@@ -68,8 +66,8 @@ class Backwards:
             factor: what they are multiplied by (`Calls`).
         """
         (stage,) = self.engine.stages
-        with self.calls.backward(factor), self._tables.backward(factor):
-            stage.backward(0, begin, reduce=self.reduced, last=False)
+        with self.assembly.calls.backward(factor):
+            stage.backward(0, begin, reduce=self._reduced, last=False)
         self._failed = False
 
     def require_whole(self) -> None:
@@ -78,23 +76,17 @@ class Backwards:
             raise UserError(510, "the module was sharded without an optimizer", "give shard one", where="step")
         if self._failed:
             raise UserError(503, "the last backward failed", "run the step's forward and backward again", where="step")
-        if not self.count:
-            raise UserError(503, "a step without a backward", "call sharded.backward(loss) before", where="step")
-        if not self._all_summed:
-            do = "give the last one last=True"
-            raise UserError(503, "the last backward of the step had last=False", do, where="step")
+        self._require_backward("step", summed=self._all_summed, do="give the last one last=True")
 
     def require_reduced(self, call: str) -> None:
         """Refuse a look at gradients that are not there, or have not been summed. Raises UserError 503."""
+        self._require_backward(call, summed=self._reduced, do="gradients are reduced by the last one")
+
+    def _require_backward(self, call: str, *, summed: bool, do: str) -> None:
         if not self.count:
             raise UserError(503, f"{call} without a backward", "call sharded.backward(loss) before", where=call)
-        if not self.reduced:
-            do = "gradients are reduced by the last one"
-            raise UserError(503, "the last backward had last=False", do, where=call)
-
-    def leave_frozen(self) -> None:
-        """Let the update leave alone what was frozen in all backwards of the step."""
-        following_of(self.engine).frozen = self.frozen
+        if not summed:
+            raise UserError(503, "the last backward of the step had last=False", do, where=call)
 
     def forget(self) -> None:
         """Forget the gradients of this step, also those that are under way."""
@@ -102,15 +94,9 @@ class Backwards:
         stage.finish_reduction()
         for unit in self.engine.units:
             unit.drop_gradients()
-        self._tables.forget()
-        self.calls.release_all()
-        self.calls.close()
-        self._begin_step()
-
-    def next_step(self) -> None:
-        """Begin the next step, after an update."""
-        self.calls.next_step()
-        self._begin_step()
+        self.assembly.tables.forget()
+        self.assembly.values.release_all()
+        self.begin_step()
 
 
 def run_backward(loss: Tensor, modules: Sequence[Backwards], *, last: bool) -> None:
@@ -124,7 +110,8 @@ def run_backward(loss: Tensor, modules: Sequence[Backwards], *, last: bool) -> N
     if not modules or not all(module.trains for module in modules):
         what = "a module that was sharded without an optimizer" if modules else "without a module"
         raise UserError(510, f"backward {what}", "name the modules that are trained", where="backward")
-    with in_lockstep(modules[0].lockstep.rank), modules[0].calls.process.backward():
+    first = modules[0].assembly
+    with in_lockstep(first.values.rank), first.values.process.backward():
         total, *_ = [module.begin(loss, last=last) for module in modules]
         scales = [module.engine.loss_scale for module in modules]
         factors: Sequence[Tensor | None] = [None] * len(modules)
@@ -138,6 +125,6 @@ def run_backward(loss: Tensor, modules: Sequence[Backwards], *, last: bool) -> N
         for module, factor in zip(reversed(modules), reversed(factors), strict=True):
             (stage,) = module.engine.stages
             stage.reduction.follows, follows = follows, stage.reduction
-            total.grad_fn.register_prehook(module.calls.begin_backward)
+            total.grad_fn.register_prehook(module.assembly.calls.begin_backward)
             begin = partial(module.run, begin, factor=factor)
         begin()

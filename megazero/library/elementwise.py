@@ -79,89 +79,77 @@ def _stepped(
     return parameter.detach(), optimizer
 
 
+@dataclass(eq=False)
 class _Piece:
-    """The elements of a unit's shard that are in one group, with the optimizer of torch that updates them.
-
-    Args:
-        where: their place in the shard.
-        parameter: a view of the masters.
-        states: views of the unit's buffers, by name.
-        make: makes the optimizer.
+    """The elements of a unit's shard that are in one group.
 
     Attributes:
+        where: their place in the shard.
+        parameter: a view of the masters.
+        states: views of what the optimizer keeps of each element, by name.
+        make: makes the optimizer of torch.
+        lr_factor: multiplies the learning rate.
         step: counts the updates, fp32, 0-dim, on the host.
     """
 
-    def __init__(
-        self,
-        where: slice,
-        parameter: nn.Parameter,
-        states: dict[str, Tensor],
-        make: Callable[[], torch.optim.Optimizer],
-    ):
-        self.where, self._parameter, self._states, self._make = where, parameter, states, make
-        self._optimizer = make()
-        self.step = torch.zeros(())
-        self._done = 0  # updates that the optimizer's own state has seen
-        self._adopt()
+    where: slice
+    parameter: nn.Parameter
+    states: dict[str, Tensor]
+    make: Callable[[], torch.optim.Optimizer]
+    lr_factor: float
+    step: Tensor
 
     def update(self, gradient: Tensor, lr: float, *, counts: bool) -> None:
-        """Update with a gradient of the masters' dtype."""
-        if (updates := int(self.step)) != self._done:  # a checkpoint was loaded
-            self._optimizer = self._make()  # its first update may be another one than with a state of zeros
-            if updates:
-                self._optimizer.state[self._parameter] = dict(self._states)
-            if updates and counts:
-                there = any(group.get("fused") or group.get("capturable") for group in self._optimizer.param_groups)
-                device = self._parameter.device if there else None
-                self._optimizer.state[self._parameter]["step"] = torch.tensor(float(updates), device=device)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._parameter.grad = gradient
-        self._optimizer.step()
-        self._parameter.grad = None
+        """Update with a gradient of the masters' dtype, by an optimizer that gets the state of the update before."""
+        optimizer = self.make()
+        if updates := int(self.step):  # a first update may be another one than with a state of zeros
+            state: dict[str, Any] = dict(self.states)
+            if counts:
+                there = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+                state["step"] = torch.tensor(float(updates), device=self.parameter.device if there else None)
+            optimizer.state[self.parameter] = state
+        for group in optimizer.param_groups:
+            group["lr"] = lr * self.lr_factor
+        self.parameter.grad = gradient
+        optimizer.step()
+        self.parameter.grad = None
         self.step += 1
-        self._done = int(self.step)
-        self._adopt()
+        self.keep(optimizer)
 
-    def _adopt(self) -> None:
-        """Move state that the optimizer has made into the unit's buffers, which checkpoints save."""
-        own = self._optimizer.state.get(self._parameter, {})
-        for name, buffer in self._states.items():
-            if name in own and own[name] is not buffer:
-                buffer.copy_(own[name])
-                own[name] = buffer
+    def keep(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy state that an optimizer has made into the unit's, which checkpoints save."""
+        own = optimizer.state.get(self.parameter, {})
+        for name, values in self.states.items():
+            if name in own and own[name] is not values:
+                values.copy_(own[name])
 
 
 class Elementwise:
-    """An optimizer of torch over the shards of units (`optim/optimizer.py`); `kind_of` gives its class.
+    """An optimizer of torch over the shard of a unit (`optim/optimizer.py`).
 
     Args:
-        units: the units whose masters are updated, in place.
-        make: makes it for some parameters.
+        unit: its masters are updated, in place.
+        make: makes the optimizer for some parameters.
         options: what differs from `make`, by the name of a group (`zero.layout.Group.optimizer`).
-        counts: it keeps a count of its updates.
+        kept: what it keeps.
 
     Attributes:
-        STATE: the names of what it keeps of each element.
-        state: for each unit its state.
+        state: by unit and name.
     """
 
     KIND: ClassVar[str] = "torch"
-    STATE: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, units: Sequence[Unit], make: Factory, options: Mapping[str, Options], *, counts: bool):
-        self._counts = counts
-        self.state = {unit: {name: unit.resting.new_state() for name in self.STATE} for unit in units}
-        self._pieces: dict[Unit, list[tuple[_Piece, float]]] = {}
-        for unit in units:
-            self._pieces[unit] = []
-            for group, where in unit.layout.group_slices(unit.shard):
-                parameter = nn.Parameter(unit.masters[where])
-                states = {name: flat[where] for name, flat in self.state[unit].items()}
-                asked = [{"params": [parameter], **options[group.optimizer]}]
-                piece = _Piece(where, parameter, states, partial(make, asked))
-                self._pieces[unit].append((piece, group.lr_factor))
+    def __init__(self, unit: Unit, make: Factory, options: Mapping[str, Options], kept: Kept):
+        self._counts = kept.counts
+        self.state = {unit: {name: unit.resting.new_state() for name in kept.elements}}
+        self._pieces: list[_Piece] = []
+        for group, where in unit.layout.group_slices(unit.shard):
+            parameter = nn.Parameter(unit.masters[where])
+            states = {name: flat[where] for name, flat in self.state[unit].items()}
+            of_group = partial(make, [{"params": [parameter], **options[group.optimizer]}])
+            piece = _Piece(where, parameter, states, of_group, group.lr_factor, torch.zeros(()))
+            piece.keep(of_group())  # some begin with other values than zeros
+            self._pieces.append(piece)
 
     @property
     def staging_bytes(self) -> int:
@@ -169,21 +157,16 @@ class Elementwise:
         return 0
 
     def steps(self, unit: Unit) -> list[Tensor]:
-        """Return the update counts of a unit's pieces, to be set when a run resumes."""
-        return [piece.step for piece, _ in self._pieces[unit]]
+        """Return the update counts of the unit's pieces, to be set when a run resumes."""
+        return [piece.step for piece in self._pieces]
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.updated`.
+        """Update the unit's masters with gradients multiplied by `scale`, and write `unit.updated`.
 
         The host waits for `skip`: an optimizer of torch cannot be told by the device to change nothing.
         """
         if not bool(skip):
-            for piece, factor in self._pieces[unit]:
+            for piece in self._pieces:
                 gradient = unit.reduced_gradients[piece.where].to(unit.masters.dtype)
-                piece.update(gradient * scale.to(gradient.dtype), lr * factor, counts=self._counts)
+                piece.update(gradient * scale.to(gradient.dtype), lr, counts=self._counts)
         unit.resting.round_masters()
-
-
-def kind_of(kept: Kept) -> type[Elementwise]:
-    """Return the class of an optimizer that keeps this state."""
-    return type("Elementwise", (Elementwise,), {"STATE": kept.elements})

@@ -1,4 +1,4 @@
-"""Update the parameters of a module but for those that are frozen: these keep values, state and count.
+"""Update the parameters of a module, except those that are frozen: these keep values, state and count.
 
 Where some parameters of a unit are frozen and others not, each becomes a group of its own in the unit's layout, which
 then has a count of its updates for each. A frozen one is updated with the rest and put back.
@@ -12,9 +12,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megazero.optim.optimizer import Optimizer
-from megazero.zero.engine import Engine
+from megazero.library.elementwise import Elementwise
+from megazero.optim.adamw import AdamW
 from megazero.zero.unit import Unit
+
+UnitOptimizer = AdamW | Elementwise
 
 
 class Following:
@@ -24,7 +26,7 @@ class Following:
         make: makes the optimizer of a unit.
 
     Attributes:
-        STATE: the names of what it keeps of each element.
+        STATE: the names of what they keep of each element.
         state: for each unit its state.
         frozen: the parameters that the next update leaves alone, by name.
     """
@@ -32,10 +34,10 @@ class Following:
     KIND: ClassVar[str] = "following"
     STATE: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, units: Sequence[Unit], make: Callable[[Unit], Optimizer]):
+    def __init__(self, units: Sequence[Unit], make: Callable[[Unit], UnitOptimizer]):
         self._make = make
-        self._of: dict[Unit, Optimizer] = {}
-        self.state: dict[Unit, Mapping[str, Tensor]] = {}
+        self._of: dict[Unit, UnitOptimizer] = {}
+        self.state: dict[Unit, dict[str, Tensor]] = {}
         self._missed: dict[str, Tensor] = {}  # updates in which a parameter was frozen
         self.frozen: Collection[str] = ()
         for unit in units:
@@ -44,11 +46,6 @@ class Following:
     def _add(self, unit: Unit) -> None:
         self._of[unit] = self._make(unit)
         self.state[unit] = self._of[unit].state[unit]
-
-    def add(self, unit: Unit, updates: int) -> None:
-        """Update a unit that was frozen in so many updates."""
-        self._add(unit)
-        self._missed |= {i.name: torch.tensor(float(updates), device=unit.device) for i in unit.layout.intervals}
 
     @property
     def staging_bytes(self) -> int:
@@ -122,12 +119,6 @@ def _pieces(unit: Unit) -> list[tuple[str, slice]]:
     return [(unit.layout.intervals[first].name, where) for first, where in zip(firsts, places, strict=True)]
 
 
-def following(units: Sequence[Unit], make: Callable[[Unit], Optimizer], state: tuple[str, ...]) -> Following:
+def following(units: Sequence[Unit], make: Callable[[Unit], UnitOptimizer], state: tuple[str, ...]) -> Following:
     """Return the optimizer of some units that keeps this state."""
     return type("Following", (Following,), {"STATE": state})(units, make)
-
-
-def following_of(engine: Engine) -> Following:
-    """Return the optimizer of an engine of the library."""
-    assert isinstance(engine.optimizer, Following), "the library makes no other"
-    return engine.optimizer

@@ -1,14 +1,17 @@
 """Meet the other ranks: those that torchrun or srun started, or those that `launch` forks; alone without either."""
 
+import builtins
 import json
 import signal
 import tempfile
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,8 +25,7 @@ from megazero.launcher.environment import RankContext, World, world_from_environ
 from megazero.launcher.rendezvous import connect, disconnect
 from megazero.launcher.spawn import run_local
 from megazero.library.plain import decoded, encoded
-from megazero.library.process import Process
-from megazero.library.raised import first_kept, keep
+from megazero.library.values import Process
 
 T = TypeVar("T")
 
@@ -86,7 +88,8 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
 
     Raises:
         UserError: 510, a rank failed, and has said why; or what rank 0 returned is none of these.
-        BaseException: what the function raised first on any rank, with that rank and its traceback as a note.
+        BaseException: the first exception of the function on any rank, with that rank and its traceback as a note; one
+            of a class that Python does not have itself is a RuntimeError with the name of its class.
     """
     lines: list[str] = []
     where = getattr(function, "__name__", "launch")
@@ -101,7 +104,7 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
             except (UserError, CollectiveError, FailedElsewhere):  # these have lines of their own
                 raise
             except BaseException as error:
-                keep(error, place.world.rank, raised[place.world.rank])
+                _keep(error, place.world.rank, raised[place.world.rank])
                 if isinstance(error, KeyboardInterrupt):
                     raise
                 raise UserError(510, f"raised {type(error).__name__}: {error}", where=where) from None
@@ -113,9 +116,34 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
 
         code = run_local(nproc, main, lambda _, line: lines.append(line), signalled=signal.raise_signal)
         if code:
-            if (error := first_kept(raised)) is not None:
+            if (error := _first_kept(raised)) is not None:
                 raise error
             why = lines[0] if lines else f"exit code {code}"
             raise UserError(510, f"a rank failed: {why}", where=where)
         answer.seek(0)
         return cast(T, decoded(json.loads(answer.read())))
+
+
+def _keep(error: BaseException, rank: int, file: IO[bytes]) -> None:
+    """Write an exception of this rank into a file as text."""
+    note = f"on rank {rank}:\n{''.join(traceback.format_exception(error))}"
+    file.write(json.dumps([time.monotonic(), type(error).__name__, str(error), note]).encode())
+    file.flush()
+
+
+def _first_kept(files: Sequence[IO[bytes]]) -> BaseException | None:
+    """Return the exception that was raised first on any rank; None: no rank has kept one."""
+    found: list[list[Any]] = []
+    for file in files:
+        file.seek(0)
+        if text := file.read():
+            found.append(json.loads(text))
+    if not found:
+        return None
+    _, name, text, note = min(found)
+    try:
+        error: BaseException = getattr(builtins, name)(text)
+    except (AttributeError, TypeError):  # no class of Python's own, or one that takes more than a text
+        error = RuntimeError(f"{name}: {text}")
+    error.add_note(note)
+    return error

@@ -17,10 +17,9 @@ import torch
 
 from megazero.base.errors import UserError
 from megazero.kernels.operations import Operations
-from megazero.library.elementwise import Elementwise, Factory, Options, kind_of, trial
+from megazero.library.elementwise import Elementwise, Factory, Options, trial
 from megazero.library.following import Following, following
 from megazero.optim.adamw import AdamW
-from megazero.optim.optimizer import Optimizer
 from megazero.zero.layout import Group
 from megazero.zero.unit import Unit
 
@@ -35,18 +34,14 @@ class Recipe:
     """An optimizer that can be made for units.
 
     Attributes:
-        state: the names of what it keeps of each element.
         lr: its learning rate where a step does not say one.
         make: (units, bucket, kernels) -> the optimizer.
         group: the group of a parameter, by its name.
-        trains: there is an optimizer.
     """
 
-    state: tuple[str, ...]
     lr: float
     make: Callable[[list[Unit], int, Operations], Following]
     group: Callable[[str], Group]
-    trains: bool = True
 
 
 def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
@@ -56,7 +51,7 @@ def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
         UserError: 501, there is none of that name, it does not know an option, or it does not treat elements alike.
     """
     if asked is None:
-        return Recipe((), 0.0, lambda units, bucket, ops: Following(units, _none), lambda name: Group(True), False)
+        return Recipe(0.0, lambda units, bucket, ops: following([], _none, ()), lambda name: Group(True))
     if callable(asked):
         return _of_torch(asked, groups)
     if not isinstance(asked, str | Mapping):
@@ -78,20 +73,15 @@ def _adamw(options: dict[str, Any], groups: Groups) -> Recipe:
         if odd := sorted(own.keys() - {"lr", "weight_decay"}):
             raise UserError(501, f"{pattern!r}: adamw has no option {odd[0]!r} of a group", where=_WHERE)
         if own.get("weight_decay", decay) not in (0.0, decay):
-            what = f"{pattern!r}: weight_decay {own['weight_decay']} beside {decay}"
+            what = f"{pattern!r}: weight_decay {own['weight_decay']} next to {decay}"
             raise UserError(501, what, "give 0, or an optimizer of torch", where=_WHERE)
-    factors = [_lr_factor(pattern, own, lr) for pattern, own in groups]
-
-    def group(name: str) -> Group:
-        number = _fitting(name, groups)
-        own, factor = ({}, 1.0) if number is None else (groups[number][1], factors[number])
-        return Group(own.get("weight_decay", decay) != 0.0, factor)
+    own_groups = [Group(own.get("weight_decay", decay) != 0.0, _lr_factor(pattern, own, lr)) for pattern, own in groups]
 
     def make(units: list[Unit], bucket: int, ops: Operations) -> Following:
         told = {"betas": options["betas"], "eps": options["eps"], "weight_decay": decay, "bucket": bucket, "ops": ops}
         return following(units, lambda unit: AdamW([unit], **told), AdamW.STATE)
 
-    return Recipe(AdamW.STATE, lr, make, group)
+    return Recipe(lr, make, _first_that_fits(groups, own_groups, Group(decay != 0.0)))
 
 
 def _of_torch(make: Factory, groups: Groups) -> Recipe:
@@ -99,33 +89,32 @@ def _of_torch(make: Factory, groups: Groups) -> Recipe:
     kept = trial(make, name)
     if (lr := kept.lr) is None:
         raise UserError(501, f"{name} has no learning rate of its own", "give it lr", where=_WHERE)
-    factors = [_lr_factor(pattern, own, lr) for pattern, own in groups]
     options: dict[str, Options] = {Elementwise.KIND: {}}
+    own_groups: list[Group] = []
     for number, (pattern, own) in enumerate(groups):
         rest = {key: value for key, value in own.items() if key != "lr"}
         trial(lambda parameters, rest=rest: make([{**one, **rest} for one in parameters]), f"{name} for {pattern!r}")
-        options[f"{Elementwise.KIND} {number}"] = rest
-
-    def group(parameter: str) -> Group:
-        number = _fitting(parameter, groups)
-        if number is None:
-            return Group(True, 1.0, Elementwise.KIND)
-        return Group(True, factors[number], f"{Elementwise.KIND} {number}")
+        kind = f"{Elementwise.KIND} {number}"
+        options[kind] = rest
+        own_groups.append(Group(True, _lr_factor(pattern, own, lr), kind))
 
     def of(units: list[Unit], bucket: int, ops: Operations) -> Following:
-        kind = kind_of(kept)
-        return following(units, lambda unit: kind([unit], make, options, counts=kept.counts), kept.elements)
+        return following(units, lambda unit: Elementwise(unit, make, options, kept), kept.elements)
 
-    return Recipe(kept.elements, lr, of, group)
+    return Recipe(lr, of, _first_that_fits(groups, own_groups, Group(True, 1.0, Elementwise.KIND)))
 
 
-def _none(unit: Unit) -> Optimizer:
+def _none(unit: Unit) -> AdamW:
     raise AssertionError(f"{unit.name} is not trained")
 
 
-def _fitting(name: str, groups: Groups) -> int | None:
-    """Return the number of the first group that a parameter is in; None: it is in none."""
-    return next((number for number, (pattern, _) in enumerate(groups) if fnmatchcase(name, pattern)), None)
+def _first_that_fits(groups: Groups, own: Sequence[Group], rest: Group) -> Callable[[str], Group]:
+    """Return a function that returns the group of a parameter by its name: of the first pattern that fits it."""
+
+    def group(name: str) -> Group:
+        return next((one for (pattern, _), one in zip(groups, own, strict=True) if fnmatchcase(name, pattern)), rest)
+
+    return group
 
 
 def _lr_factor(pattern: str, options: Options, lr: float) -> float:

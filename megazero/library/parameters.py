@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from megazero.base.errors import UserError
-from megazero.library.built import BuiltPart
-from megazero.library.calls import Calls
 from megazero.library.tables import RowShard
+from megazero.library.values import Values
 
 _SHAPES = {"size", "numel", "nelement", "dim", "ndimension", "stride", "is_contiguous", "__len__"}
 _SHAPE_PROPERTIES = {"shape", "ndim", "nbytes"}
@@ -39,12 +38,12 @@ class ShardedParameter(nn.Parameter):
     Attributes:
         full_name: of the module.
         whole: its shape as a whole.
-        calls: of its module.
+        of: the values of its module.
     """
 
     full_name: str
     whole: tuple[int, ...]
-    calls: Calls
+    of: Values
 
     @classmethod
     def __torch_function__(
@@ -56,26 +55,26 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:
         """Compute an operation on parameters. Raises UserError 502, 506: it needs, or changes, what is not here."""
         named, name = named or {}, function.__name__
-        of = getattr(getattr(function, "__self__", None), "__name__", "")  # of a property
+        attribute = getattr(getattr(function, "__self__", None), "__name__", "")  # of a property
         with torch._C.DisableTorchFunctionSubclass():
-            if name == "__get__" and of == "grad":
+            if name == "__get__" and attribute == "grad":
                 return arguments[0]._own_grad()
             if name in _HOOKS:
                 what = f"{arguments[0].full_name}.{name} was called: no gradient comes to it"
                 raise UserError(506, what, "sharded.gradients() returns gradients; change a loss, or hook activations")
-            if name in _SHAPES or (name == "__get__" and of in _SHAPE_PROPERTIES):
+            if name in _SHAPES or (name == "__get__" and attribute in _SHAPE_PROPERTIES):
                 return function(arguments[0]._shaped(), *arguments[1:], **named)
-            if name in _FREE or (name in ("__get__", "__set__") and of not in _VALUE_PROPERTIES):
+            if name in _FREE or (name in ("__get__", "__set__") and attribute not in _VALUE_PROPERTIES):
                 return function(*arguments, **named)
             in_place = name.endswith("_") and (not name.endswith("__") or name in ("__set__", "__setitem__"))
             in_place = in_place or (name.startswith("__i") and name.endswith("__"))
             for changed in tree_iter((arguments[:1] or named) if in_place else named.get("out")):
-                if isinstance(changed, cls) and changed.full_name not in (changed.calls.lent or ()):
+                if isinstance(changed, cls) and changed.full_name not in (changed.of.lent or ()):
                     raise UserError(502, f"{changed.full_name} was changed outside of `sharded.gathered`", _CHANGE)
             for used in tree_iter((arguments, named)):
                 if isinstance(used, cls):
                     used._require_values()
-            if name == "__get__" and of == "data":
+            if name == "__get__" and attribute == "data":
                 return arguments[0].detach()  # a change of it is a change of the parameter, and noticed
             return function(*arguments, **named)
 
@@ -119,33 +118,25 @@ class ShardedParameter(nn.Parameter):
         return super().__format__(spec) if self._is_here else repr(self)
 
 
-def guard(
-    module: nn.Module, parts: Iterable[BuiltPart], tables: Iterable[RowShard], calls: Calls
-) -> list[ShardedParameter]:
-    """Let a module refuse what would go past its shards; return the parameters of its parts.
+def guard(module: nn.Module, values: Values, tables: Iterable[RowShard]) -> None:
+    """Let a module refuse what would go past its shards.
 
     Args:
-        parts: of the module.
         tables: whose rows are split.
-        calls: of the parts.
     """
-    guarded = []
-    for shown in (shown for part in parts for shown in part.shown):
-        shape = shown.unit.layout.intervals[shown.index].shape
-        guarded.append(_guard(shown.parameter, shown.name, shape, calls))
+    for member in (member for part in values.parts for member in part.members):
+        _guard(member.parameter, member.name, member.shape, values)
     for table in tables:
         owner = module.get_submodule(table.name.rpartition(".")[0])
-        _guard(owner._parameters["weight"], table.name, (table.whole, table.values.shape[1]), calls)
+        _guard(owner._parameters["weight"], table.name, table.shape, values)
     for one in module.modules():
         one._apply = _refuse_conversion  # type: ignore[method-assign]
         one.register_load_state_dict_pre_hook(_refuse_load)
-    return guarded
 
 
-def _guard(parameter: Any, name: str, whole: Sequence[int], calls: Calls) -> ShardedParameter:
+def _guard(parameter: Any, name: str, whole: Sequence[int], values: Values) -> None:
     parameter.__class__ = ShardedParameter  # in place: optimizers and hooks keep the object
-    parameter.full_name, parameter.whole, parameter.calls = name, tuple(whole), calls
-    return parameter
+    parameter.full_name, parameter.whole, parameter.of = name, tuple(whole), values
 
 
 def _refuse_conversion(*_: object, **__: object) -> NoReturn:

@@ -7,14 +7,19 @@ whole forward and backward.
 A part has a unit for each dtype of its parameters, and units of their own for frozen ones: a unit is one flat buffer.
 """
 
+import zlib
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from megazero.base.errors import UserError
+from megazero.zero.unit import Unit
 
 ROOT = "(root)"
 Units = Iterable["str | type[nn.Module] | nn.Module"]
@@ -28,22 +33,45 @@ class Place:
     attribute: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Member:
     """A parameter of a module.
 
     Attributes:
         name: its first full name in the module.
-        parameter: as the module came with it.
+        parameter: the module finds it in its places: that which the module came with, later one of the unit's.
         places: all that it has.
+        unit: has its values.
+        index: its number among the unit's parameters.
     """
 
     name: str
     parameter: nn.Parameter
     places: tuple[Place, ...]
+    unit: Unit = field(init=False)
+    index: int = field(init=False)
+
+    @property
+    def tables(self) -> Iterator[nn.Embedding]:
+        """Yield the plain embeddings that look it up: not those that compute what they look up."""
+        for place in self.places:
+            owner = place.owner
+            is_weight = place.attribute == "weight" and "forward" not in vars(owner)
+            if is_weight and isinstance(owner, nn.Embedding) and type(owner).forward is nn.Embedding.forward:
+                yield owner
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the parameter's shape as a whole."""
+        return self.unit.layout.intervals[self.index].shape
+
+    @property
+    def values(self) -> Tensor:
+        """Return the parameter's values in a unit that is whole here."""
+        return self.unit.whole_views()[self.index].detach()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Part:
     """A submodule whose parameters are gathered together.
 
@@ -51,11 +79,49 @@ class Part:
         name: of the submodule, or ROOT.
         module: the submodule.
         members: the parameters that belong to it.
+        trained: those that may be trained, once all have units.
+        units: of all.
+        sharded: some unit rests in shards.
+        running: a call of it runs now.
+        open: its calls whose backward is still to come; one whose graph is dropped is not.
+        after: the part that was called after it in the last forward: it is prefetched.
+        nodes: of autograd, which take the gradients of its parameters' uses outside of its forward.
+        strays: such gradients that are still to come in this backward.
     """
 
     name: str
     module: nn.Module
     members: list[Member] = field(default_factory=list)
+    trained: list[Member] = field(init=False)
+    units: list[Unit] = field(init=False)
+    sharded: bool = field(init=False)
+    running: bool = False
+    open: WeakSet[Any] = field(default_factory=WeakSet)
+    after: "Part | None" = None
+    nodes: list[Node] = field(default_factory=list)
+    strays: int = 0
+
+    def __post_init__(self) -> None:
+        self.root, self.number = self.name == ROOT, zlib.crc32(self.name.encode())
+        self.looks_up = isinstance(self.module, nn.Embedding | nn.EmbeddingBag)  # its backward reads nothing of it
+
+    def find_units(self) -> None:
+        """Find the units of the members, those that are trained first."""
+        self.members.sort(key=lambda member: not member.unit.trainable)
+        self.trained = [member for member in self.members if member.unit.trainable]
+        self.units = list(dict.fromkeys(member.unit for member in self.members))
+        self.sharded = not all(unit.parameters_rest_whole for unit in self.units)
+
+    @property
+    def here(self) -> bool:
+        """Return whether the values of all its units are whole here."""
+        return all(unit.whole is not None for unit in self.units)
+
+    @property
+    def live(self) -> list[Member]:
+        """Return the trained parameters that are not frozen now."""
+        with torch._C.DisableTorchFunctionSubclass():  # `ShardedParameter` would take 16 times as long
+            return [member for member in self.trained if member.parameter.requires_grad]
 
     def groups(self, dtype: torch.dtype | None) -> dict[tuple[torch.dtype, bool], list[Member]]:
         """Return the members by dtype and by whether they are trained; each group is a unit.

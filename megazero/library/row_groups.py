@@ -13,8 +13,8 @@ that were touched (`row_optimizers.py`).
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -22,29 +22,84 @@ import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import FailedElsewhere, UserError
+from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
 from megazero.comm.rows import Counts, exchange_counts, exchange_rows
-from megazero.library.process import Process
+from megazero.library.adopt import from_first
+from megazero.library.calls import Calls
 from megazero.library.row_optimizers import RowOptimizer
 
+PIECE = 1 << 20  # elements of a table that are made, sent or read at a time
 
-class TableShape(NamedTuple):
-    """A table of a group.
+
+@dataclass(eq=False)
+class RowShard:
+    """The rows of one table that this rank owns.
+
+    Args:
+        name: of the table's parameter.
+        whole: rows of the whole table.
 
     Attributes:
-        name: of its parameter.
-        whole: its rows, on all ranks.
-        each: the rows that a rank owns; the last have fewer.
+        values: the rows that this rank owns [n, D], a part of the group's.
+        state: what the optimizer keeps of them, by name.
+        weight: the parameter that the table has in place of the whole one; it may be frozen.
     """
 
     name: str
     whole: int
-    each: int
+    world: Axis
+    values: Tensor = field(init=False)
+    state: dict[str, Tensor] = field(init=False)
+    weight: nn.Parameter = field(init=False)
 
     def owned(self, rank: int) -> range:
-        """Return the rows that a rank owns."""
-        first = min(rank * self.each, self.whole)
-        return range(first, min(first + self.each, self.whole))
+        """Return the rows that a rank owns; the last ranks have fewer."""
+        each = self.world.shard(self.whole)
+        first = min(rank * each, self.whole)
+        return range(first, min(first + each, self.whole))
+
+    @property
+    def first(self) -> int:
+        """Return the first row that this rank owns."""
+        return self.owned(self.world.rank).start
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the shape of the whole table."""
+        return self.whole, self.values.shape[1]
+
+    def _pieces(self) -> Iterator[tuple[slice, Tensor, slice, slice]]:
+        """Yield the whole table in pieces that are sent at a time.
+
+        Yields:
+            (its rows, new zeros for them, this rank's own rows counted in the piece, and among its own rows).
+        """
+        size = max(PIECE // self.values.shape[1], 1)
+        for start in range(0, self.whole, size):
+            stop = min(start + size, self.whole)
+            low = min(max(start, self.first), stop)
+            high = max(min(stop, self.first + len(self.values)), low)
+            rows = self.values.new_zeros((stop - start, self.values.shape[1]))
+            yield slice(start, stop), rows, slice(low - start, high - start), slice(low - self.first, high - self.first)
+
+    def take(self, whole: Tensor | None) -> None:
+        """Take the rows of a whole table that rank 0 has. Every rank calls it."""
+        for piece, rows, there, here in self._pieces():
+            if self.world.rank == 0:
+                assert whole is not None, "rank 0 has it"
+                rows.copy_(whole.detach()[piece])
+            self.values[here] = from_first(rows, self.world)[there]
+
+    def gathered(self, *, wanted: bool) -> Tensor | None:
+        """Return the whole table in host memory, None where it is not wanted. Every rank calls it."""
+        whole = torch.empty(self.shape, dtype=self.values.dtype) if wanted else None
+        for piece, rows, there, here in self._pieces():
+            rows[there] = self.values[here]
+            all_reduce(rows, self.world, "rows")
+            if whole is not None:
+                whole[piece] = rows.cpu()
+        return whole
 
 
 class FoundRows(NamedTuple):
@@ -55,62 +110,38 @@ class FoundRows(NamedTuple):
     places: Tensor
 
 
-@dataclass(frozen=True)
-class _Arrived:
-    """Gradients that have come to their owner: of rows of its buffer."""
-
-    rows: Tensor
-    gradients: Tensor
-
-
 class RowGroup:
     """Tables of one width and dtype, whose rows are split over the ranks.
 
     Args:
-        width: of a row.
+        like: [0, D], of the dtype and on the device of the rows.
         trained: whether rows are updated.
-        optimizer: of the rows.
+        calls: of the module's parts, which know the backward that runs.
 
     Attributes:
         rows: those that this rank owns, of all tables [n, D].
         state: what the optimizer keeps of them, by name.
-        weights: the parameters that the tables have in place of the whole ones, by number: they may be frozen.
-        steps: the number of updates so far.
-        open: a backward runs that trains the module.
-        factor: what gradients are multiplied by in it; None: nothing.
     """
 
     def __init__(
-        self,
-        tables: Sequence[TableShape],
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        world: Axis,
-        optimizer: RowOptimizer,
-        process: Process,
-        *,
-        trained: bool,
+        self, tables: Sequence[RowShard], like: Tensor, optimizer: RowOptimizer, calls: Calls, *, trained: bool
     ):
-        owned = [[len(table.owned(rank)) for table in tables] for rank in range(world.size)]
-        begins = [[0, *accumulate(of_rank)] for of_rank in owned]
-        self.rows = torch.empty((begins[world.rank][-1], width), dtype=dtype, device=device)
+        self._world, device = tables[0].world, like.device
+        begins = [[0, *accumulate(len(table.owned(k)) for table in tables)] for k in range(self._world.size)]
+        own = begins[self._world.rank]
+        self.rows = like.new_empty((own[-1], like.shape[1]))
         self.state = optimizer.state(self.rows) if trained else {}
-        self.tables, self.trained, self._world, self._optimizer = tables, trained, world, optimizer
-        self._own_begins = begins[world.rank]
+        for table, first, stop in zip(tables, own, own[1:], strict=False):
+            table.values = self.rows[first:stop]
+            table.state = {name: values[first:stop] for name, values in self.state.items()}
+            table.weight = nn.Parameter(table.values, requires_grad=trained)
+        self.tables, self.trained, self._optimizer, self._calls = tables, trained, optimizer, calls
         self._wholes = torch.tensor([table.whole for table in tables], device=device)
-        self._eaches = torch.tensor([max(table.each, 1) for table in tables], device=device)
+        self._eaches = torch.tensor([max(len(table.owned(0)), 1) for table in tables], device=device)
         self._begins = torch.tensor([of_rank[:-1] for of_rank in begins], device=device)  # [rank, table]
         self._keys = self._wholes.cumsum(0) - self._wholes  # the key of each table's row 0
-        self._arrived: list[_Arrived] = []
+        self._arrived: list[tuple[Tensor, Tensor]] = []  # places of rows, and the gradients that have come for them
         self._fetched: dict[int, tuple[Tensor, FoundRows]] = {}
-        self.weights: dict[int, nn.Parameter] = {}
-        self._process, self.open, self.steps = process, False, 0
-        self.factor: Tensor | None = None
-
-    def own(self, table: int) -> slice:
-        """Return where the rows of a table lie that this rank owns."""
-        return slice(self._own_begins[table], self._own_begins[table + 1])
 
     def fetch(self, asked: Mapping[int, Tensor]) -> None:
         """Look up in several tables at once; `look_up` with the same ids returns what was found. Every rank calls it.
@@ -120,9 +151,9 @@ class RowGroup:
         """
         self._fetched.clear()
         for live in (True, False):  # gradients come for all tables of a look-up, or for none
-            order = [table for table in sorted(asked) if self._is_live(table) is live]
-            found = self._look_up(order, [asked[table].reshape(-1) for table in order]) if order else []
-            self._fetched |= {table: (asked[table], one) for table, one in zip(order, found, strict=True)}
+            if order := [table for table in sorted(asked) if self._is_live(table) is live]:
+                found = self._look_up(order, [asked[table].reshape(-1) for table in order])
+                self._fetched |= {table: (asked[table], one) for table, one in zip(order, found, strict=True)}
 
     def look_up(self, table: int, ids: Tensor) -> FoundRows:
         """Look up in one table. Every rank calls it, unless what it asks for was fetched.
@@ -185,7 +216,7 @@ class RowGroup:
 
     def _is_live(self, table: int) -> bool:
         """Return whether rows of a table are to be updated. Raises UserError 502: it was frozen when it was sharded."""
-        live = self.weights[table].requires_grad
+        live = self.tables[table].weight.requires_grad
         if live and not self.trained:
             what = f"{self.tables[table].name} requires a gradient, and was frozen when it was sharded"
             raise UserError(502, what, "freeze it after megazero.shard, which then has memory for its state")
@@ -199,33 +230,38 @@ class RowGroup:
         back = [list(column) for column in zip(*counts, strict=True)]
         return exchange_rows(self.rows[asked], back, self._world, "row values")
 
-    def take_gradients(self, step: int, asked: Tensor, gradients: Tensor, counts: Counts) -> None:
+    @property
+    def epoch(self) -> int:
+        """Return the epoch of the module's values: rows that were looked up in an earlier one are stale."""
+        return self._calls.values.epoch
+
+    def take_gradients(self, epoch: int, asked: Tensor, gradients: Tensor, counts: Counts) -> None:
         """Send gradients to the owners of their rows, and keep those that come; drop them if others are trained.
 
         Raises:
             UserError: 506, no backward runs, or the rows were looked up before the last update.
         """
-        if not (self.open or self._process.in_backward) or step != self.steps:
+        calls = self._calls
+        if not calls.values.process.in_backward or epoch != self.epoch:
             what = f"{self.tables[0].name}: gradients outside of sharded.backward, or of an earlier step"
             raise UserError(506, what, "call sharded.backward(loss) between two steps")
-        if self.open:
-            gradients = gradients if self.factor is None else gradients * self.factor
-            self._arrived.append(_Arrived(asked, exchange_rows(gradients, counts, self._world, "row gradients")))
+        if calls.in_backward and calls.trains:
+            gradients = gradients if calls.factor is None else gradients * calls.factor
+            self._arrived.append((asked, exchange_rows(gradients, counts, self._world, "row gradients")))
+
+    def _all_arrived(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients that have come for rows, and the places of these; a row may have several."""
+        none = torch.empty(0, dtype=torch.int64, device=self.rows.device), self.rows[:0]
+        rows, gradients = zip(none, *self._arrived, strict=True)
+        return torch.cat(rows), torch.cat(gradients)
 
     def squares(self) -> Tensor:
         """Return the sum of squares of this rank's gradients of the step, fp64; sums them by row first."""
-        self._arrived = [summed := self._summed()]
-        return summed.gradients.to(torch.float64).square().sum()
-
-    def _summed(self) -> _Arrived:
-        """Return the rows that a step has touched, each once, with their gradients."""
-        if not self._arrived:
-            return _Arrived(torch.empty(0, dtype=torch.int64, device=self.rows.device), self.rows[:0])
-        rows = torch.cat([one.rows for one in self._arrived])
+        rows, gradients = self._all_arrived()
         touched, places = torch.unique(rows, return_inverse=True)
-        total = self.rows.new_zeros((len(touched), self.rows.shape[1]))
-        total.index_add_(0, places, torch.cat([one.gradients for one in self._arrived]))
-        return _Arrived(touched, total)
+        total = self.rows.new_zeros((len(touched), self.rows.shape[1])).index_add_(0, places, gradients)
+        self._arrived = [(touched, total)]
+        return total.to(torch.float64).square().sum()
 
     def update(self, lr: float | None, scale: Tensor, step: int, *, skipped: bool) -> None:
         """Update the touched rows with gradients multiplied by `scale`, and forget them.
@@ -234,12 +270,11 @@ class RowGroup:
             lr: None: the optimizer's own.
         """
         if self.trained and not skipped:
-            (one,) = self._arrived  # `squares` has summed them
-            gradients = one.gradients * scale.to(one.gradients.dtype)
+            ((touched, gradients),) = self._arrived  # `squares` has summed them
             rate = self._optimizer.lr if lr is None else lr
-            self._optimizer.update(self.rows, self.state, one.rows, gradients, rate, step)
+            gradients = gradients * scale.to(gradients.dtype)
+            self._optimizer.update(self.rows, self.state, touched, gradients, rate, step)
         self.forget()
-        self.steps += 1
 
     def forget(self) -> None:
         """Forget the gradients of this step, and what was fetched."""
@@ -254,11 +289,11 @@ class _LookUp(torch.autograd.Function):
     def forward(
         ctx: Any, group: RowGroup, asked: Tensor, by_owner: Tensor, each: list[int], counts: Counts, anchor: Any
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.asked, ctx.by_owner, ctx.counts, ctx.step = group, asked, by_owner, counts, group.steps
+        ctx.group, ctx.asked, ctx.by_owner, ctx.counts, ctx.epoch = group, asked, by_owner, counts, group.epoch
         came = group.values_of(asked, counts)
         return torch.empty_like(came).index_copy_(0, by_owner, came).split(each)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        ctx.group.take_gradients(ctx.step, ctx.asked, torch.cat(gradients)[ctx.by_owner], ctx.counts)
+        ctx.group.take_gradients(ctx.epoch, ctx.asked, torch.cat(gradients)[ctx.by_owner], ctx.counts)
         return (None,) * 6

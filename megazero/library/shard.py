@@ -2,13 +2,14 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from megazero.base.errors import UserError
 from megazero.comm.agreement import agree
@@ -16,21 +17,17 @@ from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Axis, make_grid, single
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
-from megazero.library.adopt import Initial, Shapes, adopt, adopt_buffers, make_values
-from megazero.library.agreed import AgreedGather
-from megazero.library.assembly import Assembly, Memory, unit_of
-from megazero.library.built import BuiltPart, Shown
+from megazero.library.adopt import Initial, adopt, adopt_buffers, make_values
+from megazero.library.assembly import Assembly, Memory
 from megazero.library.calls import Calls
-from megazero.library.lockstep import Lockstep
 from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
 from megazero.library.parameters import guard
-from megazero.library.parts import ROOT, Part, Units, fitting, parts_of, submodules
-from megazero.library.process import Process
+from megazero.library.parts import Part, Units, fitting, parts_of, submodules
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
 from megazero.library.tables import Table, split_rows
-from megazero.zero.gather import Gather
+from megazero.library.values import Values
 from megazero.zero.layout import Entry, lay_out
 from megazero.zero.offload import Offload
 from megazero.zero.placement import STAGES, UnitAxes
@@ -54,7 +51,6 @@ def shard(
     tables: Units = (),
     table_optimizer: str | Mapping[str, Any] = "adagrad",
     initial: Initial | None = None,
-    lockstep: bool = True,
     kernels: str = "auto",
     timeout: float = 120.0,
 ) -> Sharded:
@@ -76,8 +72,6 @@ def shard(
         table_optimizer: "adagrad" or "adam", or {"name": ..., "lr": ...}: of these (`row_optimizers.py`).
         initial: (name, tensor), writes the values of a parameter or buffer on meta, on rank 0; None: the modules'
             `reset_parameters` do.
-        lockstep: every rank calls the same units in the same order; False: each those that it likes, at the price of a
-            message between the ranks before each gathering and each sum in stage 3 (`agreed.py`).
         kernels: as of the option precision.kernels.
         timeout: seconds that a rank waits for the others.
 
@@ -85,8 +79,6 @@ def shard(
         UserError: 5xx, see docs/library.md; 111 and 3xx, the ranks do not come together; 106, shard_ranks.
     """
     _require_known(module, stage, precision)
-    if tables and not lockstep:
-        raise UserError(510, "lockstep=False next to tables, in which all ranks look up together", where="shard")
     if optimizer is None:
         module.requires_grad_(False)
     recipe, rows, by_row = recipe_of(optimizer, groups), row_optimizer(table_optimizer), _tables(module, tables)
@@ -107,19 +99,19 @@ def shard(
         )
     _require_one_module(parts, grid["world"], device)
     dtype = None if precision is None else _DTYPES[precision]
-    memory = Memory(device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
     axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=STAGES[stage], replica=grid["replica"])
+    memory = Memory(axes, device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
     shapes = {place: m.parameter.shape for part in parts for m in part.members for place in m.places}
-    built = [_built(part, dtype, recipe, memory, axes, grid["world"], initial, shapes) for part in parts]
+    for part in parts:
+        make = partial(make_values, part, grid["world"], device, initial, shapes)
+        _give_units(part, dtype, recipe, memory, grid["world"], make)
     adopt_buffers(module, grid["world"], device, initial)
-    process.modules += 1
-    agreed = None if lockstep else _agreed(built, device, process)
-    assembly = Assembly(built, recipe, grid, memory, clip, agreed or Gather(device))
-    calls = Calls(built, assembly.gather, process, lockstep=lockstep)
-    split = split_rows(by_row, rows, grid["world"], device, process, dtype)
-    guarded = guard(module, built, split.shards, calls)
-    meetings = Lockstep(world.rank, axes, guarded, process, agreed, device)
-    return Sharded(module, assembly, calls, split, recipe.lr, partial(_cast, dtype=dtype), meetings)
+    values = Values(parts, process, world.rank, device)
+    calls = Calls(values)
+    split = split_rows(by_row, rows, grid["world"], calls, dtype)
+    guard(module, values, split.shards)
+    assembly = Assembly(module, values, calls, split, recipe, grid, memory, clip)
+    return Sharded(assembly, partial(_cast, dtype=dtype))
 
 
 def _require_known(module: nn.Module, stage: int, precision: str | None) -> None:
@@ -192,34 +184,18 @@ def _require_one_module(parts: Sequence[Part], world: Axis, device: torch.device
             raise UserError(504, what, "build the same module on every rank", rank=rank)
 
 
-def _built(
-    part: Part,
-    dtype: torch.dtype | None,
-    recipe: Recipe,
-    memory: Memory,
-    axes: UnitAxes,
-    world: Axis,
-    initial: Initial | None,
-    shapes: Shapes,
-) -> BuiltPart:
-    """Give the parameters of a part memory and initial values."""
+def _give_units(
+    part: Part, dtype: torch.dtype | None, recipe: Recipe, memory: Memory, world: Axis, make: Callable[[], None]
+) -> None:
+    """Give the parameters of a part units, and initial values: those that rank 0 has after `make`."""
     kinds = part.groups(dtype)
-    agree(world, memory.device, lambda: make_values(part, world, memory.device, initial, shapes))
-    shown: list[tuple[bool, Shown]] = []
+    agree(world, memory.device, make)
     for (own, trained), members in kinds.items():
         entries = [Entry(m.name, tuple(m.parameter.shape), recipe.group(m.name), split=True) for m in members]
         layout = lay_out(_unit_name(part, own, kinds, trained=trained), entries)
-        unit = unit_of(layout, own, memory, axes, trained=trained)
-        found = adopt(unit, members, world)
-        index = {interval.name: place for place, interval in enumerate(unit.layout.intervals)}
-        shown += [(trained, Shown(unit, index[m.name], m.name, m.places, found[m.name])) for m in members]
-    part.members.clear()  # nobody holds the parameters that the module came with any more
-    return BuiltPart(
-        part,
-        [one for trained, one in shown if trained],
-        [one for trained, one in shown if not trained],
-        part.name == ROOT,
-    )
+        adopt(memory.unit(layout, own, trained=trained), members, world)
+    part.members = [member for members in kinds.values() for member in members]
+    part.find_units()
 
 
 def _unit_name(part: Part, dtype: torch.dtype, kinds: Mapping[tuple[torch.dtype, bool], Any], *, trained: bool) -> str:
@@ -228,20 +204,8 @@ def _unit_name(part: Part, dtype: torch.dtype, kinds: Mapping[tuple[torch.dtype,
     return f"{part.name} ({', '.join(words)})" if words else part.name
 
 
-def _agreed(built: Sequence[BuiltPart], device: torch.device, process: Process) -> AgreedGather | None:
-    """Return the gathering of units by ranks that call different ones; None: no unit is gathered."""
-    units = [unit for part in built for unit in part.units]
-    return None if all(unit.parameters_rest_whole for unit in units) else AgreedGather(device, units, process)
-
-
 def _cast(inputs: Any, dtype: torch.dtype | None) -> Any:
     """Return inputs with every tensor of floating point in this dtype; None: as they are."""
     if dtype is None:
         return inputs
-    if isinstance(inputs, Tensor):
-        return inputs.to(dtype) if inputs.is_floating_point() else inputs
-    if isinstance(inputs, dict):
-        return {key: _cast(value, dtype) for key, value in inputs.items()}
-    if type(inputs) in (list, tuple):
-        return type(inputs)(_cast(value, dtype) for value in inputs)
-    return inputs
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)

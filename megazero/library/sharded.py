@@ -12,8 +12,9 @@ follows, so that stages 0 and 1 reduce once a step.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -21,85 +22,77 @@ import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import UserError
-from megazero.base.packages import refuse_without
 from megazero.library.assembly import Assembly
-from megazero.library.backward import Backwards, run_backward
-from megazero.library.built import refuse_compiled
-from megazero.library.calls import Calls
-from megazero.library.describe import no_attribute, parts_table
-from megazero.library.lockstep import Lockstep, in_lockstep
-from megazero.library.parts import saved_buffers
-from megazero.library.state import SavedStep, State
-from megazero.library.step import Step
-from megazero.library.tables import Tables
-from megazero.library.whole import Names, WholeValues
+from megazero.library.backward import run_backward
+from megazero.library.describe import parts_table
+from megazero.library.lockstep import in_lockstep
+from megazero.library.shown import refuse_compiled
+from megazero.library.state import State
+from megazero.library.whole import WholeValues
 from megazero.observe.unit_table import UnitEvents
-from megazero.plan.placements import STAGES
-from megazero.zero.engine import Engine
+from megazero.zero.engine import StepNumbers, StepResult
 from megazero.zero.reduce import sum_replicas
 
 
-class Sharded:
+@dataclass(frozen=True)
+class Step:
+    """The results of a step; reading one waits for the device.
+
+    Attributes:
+        result: as the engine has it, on the device.
+    """
+
+    result: StepResult
+
+    @cached_property
+    def numbers(self) -> StepNumbers:
+        """Return all of them on the host."""
+        return StepNumbers.of(self.result.packed.tolist())
+
+    @property
+    def grad_norm(self) -> float:
+        """Return the norm of the step's gradient over all ranks, before clipping."""
+        return self.numbers.grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        """Return whether nothing was updated, because the gradient was not finite."""
+        return self.numbers.skipped
+
+    @property
+    def loss(self) -> float:
+        """Return the mean over the ranks of the sum of the step's losses."""
+        return self.numbers.loss
+
+
+class Sharded(WholeValues):
     """A module whose parameters, gradients and optimizer state are sharded over ranks; made by `megazero.shard`.
 
     Args:
-        module: its parameters are those of the units by now.
-        assembly: of its parts and engine.
-        calls: the runs of the parts.
-        tables: whose rows are split.
-        lr: of a step that does not say one.
+        assembly: of the module.
         cast: what happens to the inputs: to the parameters' precision, if one was asked for.
-        lockstep: the calls that all ranks make together.
 
     Attributes:
         module: the module.
         steps: done so far, skipped ones too.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        assembly: Assembly,
-        calls: Calls,
-        tables: Tables,
-        lr: float,
-        cast: Callable[[Any], Any],
-        lockstep: Lockstep,
-    ):
-        self.module, self._assembly, self._calls = module, assembly, calls
-        self._parts, self._grid = assembly.parts, assembly.grid
-        self._lr, self._cast, self._tables, self._lockstep = lr, cast, tables, lockstep
+    def __init__(self, assembly: Assembly, cast: Callable[[Any], Any]):
+        super().__init__(assembly)
+        self._cast = cast
         self._watch: tuple[int, TextIO] | None = None
-        self._known = _places(module)
-        self._use(assembly.engine())
-        self._skipped = torch.zeros((), dtype=torch.int64, device=self._units[0].device)
+        self._known = _places(self.module)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=assembly.values.device)
         self._checked = self.steps = 0
-        calls.on_thaw = self._thaw
-
-    def _use(self, engine: Engine) -> None:
-        self._engine, self._units = engine, [unit for part in self._parts for unit in part.units]
-        world, calls, tables = self._grid["world"], self._calls, self._tables
-        self._whole = WholeValues(self.module, self._parts, engine, calls, tables.shards, world, self._lockstep)
-        self._events = UnitEvents(self._units, self._grid.comm.ledger.seconds)
-        self._events.listen(on=self._watch is not None)
-        self._backwards = Backwards(engine, calls, tables, self._lockstep)
-
-    def _thaw(self) -> None:
-        """Train parameters too that were frozen. Raises UserError 502: between the backwards of a step."""
-        if self._backwards.count:
-            name = next(shown.name for part in self._parts for shown in part.thawed)
-            what = f"{name} was unfrozen between a backward and its step"
-            raise UserError(502, what, "call requires_grad_(True) after the step")
-        updates = self.steps - int(self._skipped)
-        self._use(self._assembly.thaw(self._engine, updates, self._calls.stray))
+        self._events = UnitEvents(assembly.values.units, assembly.memory.ledger.seconds)
 
     @property
     def rank(self) -> int:
-        return self._grid["world"].rank
+        return self._assembly.world.rank
 
     @property
     def ranks(self) -> int:
-        return self._grid["world"].size
+        return self._assembly.world.size
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the module's forward.
@@ -111,13 +104,14 @@ class Sharded:
         refuse_compiled("sharded")
         if self._checked <= self.steps:  # once a step
             self._require_unchanged()
-            self._lockstep.require_unchanged()
+            self._assembly.values.require_unchanged()
             self._checked = self.steps + 1
         with in_lockstep(self.rank):
             return self.module(*self._cast(arguments), **self._cast(named))
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(no_attribute(name, vars(self).get("module")))
+        there = hasattr(vars(self).get("module"), name)
+        raise AttributeError(f"Sharded has no attribute {name!r}" + f": use sharded.module.{name}" * there)
 
     def train(self, mode: bool = True) -> "Sharded":
         """Let the module be in training mode, or not, as `nn.Module.train`; return this."""
@@ -139,7 +133,7 @@ class Sharded:
         Raises:
             UserError: 511, there is no such table, or an id is no row; 507, other ranks ask other tables.
         """
-        self._tables.fetch(ids)
+        self._assembly.tables.fetch(ids)
 
     def backward(self, loss: Tensor, *, last: bool = True) -> None:
         """Compute the gradients of a loss, and reduce them over the ranks; `backward` does so for several modules.
@@ -164,92 +158,28 @@ class Sharded:
         Raises:
             UserError: 503, there was no backward, or the last one had last=False; 507, a rank has run other parts.
         """
+        assembly, values = self._assembly, self._assembly.values
         self._backwards.require_whole()
-        (stage,) = self._engine.stages
-        self._lockstep.meet("step")
+        (stage,) = assembly.engine.stages
+        assembly.meet("step")
         stage.finish_reduction()
-        sum_replicas(self._engine.units)
+        sum_replicas(assembly.engine.units)
         with in_lockstep(self.rank):
-            self._calls.release_all()
-        self._backwards.leave_frozen()
-        result = self._engine.finish_step(self._lr if lr is None else lr, beside=self._tables.squares())
+            values.release_all()
+        assembly.optimizer.frozen = self._backwards.frozen
+        rate = assembly.recipe.lr if lr is None else lr
+        result = assembly.engine.finish_step(rate, beside=assembly.tables.squares())
         self._skipped += result.skipped
-        if self._tables.shards:
+        if assembly.tables.shards:
             done = self.steps + 1 - int(self._skipped)
-            self._tables.update(table_lr, result.applied, done, skipped=bool(result.skipped))
-        self._backwards.next_step()
+            assembly.tables.update(table_lr, result.applied, done, skipped=bool(result.skipped))
+        values.begin_epoch()
+        values.gather.unshard([unit for unit in values.units if unit.parameters_rest_whole])
+        self._backwards.begin_step()
         self.steps += 1
         if self._watch is not None and self.steps % self._watch[0] == 0 and self.rank == 0:
             print(f"step {self.steps}\n{self._events.table()}", file=self._watch[1], flush=True)
         return Step(result)
-
-    def gathered(self, names: Names = "*") -> AbstractContextManager[dict[str, Tensor]]:
-        """Return a context with the whole values of parameters by name; what is changed in place counts from then on.
-
-        Every rank enters it, and makes the same changes.
-
-        Args:
-            names: of parameters, or patterns of names.
-
-        Raises:
-            UserError: 500, a name fits no parameter; 502, the ranks have changed values differently.
-        """
-        return self._whole.gathered(names)
-
-    def gradients(self, names: Names = "*") -> dict[str, Tensor]:
-        """Return whole reduced gradients, between `backward` and `step`: what `.grad` holds elsewhere.
-
-        Every rank calls it and gets copies: of the mean over the ranks, before clipping, in the dtype of accumulation.
-
-        Args:
-            names: of parameters, or patterns of names.
-
-        Raises:
-            UserError: 500, a name fits no parameter that is trained; 503, there was no backward.
-        """
-        self._backwards.require_reduced("gradients")
-        return self._whole.gradients(names)
-
-    def clip_gradients(self, names: Names, limit: float) -> Tensor:
-        """Limit the norm of some parameters' gradients, taken together, between the last `backward` and `step`.
-
-        Every rank calls it, once for each group; a limit of all that was given to `shard` comes after. Gradients are
-        gathered one unit at a time.
-
-        Args:
-            names: of parameters, or patterns of names.
-            limit: of the norm; above 0.
-
-        Returns: the norm before: one number, fp64, on the device.
-
-        Raises:
-            UserError: 500, a name fits no parameter that is trained, or the limit is not above 0; 503, there was no
-                backward, or the last one had last=False.
-        """
-        if not limit > 0:
-            raise UserError(500, f"expected a limit above 0, got {limit}", where="clip_gradients")
-        self._backwards.require_reduced("clip_gradients")
-        return self._whole.clip_gradients(names, limit)
-
-    def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
-        """Return what `module.state_dict()` would, whole, in host memory, of the first rank; elsewhere nothing.
-
-        Every rank calls it. Parameters come in the precision of forward and backward.
-
-        Args:
-            everywhere: every rank gets it.
-        """
-        return self._whole.state_dict(everywhere=everywhere)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the values of a state_dict of the whole module: of rank 0's, those of the others are not read.
-
-        The optimizer's state stays. Every rank calls it.
-
-        Raises:
-            UserError: 508, a name is missing, or not the module's, or has another shape.
-        """
-        self._whole.load_state_dict(state)
 
     def save(self, folder: str | Path) -> Path:
         """Write parameters, optimizer state and buffers as a step of a folder; return the step's folder.
@@ -259,9 +189,8 @@ class Sharded:
         Raises:
             UserError: 403, it could not be written; 508, the folder has this step already; 302, a value is not finite.
         """
-        self._lockstep.meet("save")
-        self._calls.follow()
-        return self._state().save(Path(folder), SavedStep(self.steps, int(self._skipped)))
+        self._assembly.meet("save")
+        return State(self._assembly).save(Path(folder), self.steps, int(self._skipped))
 
     def load(self, folder: str | Path, step: int | None = None) -> int:
         """Take all of a checkpoint of any number of ranks and any stage; return its step. Every rank calls it.
@@ -274,32 +203,22 @@ class Sharded:
         Raises:
             UserError: 402, there is none; 410, it is damaged; 508, it is of another module or another optimizer.
         """
-        self._lockstep.meet("load")
-        self._calls.follow()
-        state = self._state()
+        self._assembly.meet("load")
+        state = State(self._assembly)
         path, manifest = state.verified(Path(folder), step)
         self._backwards.forget()
-        self._calls.void()
-        found = state.load(path, manifest)
-        self.steps = found.steps
-        self._skipped.fill_(found.skipped)
+        self._assembly.values.begin_epoch()
+        self.steps, skipped = state.load(path, manifest)
+        self._skipped.fill_(skipped)
         return self.steps
-
-    def _state(self) -> State:
-        buffers = saved_buffers(self.module)
-        return State(self._units, self._engine, buffers, self._tables.shards, self._grid, self._stage)
-
-    @property
-    def _stage(self) -> int:
-        return next(number for number, one in STAGES.items() if one is self._units[0].axes.stage)
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Return the bytes that this rank holds, now and at most, by category: the ledger."""
-        return self._grid.comm.ledger.bytes_as_dict()
+        return self._assembly.memory.ledger.bytes_as_dict()
 
     def traffic(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return what this rank has sent: operations, elements and bytes by axis and purpose: the ledger."""
-        return self._grid.comm.ledger.traffic_as_dict()
+        return self._assembly.memory.ledger.traffic_as_dict()
 
     def watch(self, every: int = 10, out: TextIO = sys.stderr) -> None:
         """Write a table of what happened to each unit, on rank 0 and once in so many steps (`observe/unit_table.py`).
@@ -310,25 +229,9 @@ class Sharded:
         self._watch = (every, out) if every else None
         self._events.listen(on=bool(every))
 
-    @contextmanager
-    def timeline(self, path: str | Path) -> Iterator[None]:
-        """Draw what happens to each unit inside the context, on rank 0, as an SVG or PNG file: one step, say.
-
-        Raises:
-            UserError: 121, matplotlib is not installed; 405, the file cannot be written.
-        """
-        refuse_without("matplotlib")
-        with self._events.recording() as events:
-            yield
-        if self.rank == 0:
-            try:
-                self._events.draw(Path(path), events)
-            except OSError as error:
-                raise UserError(405, f"cannot be written: {error.strerror}", where=path) from None
-
     def describe(self) -> str:
         """Return a table of the parts: parameters, and the bytes of each kind that rest on this rank."""
-        return parts_table(self._parts, self._tables.shards, self._engine.optimizer.STATE, self._stage)
+        return parts_table(self._assembly)
 
     def _require_unchanged(self) -> None:
         """Refuse a module whose parameters are not those that were sharded. Raises UserError 502."""

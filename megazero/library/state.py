@@ -8,8 +8,7 @@ parameter and of a buffer the values alone are saved. Buffers are those of rank 
 import math
 import platform
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,61 +25,38 @@ from megazero.checkpoint.save import Saver
 from megazero.checkpoint.shard import BLOCK, NAMES
 from megazero.checkpoint.store import Store
 from megazero.comm.agreement import agree
-from megazero.comm.grid import Grid
-from megazero.library.following import following_of
+from megazero.library.assembly import Assembly
+from megazero.library.parts import saved_buffers
 from megazero.library.tables import RowShard
-from megazero.zero.engine import Engine
-from megazero.zero.unit import Unit
 
 _UPDATES = "updates."  # in a manifest's config: of a parameter that was frozen in some
-
-
-@dataclass(frozen=True)
-class SavedStep:
-    """The counts of a module's training that are saved beside its tensors."""
-
-    steps: int
-    skipped: int
 
 
 class State:
     """The tensors of a sharded module, as checkpoints hold them.
 
-    Args:
-        units: all, frozen ones too.
-        engine: over those that are trained.
-        buffers: of the module, by name; saved by rank 0, loaded in place.
-        tables: whose rows are split; each rank saves its own. What their optimizer keeps are tensors beside them.
+    Every rank saves its own part of units and tables, and what their optimizers keep; rank 0 saves the buffers.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        engine: Engine,
-        buffers: Mapping[str, Tensor],
-        tables: Sequence[RowShard],
-        grid: Grid,
-        stage: int,
-    ):
-        self._rows = {name: (table, own) for table in tables for name, own in _tensors_of(table)}
-        self._units, self._engine, self._buffers, self._grid, self._stage = units, engine, buffers, grid, stage
-        self._world, self._device = grid["world"], units[0].device
-        self._optimizer = following_of(engine)
+    def __init__(self, assembly: Assembly):
+        self._assembly, self._world, self._device = assembly, assembly.world, assembly.values.device
+        self._units, self._buffers = assembly.values.units, saved_buffers(assembly.module)
+        self._rows = {name: (table, own) for table in assembly.tables.shards for name, own in _tensors_of(table)}
+        self._kinds = [WEIGHT, *assembly.optimizer.STATE]
         self._logical = {
-            i.name: Logical(shape=list(i.shape), pieces=[], dtype=NAMES[unit.masters.dtype], trained=unit.trainable)
-            for unit in units
+            i.name: _logical(i.shape, unit.masters.dtype, trained=unit.trainable)
+            for unit in self._units
             for i in unit.layout.intervals
-        } | {
-            name: Logical(shape=list(buffer.shape), pieces=[], dtype=NAMES[buffer.dtype], trained=False)
-            for name, buffer in buffers.items()
         }
+        self._logical |= {name: _logical(buffer.shape, buffer.dtype) for name, buffer in self._buffers.items()}
         for name, (table, own) in self._rows.items():
-            shape = [table.whole, *own.shape[1:]]
-            self._logical[name] = Logical(shape=shape, pieces=[], dtype=NAMES[own.dtype], trained=False)
-        self._numel = {name: math.prod(logical.shape) for name, logical in self._logical.items()}
+            self._logical[name] = _logical((table.whole, *own.shape[1:]), own.dtype)
 
-    def save(self, folder: Path, step: SavedStep) -> Path:
+    def save(self, folder: Path, steps: int, skipped: int) -> Path:
         """Write a step into a folder of steps; return the step's own folder. Every rank calls it.
+
+        Args:
+            steps: done so far, of which so many were skipped.
 
         Raises:
             UserError: 403, it could not be written; 508, the step is there already; 302, a value is not finite.
@@ -92,8 +68,8 @@ class State:
                 return
             folder.mkdir(parents=True, exist_ok=True)
             store.reap()
-            if store.path(step.steps).exists():
-                raise UserError(508, f"step {step.steps} is there already", "give another folder", where=folder)
+            if store.path(steps).exists():
+                raise UserError(508, f"step {steps} is there already", "give another folder", where=folder)
 
         agree(self._world, self._device, prepare)
         saver = Saver(
@@ -107,10 +83,10 @@ class State:
         )
         checkpoints = Checkpoints(saver, self._world, self._device, every=None, background=False)
         try:
-            checkpoints.save(step.steps, self._progress(step))
+            checkpoints.save(steps, self._progress(steps, skipped))
         finally:
             checkpoints.close()
-        return store.path(step.steps)
+        return store.path(steps)
 
     def verified(self, folder: Path, step: int | None) -> tuple[Path, Manifest]:
         """Return a step of a folder once all ranks have verified what they read of it. Every rank calls it.
@@ -132,29 +108,33 @@ class State:
             self._require_fitting(manifest, path)
             return path, manifest
 
-        found = agree(self._world, self._device, read)
-        self._read(*found, [*self._held(saves=False), *self._held_buffers()], fills=False)
-        return found
+        path, manifest = agree(self._world, self._device, read)
+        self._read(path, manifest, self._held_buffers(), fills=False)
+        return path, manifest
 
-    def load(self, path: Path, manifest: Manifest) -> SavedStep:
-        """Fill all tensors from a step that has been verified; return its counts. Every rank calls it."""
-        buffers = self._held_buffers()
-        self._read(path, manifest, [*self._held(saves=False), *buffers], fills=True)
+    def load(self, path: Path, manifest: Manifest) -> tuple[int, int]:
+        """Fill all tensors from a step that has been verified. Every rank calls it.
+
+        Returns: the steps done, and how many of them were skipped.
+        """
+        buffers, engine, optimizer = self._held_buffers(), self._assembly.engine, self._assembly.optimizer
+        self._read(path, manifest, buffers, fills=True)
         for buffer, filled in zip(self._buffers.values(), buffers, strict=True):
             buffer.copy_(filled.tensors[WEIGHT].view(buffer.shape))
         progress = manifest.progress
         assert progress is not None, "a module's checkpoint has it"
-        self._engine.restore(progress.updates, progress.loss_scale, progress.good_steps)
+        engine.restore(progress.updates, progress.loss_scale, progress.good_steps)
         counts = {k.removeprefix(_UPDATES): n for k, n in manifest.config.items() if k.startswith(_UPDATES)}
-        self._optimizer.restore(progress.updates, counts)
+        optimizer.restore(progress.updates, counts)
         for unit in self._units:
             if not unit.trainable:
-                self._engine.gather.publish(unit)
-        self._engine.gather.unshard([unit for unit in self._units if unit.parameters_rest_whole])
-        return SavedStep(manifest.step, progress.skipped)
+                engine.gather.publish(unit)
+        engine.gather.unshard([unit for unit in self._units if unit.parameters_rest_whole])
+        return manifest.step, progress.skipped
 
-    def _read(self, path: Path, manifest: Manifest, held: Sequence[ShardState], *, fills: bool) -> None:
-        rank, size = self._world.rank, self._world.size
+    def _read(self, path: Path, manifest: Manifest, buffers: Sequence[ShardState], *, fills: bool) -> None:
+        """Read what this rank holds, and fill it if asked for. All ranks raise what one does."""
+        held, rank, size = [*self._held(saves=False), *buffers], self._world.rank, self._world.size
         agree(
             self._world,
             self._device,
@@ -162,53 +142,49 @@ class State:
         )
 
     def _held(self, *, saves: bool) -> list[ShardState]:
-        hold = holding_to_save if saves else holding_to_load
-        state = self._engine.optimizer.state
-        held = [hold(unit, state[unit] if unit.trainable else {}, self._numel) for unit in self._units]
+        hold, state = holding_to_save if saves else holding_to_load, self._assembly.optimizer.state
+        numel = {name: math.prod(logical.shape) for name, logical in self._logical.items()}
+        held = [hold(unit, state[unit] if unit.trainable else {}, numel) for unit in self._units]
         for name, (table, own) in self._rows.items():
-            start = table.first * own.shape[1:].numel()
-            pieces = [Piece(name, start, start + own.numel(), 0)] if own.numel() else []
-            held.append(ShardState(pieces, {WEIGHT: own.view(-1)}))
+            held.append(_held(name, own.view(-1), table.first * own.shape[1:].numel()))
         return held
 
     def _held_buffers(self) -> list[ShardState]:
-        flats = {name: buffer.detach().reshape(-1).clone() for name, buffer in self._buffers.items()}
         return [
-            ShardState([Piece(name, 0, len(x), 0)] if len(x) else [], {WEIGHT: x}, any_value=True)
-            for name, x in flats.items()
+            _held(name, buffer.detach().reshape(-1).clone(), any_value=True) for name, buffer in self._buffers.items()
         ]
 
-    def _progress(self, step: SavedStep) -> Progress:
-        scale = self._engine.loss_scale
+    def _progress(self, steps: int, skipped: int) -> Progress:
+        scale = self._assembly.engine.loss_scale
         return Progress(
-            updates=step.steps - step.skipped,
-            skipped=step.skipped,
+            updates=steps - skipped,
+            skipped=skipped,
             overflows=0,
-            next_sample=step.steps,  # the samples are the caller's: a step counts as one
+            next_sample=steps,  # the samples are the caller's: a step counts as one
             loss_scale=float(scale.scale) if scale.dynamic else None,
             good_steps=int(scale.good),
         )
 
-    def _commit(self, store: Store, step: int, progress: Progress, parts: Sequence[WrittenShard]) -> None:
+    def _commit(self, store: Store, step: int, progress: Progress, written: Sequence[WrittenShard]) -> None:
         tensors = dict(self._logical)
         for name, logical in tensors.items():
             pieces = sorted(
-                (piece for part in parts for piece in part.tensors.get(name, [])), key=lambda piece: piece[1]
+                (piece for one in written for piece in one.tensors.get(name, [])), key=lambda piece: piece[1]
             )
             tensors[name] = logical.model_copy(update={"pieces": pieces})
-        sizes = {name: self._grid[name].size for name in ("tensor", "pipeline", "data")}
-        counts = self._optimizer.counts(progress.updates)
-        main = (self._engine.units or self._units)[0].masters.dtype
+        sizes = {name: self._assembly.grid[name].size for name in ("tensor", "pipeline", "data")}
+        counts = self._assembly.optimizer.counts(progress.updates)
+        main = (self._assembly.engine.units or self._units)[0].masters.dtype
         manifest = Manifest(
             format=FORMAT,
             run=uuid.uuid4().hex,
             step=step,
-            grid={**sizes, "stage": self._stage},
+            grid={**sizes, "stage": self._assembly.stage},
             dtype=NAMES[main],
-            kinds=[WEIGHT, *self._engine.optimizer.STATE],
+            kinds=self._kinds,
             tensors=tensors,
             block=BLOCK,
-            files=[part.shard for part in parts],
+            files=[part.shard for part in written],
             progress=progress,
             random={},
             identity={},
@@ -219,15 +195,13 @@ class State:
 
     def _require_fitting(self, manifest: Manifest, folder: Path) -> None:
         """Refuse a checkpoint of another module, or of another optimizer. Raises UserError 508."""
-        names = sorted({*self._logical, *manifest.tensors})
-        for name in names:
+        for name in sorted({*self._logical, *manifest.tensors}):
             own, saved = (_words(logicals.get(name), manifest.dtype) for logicals in (self._logical, manifest.tensors))
             if own != saved:
                 what, do = f"{name}: expected {own}, got {saved}", "load it into the module that it was saved from"
                 raise UserError(508, what, do, where=folder)
-        kinds = [WEIGHT, *self._engine.optimizer.STATE]
-        if manifest.kinds != kinds:
-            what = f"expected the state {kinds} of this optimizer, got {manifest.kinds}"
+        if manifest.kinds != self._kinds:
+            what = f"expected the state {self._kinds} of this optimizer, got {manifest.kinds}"
             raise UserError(508, what, "load it with the optimizer that it was saved with", where=folder)
 
 
@@ -235,6 +209,16 @@ def _tensors_of(table: RowShard) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a table, with the names that they have in a checkpoint."""
     yield table.name, table.values
     yield from ((f"{table.name}/{kind}", own) for kind, own in table.state.items())
+
+
+def _held(name: str, flat: Tensor, first: int = 0, *, any_value: bool = False) -> ShardState:
+    """Return elements of a tensor, from its element `first` on, as checkpoints take them."""
+    pieces = [Piece(name, first, first + len(flat), 0)] if len(flat) else []
+    return ShardState(pieces, {WEIGHT: flat}, any_value=any_value)
+
+
+def _logical(shape: Sequence[int], dtype: torch.dtype, *, trained: bool = False) -> Logical:
+    return Logical(shape=list(shape), pieces=[], dtype=NAMES[dtype], trained=trained)
 
 
 def _words(logical: Logical | None, dtype: str) -> str:

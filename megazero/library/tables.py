@@ -6,9 +6,7 @@ whole. A look-up asks the owners for the rows of a batch, and gives them those r
 part of the global norm.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,67 +16,11 @@ from megazero.base.errors import UserError
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
 from megazero.kernels import counter
-from megazero.library.adopt import from_first
-from megazero.library.process import Process
-from megazero.library.row_groups import RowGroup, TableShape
+from megazero.library.calls import Calls
+from megazero.library.row_groups import PIECE, RowGroup, RowShard
 from megazero.library.row_optimizers import RowOptimizer
 
-_PIECE = 1 << 20  # elements of a table that are made, sent or read at a time
 Table = nn.Embedding | nn.EmbeddingBag
-
-
-@dataclass(frozen=True, eq=False)
-class RowShard:
-    """The rows of one table that this rank owns.
-
-    Args:
-        name: of the table's parameter.
-        whole: rows of the whole table.
-        first: the first row that this rank owns.
-        values: its rows [n, D].
-        state: what the optimizer keeps of them, by name.
-    """
-
-    name: str
-    whole: int
-    first: int
-    values: Tensor
-    state: dict[str, Tensor]
-    world: Axis
-
-    def pieces(self) -> Iterator[slice]:
-        """Yield the rows of the whole table in pieces that are sent at a time."""
-        step = max(_PIECE // self.values.shape[1], 1)
-        yield from (slice(start, min(start + step, self.whole)) for start in range(0, self.whole, step))
-
-    def own(self, piece: slice) -> tuple[slice, slice]:
-        """Return this rank's rows of a piece: counted in the piece, and among its own rows."""
-        low = min(max(piece.start, self.first), piece.stop)
-        high = max(min(piece.stop, self.first + len(self.values)), low)
-        return slice(low - piece.start, high - piece.start), slice(low - self.first, high - self.first)
-
-    def take(self, whole: Tensor | None) -> None:
-        """Take the rows of a whole table that rank 0 has. Every rank calls it."""
-        for piece in self.pieces():
-            rows = self.values.new_zeros((piece.stop - piece.start, self.values.shape[1]))
-            if self.world.rank == 0:
-                assert whole is not None, "rank 0 has it"
-                rows.copy_(whole.detach()[piece])
-            from_first(rows, self.world)
-            there, here = self.own(piece)
-            self.values[here] = rows[there]
-
-    def gathered(self, *, wanted: bool) -> Tensor | None:
-        """Return the whole table in host memory, None where it is not wanted. Every rank calls it."""
-        whole = torch.empty((self.whole, self.values.shape[1]), dtype=self.values.dtype) if wanted else None
-        for piece in self.pieces():
-            rows = self.values.new_zeros((piece.stop - piece.start, self.values.shape[1]))
-            there, here = self.own(piece)
-            rows[there] = self.values[here]
-            all_reduce(rows, self.world, "rows")
-            if whole is not None:
-                whole[piece] = rows.cpu()
-        return whole
 
 
 class Tables:
@@ -128,21 +70,6 @@ class Tables:
         for group in self._groups:
             group.update(lr, scale, step, skipped=skipped)
 
-    @contextmanager
-    def backward(self, factor: Tensor | None) -> Iterator[None]:
-        """Be around a backward: gradients may come.
-
-        Args:
-            factor: what they are multiplied by; None: nothing.
-        """
-        for group in self._groups:
-            group.factor, group.open = factor, True
-        try:
-            yield
-        finally:
-            for group in self._groups:
-                group.open = False
-
     def forget(self) -> None:
         """Forget the gradients of this step."""
         for group in self._groups:
@@ -150,12 +77,7 @@ class Tables:
 
 
 def split_rows(
-    tables: Mapping[str, Table],
-    optimizer: RowOptimizer,
-    world: Axis,
-    device: torch.device,
-    process: Process,
-    computes: torch.dtype | None = None,
+    tables: Mapping[str, Table], optimizer: RowOptimizer, world: Axis, calls: Calls, computes: torch.dtype | None = None
 ) -> Tables:
     """Split the rows of tables over the ranks; their modules look up in them from then on. Every rank calls it.
 
@@ -163,7 +85,6 @@ def split_rows(
 
     Args:
         tables: by the names of their modules.
-        process: the other modules.
         computes: the dtype of what is looked up; None: that of the rows.
 
     Raises:
@@ -175,33 +96,29 @@ def split_rows(
             raise UserError(511, f"{name}: max_norm and scale_grad_by_freq need the whole table", "leave them out")
         weight = table.weight
         alike.setdefault((weight.shape[1], weight.dtype, weight.requires_grad), []).append(name)
-    shards, groups = dict[str, RowShard](), []
+    shards = {name: RowShard(f"{name}.weight", len(table.weight), world) for name, table in tables.items()}
+    groups = []
     for (width, dtype, trained), names in alike.items():
-        wholes = {name: len(tables[name].weight) for name in names}
-        shapes = [TableShape(f"{name}.weight", whole, world.shard(whole)) for name, whole in wholes.items()]
-        group = RowGroup(shapes, width, dtype, device, world, optimizer, process, trained=trained)
+        like = torch.empty((0, width), dtype=dtype, device=calls.values.device)
+        group = RowGroup([shards[name] for name in names], like, optimizer, calls, trained=trained)
         groups.append((group, {name: number for number, name in enumerate(names)}))
         for number, name in enumerate(names):
-            shards[name] = _split(tables[name], group, number, world)
+            _split(tables[name], shards[name])
             tables[name].forward = _forward(tables[name], group, number, computes)  # type: ignore[method-assign]
         world.comm.ledger.hold("parameters", group.rows.nbytes)
         world.comm.ledger.hold("optimizer", sum(state.nbytes for state in group.state.values()))
-    return Tables([shards[name] for name in tables], groups, world)
+    return Tables(list(shards.values()), groups, world)
 
 
-def _split(table: Table, group: RowGroup, number: int, world: Axis) -> RowShard:
+def _split(table: Table, shard: RowShard) -> None:
     """Give a table the rows that this rank owns, in the place of all."""
-    shape, own = group.tables[number], group.own(number)
-    state = {name: values[own] for name, values in group.state.items()}
-    shard = RowShard(shape.name, shape.whole, shape.owned(world.rank).start, group.rows[own], state, world)
     if table.weight.is_meta:
         _draw(shard, table.padding_idx)
     else:
         shard.take(table.weight)
-    table.weight = group.weights[number] = nn.Parameter(shard.values, requires_grad=group.trained)
-    if group.trained:
-        table.weight.register_post_accumulate_grad_hook(lambda _: _refuse(shape.name))
-    return shard
+    table.weight = shard.weight
+    if shard.weight.requires_grad:
+        shard.weight.register_post_accumulate_grad_hook(lambda _: _refuse(shard.name))
 
 
 def _refuse(name: str) -> None:
@@ -212,8 +129,8 @@ def _refuse(name: str) -> None:
 def _draw(shard: RowShard, padding: int | None) -> None:
     """Write initial values, normal as those of torch's tables; they depend on name and row alone."""
     flat, start = shard.values.view(-1), shard.first * shard.values.shape[1]
-    for at in range(0, len(flat), _PIECE):
-        stop = min(at + _PIECE, len(flat))
+    for at in range(0, len(flat), PIECE):
+        stop = min(at + PIECE, len(flat))
         flat[at:stop] = counter.normal(0, shard.name, start + at, start + stop)
     if padding is not None and shard.first <= padding < shard.first + len(shard.values):
         shard.values[padding - shard.first] = 0.0

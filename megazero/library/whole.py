@@ -4,53 +4,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from xxhash import xxh3_64_digest
 
 from megazero.base.errors import UserError
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
-from megazero.comm.grid import Axis
 from megazero.library.adopt import from_first, take
-from megazero.library.built import BuiltPart
-from megazero.library.calls import Calls
-from megazero.library.lockstep import Lockstep
+from megazero.library.assembly import Assembly
+from megazero.library.backward import Backwards
 from megazero.library.parts import fitting, saved_buffers
-from megazero.library.tables import RowShard
 from megazero.optim.clip import clip_factor
-from megazero.zero.engine import Engine
 from megazero.zero.unit import Unit
 
 Names = str | Sequence[str]
 
 
 class WholeValues:
-    """The whole values of a sharded module. Every rank has to call each of its methods.
+    """The methods of `Sharded` that look at whole values, or change them. Every rank has to call each of them."""
 
-    Args:
-        parts: of the module.
-        world: all ranks.
-        lockstep: the calls that all ranks make together.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        parts: Sequence[BuiltPart],
-        engine: Engine,
-        calls: Calls,
-        tables: Sequence[RowShard],
-        world: Axis,
-        lockstep: Lockstep,
-    ):
-        self._lockstep = lockstep
-        self._tables = tables
-        self._module, self._parts, self._engine, self._calls, self._world = module, parts, engine, calls, world
-        self._units = [unit for part in parts for unit in part.units]
+    def __init__(self, assembly: Assembly):
+        self.module, self._assembly, self._backwards = assembly.module, assembly, Backwards(assembly)
 
     @contextmanager
     def gathered(self, names: Names = "*") -> Iterator[dict[str, Tensor]]:
         """Yield the whole values of parameters by name, on every rank; what is changed in place counts from then on.
+
+        Every rank enters the context, and makes the same changes.
 
         Args:
             names: of parameters, or patterns of names.
@@ -58,38 +38,29 @@ class WholeValues:
         Raises:
             UserError: 500, a name fits no parameter; 502, the ranks have changed values differently.
         """
-        chosen = fitting(names, [name for unit in self._units for name in _names(unit)], "gathered")
-        units = [unit for unit in self._units if not chosen.isdisjoint(_names(unit))]
-        self._lockstep.meet("gathered")
-        self._calls.release_all()
-        self._engine.gather.unshard(units)
-        found = {name: unit.parameter(name) for unit in units for name in _names(unit) if name in chosen}
-        before = {unit: unit.version for unit in units}
-        self._calls.lent = chosen
-        try:
-            with torch.no_grad():
-                yield found
-        except BaseException:
-            self._calls.lent = None
-            self._calls.release_all()
-            raise
-        self._calls.lent = None
-        changed = [unit for unit in units if unit.version != before[unit]]
-        odd = self._difference({name: found[name] for unit in changed for name in _names(unit) if name in chosen})
-        if odd is not None:
-            changed = units
-            for value in found.values():
-                from_first(value, self._world)
-        for unit in changed:
-            unit.take_whole([name for name in _names(unit) if name in chosen])
+        values, all_units = self._assembly.values, self._assembly.values.units
+        chosen = fitting(names, [name for unit in all_units for name in _names(unit)], "gathered")
+        units = [unit for unit in all_units if not chosen.isdisjoint(_names(unit))]
+        self._assembly.meet("gathered")
+        with values.lend(units, chosen):
+            found = {name: unit.parameter(name) for unit in units for name in _names(unit) if name in chosen}
+            before = {unit: unit.version for unit in units}
+            yield found
+            changed = [unit for unit in units if unit.version != before[unit]]
+            odd = self._difference({name: found[name] for unit in changed for name in _names(unit) if name in chosen})
+            if odd is not None:
+                changed = units
+                for value in found.values():
+                    from_first(value, self._assembly.world)
+            for unit in changed:
+                unit.take_whole([name for name in _names(unit) if name in chosen])
         if changed:
-            self._calls.void()
-        self._calls.release_all()
-        self._lockstep.require_unchanged(chosen)
+            values.begin_epoch()
+        values.require_unchanged(chosen)
         if odd is not None:
             raise odd
 
-    def state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
+    def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
         """Return what `module.state_dict()` would, whole, in host memory, of the first rank; elsewhere nothing.
 
         Every rank calls it. Parameters come in the precision of forward and backward.
@@ -97,21 +68,21 @@ class WholeValues:
         Args:
             everywhere: every rank gets it.
         """
-        self._lockstep.meet("full_state_dict")
-        wanted = everywhere or self._world.rank == 0
-        found: dict[str, Tensor] = {}
-        self._calls.release_all()
-        for unit in self._units:
-            self._engine.gather.unshard([unit])
+        self._assembly.meet("full_state_dict")
+        wanted = everywhere or self._assembly.world.rank == 0
+        values, found = self._assembly.values, dict[str, Tensor]()
+        values.release_all()
+        for unit in values.units:
+            values.gather.unshard([unit])
             if wanted:
                 found |= {name: unit.parameter(name).to("cpu", copy=True) for name in _names(unit)}
-            self._engine.gather.reshard([unit])
-        for table in self._tables:
+            values.gather.reshard([unit])
+        for table in self._assembly.tables.shards:
             if (whole := table.gathered(wanted=wanted)) is not None:
                 found[table.name] = whole
         if not wanted:
             return {}
-        for name, buffer in saved_buffers(self._module).items():
+        for name, buffer in saved_buffers(self.module).items():
             found[name] = buffer.detach().to("cpu", copy=True)
         return {key: found[name] for key, name in self._keys().items()}
 
@@ -123,20 +94,21 @@ class WholeValues:
         Raises:
             UserError: 508, a name is missing, or not the module's, or has another shape.
         """
-        self._lockstep.meet("load_state_dict")
+        self._assembly.meet("load_state_dict")
+        values, world = self._assembly.values, self._assembly.world
         keys = self._keys()
-        agree(self._world, self._units[0].device, lambda: self._require_fitting(state, keys))
+        agree(world, values.device, lambda: None if world.rank else _require_fitting(state, self._shapes(keys)))
         by_name = {name: state.get(key) for key, name in reversed(keys.items())}
-        self._calls.release_all()
-        for unit in self._units:
-            take(unit, dict(by_name), self._world)
-        self._calls.void()
-        for table in self._tables:
+        values.release_all()
+        for unit in values.units:
+            take(unit, by_name, world)
+        values.begin_epoch()
+        for table in self._assembly.tables.shards:
             table.take(by_name.get(table.name))
-        for name, buffer in saved_buffers(self._module).items():
-            if (value := by_name.get(name)) is not None and self._world.rank == 0:
+        for name, buffer in saved_buffers(self.module).items():
+            if (value := by_name.get(name)) is not None and world.rank == 0:
                 buffer.copy_(value)
-            from_first(buffer, self._world)
+            from_first(buffer, world)
 
     def gradients(self, names: Names = "*") -> dict[str, Tensor]:
         """Return whole reduced gradients, between `backward` and `step`: what `.grad` holds elsewhere.
@@ -147,26 +119,28 @@ class WholeValues:
             names: of parameters, or patterns of names.
 
         Raises:
-            UserError: 500, a name fits no parameter that is trained.
+            UserError: 500, a name fits no parameter that is trained; 503, there was no backward.
         """
-        self._lockstep.meet("gradients")
         return {name: values for _, of_unit in self._gradients(names, "gradients") for name, values in of_unit.items()}
 
     def clip_gradients(self, names: Names, limit: float) -> Tensor:
-        """Limit the norm of some parameters' gradients, taken together, between `backward` and `step`; return the norm.
+        """Limit the norm of some parameters' gradients, taken together, between the last `backward` and `step`.
 
-        Every rank calls it. Gradients are gathered one unit at a time.
+        Every rank calls it, once for each group; a limit of all that was given to `shard` comes after. Gradients are
+        gathered one unit at a time.
 
         Args:
             names: of parameters, or patterns of names.
-            limit: above 0.
+            limit: of the norm; above 0.
 
-        Returns: the norm before, fp64 on the device.
+        Returns: the norm before: one number, fp64, on the device.
 
         Raises:
-            UserError: 500, a name fits no parameter that is trained.
+            UserError: 500, a name fits no parameter that is trained, or the limit is not above 0; 503, there was no
+                backward, or the last one had last=False.
         """
-        self._lockstep.meet("clip_gradients")
+        if not limit > 0:
+            raise UserError(500, f"expected a limit above 0, got {limit}", where="clip_gradients")
         norms, chosen = [], list[tuple[Unit, list[str]]]()
         for unit, of_unit in self._gradients(names, "clip_gradients"):
             norms += [values.double().norm() for values in of_unit.values()]
@@ -177,47 +151,47 @@ class WholeValues:
             _scale_reduced(unit, own, factor)
         return norm
 
-    def _gradients(self, names: Names, what: str) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
+    def _gradients(self, names: Names, call: str) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
         """Yield units with their whole reduced gradients, copies, of the parameters that have these names."""
-        trained = self._engine.units
-        chosen = fitting(names, [name for unit in trained for name in _names(unit)], what)
-        self._engine.stages[0].finish_reduction()
-        factor = 1.0 / (self._world.size * self._engine.loss_scale.scale.double())
-        for unit in trained:
+        self._backwards.require_reduced(call)
+        self._assembly.meet(call)
+        engine = self._assembly.engine
+        chosen = fitting(names, [name for unit in engine.units for name in _names(unit)], call)
+        engine.stages[0].finish_reduction()
+        factor = 1.0 / (self._assembly.world.size * engine.loss_scale.scale.double())
+        for unit in engine.units:
             if chosen.isdisjoint(_names(unit)):
                 continue
             whole = unit.whole_gradients()
             found = {i.name: whole[i.start : i.stop].view(i.shape) for i in unit.layout.intervals if i.name in chosen}
             yield unit, {name: values * factor.to(values.dtype) for name, values in found.items()}
 
-    def _require_fitting(self, state: Mapping[str, Tensor], keys: Mapping[str, str]) -> None:
-        """Refuse, on rank 0, a state_dict that is not the module's. Raises UserError 508."""
-        if self._world.rank == 0:
-            shapes = {i.name: i.shape for unit in self._units for i in unit.layout.intervals}
-            shapes |= {table.name: (table.whole, table.values.shape[1]) for table in self._tables}
-            shapes |= {name: tuple(buffer.shape) for name, buffer in saved_buffers(self._module).items()}
-            _require_fitting(state, {key: shapes[name] for key, name in keys.items()})
+    def _shapes(self, keys: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each entry of the module's state_dict."""
+        shapes = {i.name: i.shape for unit in self._assembly.values.units for i in unit.layout.intervals}
+        shapes |= {table.name: table.shape for table in self._assembly.tables.shards}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in saved_buffers(self.module).items()}
+        return {key: shapes[name] for key, name in keys.items()}
 
     def _keys(self) -> dict[str, str]:
         """Return the keys of the module's state_dict, each with the name of its parameter or buffer."""
-        names = {place: name for part in self._parts for shown in part.shown for place, name in shown.named_places()}
-        tables = {table.name for table in self._tables}
-        names |= {(o, "weight"): f"{n}.weight" for n, o in self._module.named_modules() if f"{n}.weight" in tables}
-        same = {id(buffer): name for name, buffer in saved_buffers(self._module).items()}
+        by_value = {id(member.parameter): member.name for part in self._assembly.parts for member in part.members}
+        by_value |= {id(table.weight): table.name for table in self._assembly.tables.shards}
+        by_value |= {id(buffer): name for name, buffer in saved_buffers(self.module).items()}
         keys: dict[str, str] = {}
-        for prefix, owner in self._module.named_modules(remove_duplicate=False):
+        for prefix, owner in self.module.named_modules(remove_duplicate=False):
             for attribute, value in (*owner._parameters.items(), *owner._buffers.items()):
-                name = names.get((owner, attribute)) or same.get(id(value))
-                if value is not None and name is not None and attribute not in owner._non_persistent_buffers_set:
+                name = by_value.get(id(value))
+                if name is not None and attribute not in owner._non_persistent_buffers_set:
                     keys[f"{prefix}.{attribute}".lstrip(".")] = name
         return keys
 
     def _difference(self, values: Mapping[str, Tensor]) -> UserError | None:
         """Return error 502 for values that ranks have changed differently; None: they are equal."""
-        if self._world.size == 1:
+        if self._assembly.world.size == 1:
             return None
         mine = b"".join(xxh3_64_digest(_raw(value)) for value in values.values())
-        everybody = gather_bytes(mine, self._world, "agree", self._units[0].device)
+        everybody = gather_bytes(mine, self._assembly.world, "agree", self._assembly.values.device)
         for rank, theirs in enumerate(everybody):
             if theirs != everybody[0]:
                 odd = next((n for i, n in enumerate(values) if theirs[8 * i :][:8] != everybody[0][8 * i :][:8]), "?")

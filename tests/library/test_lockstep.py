@@ -29,10 +29,10 @@ CALLS: dict[str, tuple[Call, Call]] = {  # of rank 0, and of the others, after a
 }
 
 
-def other_calls(stage: int, lockstep: bool, folder: Path, names: list[str]) -> list[str]:
+def other_calls(stage: int, folder: Path, names: list[str]) -> list[str]:
     lines = []
     for first, others in map(CALLS.__getitem__, names):
-        sharded = sharded_case("plain", stage, lockstep=lockstep)
+        sharded = sharded_case("plain", stage)
         backward(sharded, folder)
         with pytest.raises(UserError) as caught:
             (others if sharded.rank else first)(sharded, folder)
@@ -40,12 +40,11 @@ def other_calls(stage: int, lockstep: bool, folder: Path, names: list[str]) -> l
     return lines
 
 
-@pytest.mark.parametrize("lockstep", [True, False])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_another_number_of_calls_is_one_line(stage: int, lockstep: bool, tmp_path: Path):
-    gathers = stage == 3 and lockstep  # the forward before a backward is another message already
+def test_another_number_of_calls_is_one_line(stage: int, tmp_path: Path):
+    gathers = stage == 3  # the forward before a backward is another message already
     names = ["backward and step"] if gathers else list(CALLS)
-    for lines in on_ranks(3, other_calls, stage, lockstep, tmp_path, names, fresh=gathers):
+    for lines in on_ranks(3, other_calls, stage, tmp_path, names, fresh=gathers):
         for name, line in zip(names, lines, strict=True):
             first, others = name.split(" and ")
             assert re.match("MZ-507 rank=[12]", line) and len(line) <= 300

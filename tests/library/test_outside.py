@@ -56,9 +56,9 @@ def sharded_net(stage: int, make: Any = Net, units: Any = ("a", "b", "table"), *
     )
 
 
-def seen(stage: int, options: dict[str, Any]) -> list[Tensor]:
+def seen(stage: int) -> list[Tensor]:
     """Return the losses of steps and evaluations, and values that are looked at between them."""
-    sharded, found = sharded_net(stage, **options), []
+    sharded, found = sharded_net(stage), []
     for step, how in enumerate(HOW):
         loss = sharded(numbers(step, sharded.rank), how)
         sharded.backward(loss)
@@ -87,9 +87,8 @@ def plain_seen() -> list[Tensor]:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_weight_outside_of_its_own_forward_is_that_of_the_update(stage: int):
     expected = plain_seen()
-    for options in ({}, {"lockstep": False}):
-        found, *_ = on_ranks(2, seen, stage, options)
-        assert torch.allclose(torch.stack(found), torch.stack(expected), rtol=1e-11, atol=0.0)
+    found, *_ = on_ranks(2, seen, stage)
+    assert torch.allclose(torch.stack(found), torch.stack(expected), rtol=1e-11, atol=0.0)
 
 
 def loaded(stage: int, folder: Path) -> tuple[Tensor, Tensor]:

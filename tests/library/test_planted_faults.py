@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megazero.library import row_groups
 from megazero.library.calls import _Call
+from megazero.zero.saved import SavedPlace
 from megazero.zero.unit import Unit
 from tests.library.odd_modules import of_numbers
 from tests.library.running import on_ranks, sharded_case
@@ -37,11 +38,7 @@ def lost_sum(honest: Callable[..., Any]) -> Callable[..., Any]:
 
 def other_place(honest: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Read what was saved of a parameter from its neighbour's place."""
-
-    def need(call: _Call, unit: Unit) -> Tensor:
-        return honest(call, unit).roll(1)
-
-    return need
+    return lambda saved: honest(saved).roll(1)
 
 
 def kept_gradients(honest: Callable[..., None]) -> Callable[..., None]:
@@ -53,9 +50,12 @@ def early(honest: Callable[..., None]) -> Callable[..., None]:
     """Reduce a part when the first of several calls has had its gradients."""
 
     def deliver(call: _Call, gradients: Any) -> None:
-        if call.part.open > 1:
+        if len(call.part.open) > 1:
+            later = set(call.part.open)
+            call.part.open.clear()
             call.calls.complete(call.part)
             call.calls.reduced.clear()
+            call.part.open |= later
         honest(call, gradients)
 
     return deliver
@@ -64,7 +64,7 @@ def early(honest: Callable[..., None]) -> Callable[..., None]:
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], int, str]] = {
     "a parameter's gradient is lost": (_Call, "deliver", lost_gradient, 0, "plain"),
     "a unit's summed gradients are lost": (Unit, "start_reduce", lost_sum, 2, "plain"),
-    "backward reads another place of a parameter": (_Call, "need", other_place, 3, "plain"),
+    "backward reads another place of a parameter": (SavedPlace, "view", other_place, 3, "plain"),
     "gradients are counted twice": (Unit, "keep_own_gradients", kept_gradients, 0, "plain"),
     "a part is reduced before its last gradient": (_Call, "deliver", early, 3, "twice"),
 }

@@ -1,0 +1,206 @@
+"""Know where the values of a module's units are, and change that: gather them, free them, lend them to the user.
+
+The values of a unit are in one of three states:
+
+    resting    in shards, or whole where the stage says so
+    gathered   whole for a while, because a call of its part or a backward needs them
+    lent       gathered for the user to look at and change; the module cannot be called in the meantime
+
+An update, a load or the user gives a module other values. These begin a new epoch: a graph of an earlier one is stale.
+"""
+
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megazero.base.errors import UserError
+from megazero.library.parts import Part
+from megazero.zero.gather import Gather
+from megazero.zero.unit import Unit
+
+
+@dataclass
+class Process:
+    """The sharded modules of a process, or of a thread that is a rank: they may be in one graph, and in one backward.
+
+    Attributes:
+        modules: their number so far.
+        order: a number made of the parts that have been gathered, in their order.
+        in_backward: a backward of some of them runs.
+        passed: called at its end, of others that it has come through: their gradients are dropped.
+    """
+
+    modules: int = 0
+    order: int = 0
+    in_backward: bool = False
+    passed: list[Callable[[], object]] = field(default_factory=list)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Be around a backward."""
+        self.in_backward = True
+        try:
+            yield
+        finally:
+            self.in_backward = False
+            for leave in self.passed:
+                leave()
+            self.passed.clear()
+
+
+class Values:
+    """The values of all units of a module.
+
+    Args:
+        parts: of the module, the root first.
+        process: this module and the others.
+        rank: this one, of all.
+
+    Attributes:
+        units: those of all parts.
+        gather: the gathering of units.
+        epoch: the number of times that parameters got other values.
+        lent: the names of the parameters that are lent; None: none are.
+        storages: the sharded units that are gathered, by the storage of their values.
+        called: the part that was called last in this forward; None: there was none.
+        ended: the part whose call ended last in this forward: its backward comes first.
+    """
+
+    def __init__(self, parts: Sequence[Part], process: Process, rank: int, device: torch.device):
+        self.parts, self.process, self.rank, self.device = parts, process, rank, device
+        self.gather = Gather(device)
+        process.modules += 1
+        self._number, self.epoch = process.modules, 0
+        self.lent: Collection[str] | None = None
+        self.storages: dict[int, Unit] = {}
+        self.called: Part | None = None
+        self.ended: Part | None = None
+        self.units = [unit for part in parts for unit in part.units]
+        self._members = [member for part in parts for member in part.members]
+        self._versions = self._versions_now()
+
+    def begin(self, part: Part, *, forward: bool) -> None:
+        """Gather a part that is about to run; in a forward prefetch the one that ran after it last time."""
+        if not part.sharded:
+            return
+        self.unshard(part)
+        if forward:
+            if self.called is not None:
+                self.called.after = part
+            if part.after is not None and part.after is not part:
+                self.prefetch(part.after)
+        self.called = part
+
+    def end(self, part: Part, *, graph: bool, keeps: bool) -> None:
+        """Release a part that has run in a forward.
+
+        Args:
+            graph: a backward may follow; the root stays until it is over.
+            keeps: do not release it.
+        """
+        if part.root:
+            self.called = None
+            if not graph:
+                self.release(self.parts)
+            return
+        if graph:
+            self.ended = part
+        if not keeps:
+            self.release([part])
+
+    def unshard(self, part: Part) -> None:
+        """Gather a part that is needed now. Every rank does so in the same order."""
+        if not part.here:
+            self.process.order = zlib.crc32(b"%d %d" % (self._number, part.number), self.process.order)
+            self.gather.unshard(part.units)
+        for unit in part.units:
+            if unit.whole is not None:
+                self.storages[unit.whole.untyped_storage()._cdata] = unit
+
+    def prefetch(self, part: Part) -> None:
+        """Start to gather a part that will be needed soon."""
+        if not part.here:
+            self.gather.prefetch(part.units)
+
+    def release(self, parts: Sequence[Part]) -> None:
+        """Free the gathered values of some parts, except those that are running."""
+        for part in parts:
+            if part.sharded and not part.running:
+                self.release_units(part.units)
+
+    def release_units(self, units: list[Unit]) -> None:
+        """Free the gathered values of some units."""
+        for unit in units:
+            if unit.whole is not None and not unit.parameters_rest_whole:
+                self.storages.pop(unit.whole.untyped_storage()._cdata, None)
+        self.gather.reshard(units)
+
+    def release_all(self) -> None:
+        """Free all gathered values, and cancel prefetches: parameters are about to change."""
+        self.gather.reshard_all(self.units)
+        self.storages.clear()
+        self.called = self.ended = None
+
+    def unit_of(self, x: Tensor) -> Unit | None:
+        """Return the sharded unit in whose gathered values a tensor lies."""
+        return self.storages.get(x.untyped_storage()._cdata) if x.layout == torch.strided else None
+
+    @contextmanager
+    def lend(self, units: list[Unit], names: Collection[str]) -> Iterator[None]:
+        """Gather units in a context, in which the user may change the parameters that have these names."""
+        self.release_all()
+        self.gather.unshard(units)
+        self.lent = names
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.lent = None
+            self.release_all()
+
+    def begin_epoch(self) -> None:
+        """Let no graph of what has run have a backward: parameters have other values now."""
+        self.epoch += 1
+        self.expect_no_backward()
+
+    def expect_no_backward(self) -> None:
+        """Forget the calls whose backward is still to come."""
+        for part in self.parts:
+            part.open.clear()
+
+    def require_not_lent(self) -> None:
+        """Refuse a call of the module while values are lent. Raises UserError 502."""
+        if self.lent is not None:
+            raise UserError(502, "the module was called inside of `gathered`", "leave that context first")
+
+    def require_unchanged(self, lent: Collection[str] = ()) -> None:
+        """Refuse changes of parameters in place since the last time, through a view say, and unfrozen ones.
+
+        Args:
+            lent: the names of those that may have been changed.
+
+        Raises:
+            UserError: 502.
+        """
+        before, self._versions = self._versions, self._versions_now()
+        for member, then, now in zip(self._members, before, self._versions, strict=True):
+            if now != then and member.name not in lent:
+                what = f"{member.name} was changed in place outside of `sharded.gathered`"
+                raise UserError(502, what, "load a checkpoint; change values within `with sharded.gathered(...)`")
+        for member, trained in zip(self._members, self.trained_now(), strict=True):
+            if trained and not member.unit.trainable:
+                what = f"{member.name} requires a gradient, and was frozen when it was sharded"
+                raise UserError(502, what, "freeze it after megazero.shard, which then has memory for its state")
+
+    def trained_now(self) -> list[bool]:
+        """Return which parameters ask for gradients now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [member.parameter.requires_grad for member in self._members]
+
+    def _versions_now(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [member.parameter._version for member in self._members]
