@@ -169,7 +169,7 @@ class Compute:
         """Return the seconds of norms, sums and activation: forward, backward, and the sums of biases' gradients."""
         shape, T, stream = self.shape, self.tokens, self.stream
         h, f, kv, e, t = shape.hidden, shape.ffn, shape.kv_width, self.item, self.t
-        masks = 2 * h * self.job.dropout
+        masks = 2 * h if shape.dropout else 0
         forward = stream * (10 * h * e + masks) + T * (3 if shape.gated else 2) * f * e / t
         backward = stream * (10 * h * e + masks) + T * (5 if shape.gated else 3) * f * e / t
         biases = T * (h + 2 * kv + f) * e / t + stream * 2 * h * e if shape.layernorm else 0.0

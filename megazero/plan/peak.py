@@ -28,11 +28,11 @@ the arena.
 from collections.abc import Iterator
 
 from megazero.plan.activations import kept_by_block, logits
-from megazero.plan.model import Micro, ModelShape
+from megazero.plan.model import Micro, Shape
 
 
 def moments(
-    shape: ModelShape,
+    shape: Shape,
     micro: Micro,
     blocks: int,
     recompute: str,
@@ -64,9 +64,9 @@ def moments(
     if not blocks:
         return
     kept += kept_by_block(shape, micro, "none") - stream if recompute == "full" else 0
-    if micro.dropout and not fused:
+    if shape.dropout and not fused:
         yield "mask", kept + stream + 8 * stream // item
-    yield "down", kept + stream + ffn + gathered + (stream if micro.dropout else 0) + shape.ffn * matrix
+    yield "down", kept + stream + ffn + gathered + (stream if shape.dropout else 0) + shape.ffn * matrix
     if shape.gated:
         yield "silu x up", kept + stream + 2 * ffn
     else:
@@ -79,7 +79,7 @@ def moments(
 
 
 def peak(
-    shape: ModelShape, micro: Micro, blocks: int, recompute: str, *, head: bool, fused: bool, widened: bool
+    shape: Shape, micro: Micro, blocks: int, recompute: str, *, head: bool, fused: bool, widened: bool
 ) -> tuple[int, str]:
     """Return the largest of `moments`, as (bytes, where)."""
     every = moments(shape, micro, blocks, recompute, head=head, fused=fused, widened=widened)

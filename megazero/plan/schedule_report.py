@@ -65,7 +65,7 @@ class Report:
 def report(job: Job) -> tuple[Report, Schedule, Timeline]:
     """Return the report of a step of a job, and what it was made of."""
     layers, m = job.layers, job.micro_batches
-    schedule = add_bill(lowered(layers, m, each=job.shards_gradients, tied=job.shape.tied), bill_of(job))
+    schedule = add_bill(lowered(layers, m, each=job.shards_gradients, tied=job.shape.tie_embeddings), bill_of(job))
     timeline = simulate(schedule, costs_of(job))
     peaks = peak_live(schedule)
     ranks = [

@@ -27,19 +27,19 @@ RECOMPUTE: tuple[dict[str, object], ...] = (
     {"recompute": "selective"},
     {"recompute": "full"},
     {"recompute": "full", "partition": True},
-    {"recompute": "full", "partition": True, "offload": True},
+    {"recompute": "full", "partition": True, "offload": "cpu"},
 )
-INPUTS_ON_DISKS: dict[str, object] = {"recompute": "full", "partition": True, "disk_inputs": True}
+INPUTS_ON_DISKS: dict[str, object] = {"recompute": "full", "partition": True, "offload": "nvme"}
 OFFLOAD: tuple[dict[str, object], ...] = (
     {},
-    {"offload_optimizer": True},
-    {"offload_parameters": True},
-    {"offload_optimizer": True, "offload_parameters": True},
+    {"offload_optimizer": "cpu"},
+    {"offload_parameters": "cpu"},
+    {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
 )
 DISKS: tuple[dict[str, object], ...] = (
     {},
-    {"disk_optimizer": True},
-    {"disk_optimizer": True, "disk_parameters": True},
+    {"offload_optimizer": "nvme"},
+    {"offload_optimizer": "nvme", "offload_parameters": "nvme"},
 )
 
 
@@ -219,16 +219,14 @@ def savings(layout: Job, tier: Sequence[Mapping[str, object]] = OFFLOAD) -> Iter
     """Yield, for each way to offload, the layout with each kind of recompute, cheapest first."""
     kinds = (*RECOMPUTE, INPUTS_ON_DISKS) if tier is DISKS else RECOMPUTE
     for offload in tier:
-        rests = "parameters" if {"offload_parameters", "disk_parameters"} & offload.keys() else "optimizer"
+        rests = "parameters" if "offload_parameters" in offload else "optimizer"
         stage = max(layout.stage, min(stages_that_shard(rests))) if offload else layout.stage
         if layout.data > 1 and stage != layout.stage:
             continue  # that stage is tried by itself
         yield [
             replace(layout, stage=stage, **offload, **recompute)  # type: ignore[arg-type]
             for recompute in kinds
-            if "partition" not in recompute
-            or {"offload", "disk_inputs"} & recompute.keys()
-            or (layout.tensor > 1 and not layout.sequence)
+            if "partition" not in recompute or "offload" in recompute or (layout.tensor > 1 and not layout.sequence)
         ]
 
 

@@ -41,6 +41,7 @@ from megazero.plan.job import Job
 from megazero.plan.nodes import AWAY, axis_size
 from megazero.plan.states import UnitSize
 
+_AXIS = {"cpu": "host", "nvme": "disk"}  # the ways to what is offloaded, as the ledger names them
 WIDE = 8  # bytes of a scalar that ranks sum
 TOTALS = 11  # scalars of a step that all ranks sum: loss, its tokens, one that is not finite, votes (`zero/engine.py`)
 
@@ -252,9 +253,9 @@ def _tails(job: Job, own: list[_Unit], shard_rank: int) -> Iterator[Flow]:
         length = _tail(job, unit, shard_rank)
         if t > 1 and length:
             yield Flow("tensor", "tail", unit.count, unit.count * 2 * (t - 1) * -(-length // t) * item)
-        if job.gradients_away is not None:
-            yield Flow(job.gradients_away, "gradients back", unit.count, unit.count * length * item)
-            yield Flow(job.gradients_away, "gradients out", unit.count, unit.count * length * item)
+        if (there := _AXIS.get(job.gradients_home)) is not None:
+            yield Flow(there, "gradients back", unit.count, unit.count * length * item)
+            yield Flow(there, "gradients out", unit.count, unit.count * length * item)
 
 
 def _tail(job: Job, unit: _Unit, shard_rank: int) -> int:
@@ -287,7 +288,7 @@ def _scalars(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
     for unit in _tied(job, share, own):
         yield Flow("ends", "tied", 1, _shard(job, unit) * job.bytes.summed)
     counted = sum(unit.count for unit in own)
-    everywhere = job.shape.layers + job.shape.tied + _ends(job)
+    everywhere = job.shape.layers + job.shape.tie_embeddings + _ends(job)
     sums = [("tensor", "norm", counted), ("pipeline", "norm", everywhere), ("world", "loss", TOTALS)]
     if job.shards_optimizer:
         sums.append((job.shard_axis, "norm", counted))
@@ -300,18 +301,18 @@ def _scalars(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
 
 def _ends(job: Job) -> int:
     """Return the number of units of embedding and head beside a tied one."""
-    return 2 if job.shape.learned_positions or not job.shape.tied else 1
+    return 2 if job.shape.learned_positions or not job.shape.tie_embeddings else 1
 
 
 def _from_disks(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
     """Yield what the norm and the update of a step read from disks, and write back."""
-    item, gradients = job.bytes, job.gradients_away == "disk"
+    item, gradients = job.bytes, job.gradients_home == "nvme"
     numbers, shard = sum(unit.count for unit in own), sum(_shard(job, unit) * unit.count for unit in own)
     states = 3 * item.master  # masters and two moments
     if gradients:
         yield Flow("disk", "gradients back", numbers, shard * item.gradient)
     yield Flow("disk", "optimizer back", (3 + gradients) * numbers, shard * (states + gradients * item.gradient))
-    rounded = job.disk_parameters and item.master != item.parameter
+    rounded = job.offload_parameters == "nvme" and item.master != item.parameter
     yield Flow("disk", "optimizer out", (3 + rounded) * numbers, shard * (states + rounded * item.parameter))
 
 
@@ -319,7 +320,7 @@ def _host(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
     """Yield what goes to the host or to disks, and comes back."""
     m, g, p = job.micro_batches, job.bytes.gradient, job.bytes.parameter
     numbers, shard = sum(unit.count for unit in own), sum(_shard(job, unit) * unit.count for unit in own)
-    if (there := job.gradients_away) is not None:
+    if (there := _AXIS.get(job.gradients_home)) is not None:
         times = m if job.shards_gradients else 1
         yield Flow(there, "gradients out", times * numbers, times * shard * g)
         yield Flow(there, "gradients back", (times - 1) * numbers, (times - 1) * shard * g)
@@ -329,23 +330,23 @@ def _host(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
         for unit in _tied(job, share, own):
             yield Flow(there, "gradients back", 1, _shard(job, unit) * g)
             yield Flow(there, "gradients out", 1, _shard(job, unit) * g)
-    if job.disk_optimizer:
+    if job.offload_optimizer == "nvme":
         yield from _from_disks(job, share, own)
-    if (job.offload_optimizer or (job.disk_optimizer and job.apart)) and not job.parameters_away:
+    if job.optimizer_away and (job.offload_optimizer == "cpu" or job.apart) and not job.parameters_away:
         yield Flow("host", "parameters back", numbers, shard * p)
     if job.shard > 1:
         yield from _gathers_of(job, own)
     if job.parameters_away:
-        there = "disk" if job.disk_parameters else "host"
+        there = _AXIS[job.offload_parameters]
         ops = m * sum(unit.count * _times(unit) for unit in own)
         gathered = m * sum(unit.padded * unit.count * _times(unit) for unit in own)
         if job.secondary_ranks is not None:  # once a step
             ops, gathered = numbers, shard * job.shard
         yield Flow(there, "parameters back", ops, gathered // job.shard * p)
         # A disk's update writes parameters where they are; the host's only those of the host.
-        if not job.disk_optimizer and not job.one_home:
+        if job.offload_optimizer != "nvme" and not job.one_home:
             yield Flow(there, "parameters out", numbers, shard * p)
-    if (away := job.inputs_away) is not None and job.recompute == "full":
+    if (away := _AXIS.get(job.offload)) is not None and job.recompute == "full":
         split = job.tensor if job.sequence or job.partition else 1
         size = job.shape.seq_len * job.micro_batch * job.shape.hidden // split * p
         yield Flow(away, "inputs out", m * share.blocks, m * share.blocks * size)

@@ -183,7 +183,7 @@ def predicted(mode: str, tensor: int) -> dict[str, int]:
         parameters = found["parameters"] // item.parameter
         del found["optimizer"]
         found |= {"host_optimizer": 3 * item.master * parameters, "host_gradients": item.gradient * parameters}
-    micro = Micro(MICRO, tensor, False, 4, False)
+    micro = Micro(MICRO, tensor, False, 4)
     if memory.recompute == "full":
         kept = LAYERS * kept_by_block(shape, micro, "full", memory.partition)
         found["host_inputs" if memory.offload == "cpu" else "inputs"] = kept

@@ -66,7 +66,7 @@ def test_zero_plus_plus_sends_a_quarter() -> None:
     gather, 7 of 8 nodes' of a sum.
     """
     plain = Job(model(4096, 36), Bytes(2, 2, 4), data=64, stage=3, global_batch=64)
-    coded = replace(plain, secondary_ranks=8, parameter_bits=8, gradient_bits=4)
+    coded = replace(plain, secondary_ranks=8, quantize_parameters="int8", quantize_gradients="int4")
     share = Share(36, False, False, 0, 0)
 
     def leaves(job: Job) -> dict[tuple[str, str], float]:

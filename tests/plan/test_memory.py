@@ -26,8 +26,8 @@ MODES = {
     "selective": {"recompute": "selective"},
     "full": {"recompute": "full"},
     "Pa": {"recompute": "full", "partition": True},
-    "Pa+cpu": {"recompute": "full", "partition": True, "offload": True},
-    "Pa+nvme": {"recompute": "full", "partition": True, "disk_inputs": True},
+    "Pa+cpu": {"recompute": "full", "partition": True, "offload": "cpu"},
+    "Pa+nvme": {"recompute": "full", "partition": True, "offload": "nvme"},
 }
 CASES = [
     (flavour, grid, schedule, stage, sequence, mode, dtype)
@@ -87,8 +87,8 @@ OFFLOADS = [
     for stage in (1, 2, 3)
     for grid in ((1, 1, 1), (1, 1, 2), (2, 2, 2))
     for dtype in ("fp32", "bf16")
-    for where in ((True, False), (False, True), (True, True))
-    if stage == 3 or where == (True, False)
+    for where in (("cpu", "none"), ("none", "cpu"), ("cpu", "cpu"))
+    if stage == 3 or where == ("cpu", "none")
 ]
 FEW = pairwise(OFFLOADS)[:5]
 

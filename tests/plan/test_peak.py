@@ -9,10 +9,9 @@ import torch
 from megazero.build.pipeline import model_shape
 from megazero.comm.grid import Grid
 from megazero.kernels.select import choose
-from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
 from megazero.plan.job import Job
-from megazero.plan.model import Micro
+from megazero.plan.model import Micro, Shape
 from megazero.plan.peak import moments, peak
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Rank, config_of, ids, job_on, pairwise
@@ -72,7 +71,7 @@ def check(case: tuple, *, fused: bool) -> None:
     shape, precision = replace(FLAVOURS[flavour], dropout=dropout, vocab=vocab), DTYPES[dtype]
     layout = job_on(tensor, sequence=sequence, recompute=recompute, stage=0)
     measured = run_ranks(tensor, most, layout, shape, precision, tensor=tensor)[0]
-    micro = Micro(layout.micro_batch, tensor, sequence, precision.parameters.itemsize, dropout > 0)
+    micro = Micro(layout.micro_batch, tensor, sequence, precision.parameters.itemsize)
     size = model_shape(config_of(layout, shape, precision))
     options = {"head": True, "fused": fused, "widened": dtype == "bf16"}
     predicted, _ = peak(size, micro, shape.layers, recompute, **options)
@@ -87,7 +86,7 @@ def test_every_moment_is_the_most_somewhere() -> None:
         item = DTYPES[dtype].parameters.itemsize
         for narrow, head in ((1, True), (16, True), (1, False), (16, False)):
             size = replace(model_shape(config), ffn=config.model.ffn // narrow)
-            for_micro = (size, Micro(16, tensor, sequence, item, dropout > 0), 3, recompute)
+            for_micro = (size, Micro(16, tensor, sequence, item), 3, recompute)
             ends = {"head": head, "fused": False, "widened": dtype == "bf16"}
             found.add(peak(*for_micro, **ends)[1])
             names |= {name for name, _ in moments(*for_micro, **ends)}

@@ -107,13 +107,13 @@ SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 ELSEWHERE = {
     "nothing": {},
     "Pa": {"partition": True},
-    "Pa+cpu": {"partition": True, "offload": True},
-    "Pa+nvme": {"partition": True, "disk_inputs": True},
-    "optimizer": {"offload_optimizer": True},
-    "delayed": {"offload_optimizer": True, "delayed": True},
-    "all": {"offload_optimizer": True, "offload_parameters": True},
-    "optimizer on disks": {"disk_optimizer": True},
-    "all on disks": {"disk_optimizer": True, "disk_parameters": True},
+    "Pa+cpu": {"partition": True, "offload": "cpu"},
+    "Pa+nvme": {"partition": True, "offload": "nvme"},
+    "optimizer": {"offload_optimizer": "cpu"},
+    "delayed": {"offload_optimizer": "cpu", "delayed": True},
+    "all": {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    "optimizer on disks": {"offload_optimizer": "nvme"},
+    "all on disks": {"offload_optimizer": "nvme", "offload_parameters": "nvme"},
 }
 CASES = [
     (grid, stage, schedule, recompute, elsewhere, flavour, dtype)

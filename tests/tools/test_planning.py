@@ -168,7 +168,7 @@ def test_offload_that_gains_nothing_is_not_among_the_best() -> None:
     assert len(found.best) == 10
     times = [round(one.time.step_s, 9) for one in found.best]
     twins = [b for a, b, x, y in zip(found.best, found.best[1:], times, times[1:], strict=False) if x == y]
-    assert not any(one.job.offload_optimizer or one.job.offload_parameters for one in twins)
+    assert not any(one.job.optimizer_away or one.job.parameters_away for one in twins)
     ways = [(one.job.tensor, one.job.pipeline, one.job.schedule, one.job.chunks) for one in found.excluded]
     assert len(set(ways)) == len(ways) > 1
 

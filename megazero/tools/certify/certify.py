@@ -44,11 +44,12 @@ SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved
 OFFLOADS = [
     offload | {"delayed": delayed}
     for offload in OFFLOAD
-    for delayed in ((False, True) if "offload_optimizer" in offload else (False,))
+    for delayed in ((False, True) if offload.get("offload_optimizer") == "cpu" else (False,))
 ]
 OFFLOADS += DISKS[1:]
-OFFLOADS += [{"parameter_bits": 8}, {"gradient_bits": 8}, {"parameter_bits": 8, "gradient_bits": 4}]
-OFFLOADS += [{"gradient_bits": 8, "error_feedback": True}]
+OFFLOADS += [{"quantize_parameters": "int8"}, {"quantize_gradients": "int8"}]
+OFFLOADS += [{"quantize_parameters": "int8", "quantize_gradients": "int4"}]
+OFFLOADS += [{"quantize_gradients": "int8", "error_feedback": True}]
 _HOST_MB = 256  # for what is on its way to disks
 # Sequence parallelism and chunks, of one tensor rank and of several.
 TENSOR = {False: [(False, 1)], True: list(product((False, True), (1, 2)))}
@@ -92,7 +93,7 @@ def layouts_of(config: Config, max_ranks: int) -> list[Job]:
                 continue
             if "partition" in memory and (tensor == 1 or sequence):  # it would change nothing
                 continue
-            if (shard_ranks or data) == 1 and ("parameter_bits" in offload or "gradient_bits" in offload):
+            if (shard_ranks or data) == 1 and ("quantize_parameters" in offload or "quantize_gradients" in offload):
                 continue
             pipelined = {"schedule": schedule, "chunks": chunks}
             sharded = {"stage": stage, "shard_ranks": shard_ranks, "sequence": sequence}
@@ -242,7 +243,7 @@ class Certificate:
 
 def one_process(alone: Job, *, delayed: bool) -> Job:
     """Return the job of one process, whose updates may be delayed."""
-    return replace(alone, offload_optimizer=True, delayed=True) if delayed else alone
+    return replace(alone, offload_optimizer="cpu", delayed=True) if delayed else alone
 
 
 def with_one_process(layouts: Sequence[Job]) -> list[Job]:
@@ -376,7 +377,11 @@ def admission(config: Config) -> Callable[[Job], bool]:
 def _options(layout: Job) -> dict[str, Any]:
     """Return what a layout is made of."""
     shown = {name: getattr(layout, name) for name in _SHOWN}
-    return shown | {"inputs_away": layout.inputs_away, "offload": layout.offloaded, "delayed": layout.delayed}
+    return shown | {
+        "inputs_away": {"cpu": "host", "nvme": "disk"}.get(layout.offload),
+        "offload": layout.offloaded,
+        "delayed": layout.delayed,
+    }
 
 
 def _pairs(layout: Job) -> set[tuple[tuple[str, object], ...]]:
