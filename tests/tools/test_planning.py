@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.systems import SYSTEMS, TIME_ERROR, UNCERTAINTY
 from megazero.plan.time import step_time
 from megazero.run.session import launch
-from megazero.tools.doctor.hardware import Hardware, Link
+from megazero.tools.doctor.hardware import as_yaml
 from megazero.tools.planning.job import find, plan
 from megazero.tools.planning.machine_file import machine_of
 from megazero.tools.planning.report import rounded, spans
@@ -183,29 +184,37 @@ def test_attention_is_slower_than_products_where_a_file_does_not_say(tmp_path: P
     assert step_time(layout, machine_of(str(path))).hfu < 1
 
 
+MEASURED = {
+    "name": 'a "machine"',
+    "memory_bytes": 2**34,
+    "peak_flops": {"fp32": 1e11},
+    "memory_bandwidth": 1e10,
+    "devices_per_node": 2,
+    "in_node": {"bandwidth": 1e9, "latency": 1e-5},
+    "cross_node": {"bandwidth": 1e8, "latency": 1e-4},
+    "host_link_bandwidth": 5e9,
+    "host_memory_bytes": 2**33,
+}
+
+
+def written(path: Path, **more: Any) -> Machine:
+    path.write_text(as_yaml(MEASURED | more))
+    return machine_of(str(path))
+
+
 def test_what_doctor_writes_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    near, far = Link(1e9, 1e-5), Link(1e8, 1e-4)
-    path.write_text(Hardware("mine", 2**34, {"fp32": 1e11}, 1e10, 2, near, far, 5e9, 2**33, 3e-6, 0.3).as_yaml())
-    machine = machine_of(str(path))
+    machine = written(tmp_path / "mine.yaml", launch=3e-6, reached={"attention": 0.3})
     assert (machine.memory_bytes, machine.peaks, machine.devices_per_node) == (2**34, {"fp32": 1e11}, 2)
     assert machine.in_node_bandwidth == 1e9 and machine.cross_node_latency == 1e-4 and machine.host_bandwidth == 5e9
     assert (machine.launch, machine.reached.attention, machine.reached.matmul) == (3e-6, 0.3, 1.0)
+    assert machine.name == MEASURED["name"]
     assert plan(load("tiny"), 1, machine).time.step_s > 0
 
 
 def test_ranks_of_a_cpu_compute_nothing_while_they_exchange_bytes(tmp_path: Path) -> None:
-    times = []
-    for channels in (24, 0):
-        path = tmp_path / f"{channels}.yaml"
-        near, far = Link(1e9, 1e-5), Link(1e8, 1e-4)
-        measured = Hardware("mine", 2**34, {"fp32": 1e11}, 1e10, 2, near, far, 5e9, 2**33, nccl_channels=channels)
-        path.write_text(measured.as_yaml())
-        machine = machine_of(str(path))
-        assert measured.as_dict().get("reached", {}) == ({} if channels else {"beside": 0.0})
-        assert machine.reached.beside == bool(channels)
-        times.append(step_time(job_of(load("tiny", ["batch.micro=4", "zero.stage=1"]), 2), machine))
-    beside, alone = times
+    job = job_of(load("tiny", ["batch.micro=4", "zero.stage=1"]), 2)
+    beside = step_time(job, written(tmp_path / "gpu.yaml", nccl_channels=24))
+    alone = step_time(job, written(tmp_path / "cpu.yaml", nccl_channels=0, reached={"beside": 0.0}))
     assert beside.hidden["data"] > 0 == alone.hidden["data"]
     assert alone.step_s == pytest.approx(beside.step_s + beside.hidden["data"])
 
