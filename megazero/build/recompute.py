@@ -22,6 +22,7 @@ from megazero.model.block import Block
 from megazero.model.contract import Layer
 from megazero.model.transformer import Transformer
 from megazero.plan.job import Job
+from megazero.plan.liveness import liveness
 from megazero.schedules.layers import Layers
 
 _LOG = logging.getLogger("megazero")
@@ -62,7 +63,7 @@ def recompute(
     ledger = grid.comm.ledger
     shape = job.micro.local(job.shape.seq_len), job.micro_batch, job.shape.hidden
     numel = math.prod(shape)
-    kept = layers.kept_inputs(job.micro_batches)
+    kept = liveness(job, grid["pipeline"].rank).most
     pool = Pool(dtype, device, ledger, "inputs")
     exchange = Exchange(shape, dtype, device, ledger) if job.cuda_graphs and host.apart else None
     graphs = None if exchange is None else graphs_of(device)

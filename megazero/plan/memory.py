@@ -82,7 +82,7 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
         held["residuals"] = (job.shard - 1) * sum(shares) * job.bytes.gradient
     if not job.shape.learned_positions:
         held["angles"] = 2 * job.shape.seq_len * job.shape.head_dim * job.bytes.parameter
-    live = liveness(job.schedule, job.pipeline, job.micro_batches, job.chunks, rank)
+    live = liveness(job, rank)
     held |= _inputs(job, stages, live)
     if job.cuda_graphs:
         held["graphs"] = 4 * kept_by_block(job.shape, job.micro, "full")
