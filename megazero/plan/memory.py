@@ -34,7 +34,7 @@ from megazero.plan.communicators import communicators
 from megazero.plan.job import Job
 from megazero.plan.liveness import Liveness, liveness
 from megazero.plan.machines import Machine
-from megazero.plan.peak import peak
+from megazero.plan.peak import moments
 from megazero.plan.pool import pool
 from megazero.plan.states import states
 
@@ -216,15 +216,8 @@ class _Walk:
 
     def _peak(self, blocks: int, *, head: bool) -> tuple[int, str]:
         job = self.job
-        return peak(
-            job.shape,
-            job.micro,
-            blocks,
-            job.recompute,
-            head=head,
-            fused=self.fused,
-            widened=job.bytes.gradient > job.bytes.parameter,
-        )
+        widened = job.bytes.gradient > job.bytes.parameter
+        return max(moments(job.shape, job.micro, blocks, job.recompute, head=head, fused=self.fused, widened=widened))
 
 
 def _offloaded(job: Job, share: int, held: dict[str, int]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Find the fastest layouts that fit, by trying them all.
 
 Tried are all sizes of the axes that divide the ranks (tensor ranks stay within a node unless nothing fits there),
-schedules where they are regular (`time.regular`), stages, micro-batches that divide a data rank's share (up to 64),
+schedules where they are regular (`bubble.regular`), stages, micro-batches that divide a data rank's share (up to 64),
 sequence parallelism, and of what saves memory and costs time: without offload, with optimizer state, with parameters,
 with both on the host, the least recompute that is enough (none, selective, full, Pa, Pa+cpu): more of it only costs.
 Where nothing fits so, and the machine has disks, optimizer state, and then parameters too, are put there, and the
@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from megazero.plan.bubble import regular
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 from megazero.plan.memory import RankMemory, planned
 from megazero.plan.placements import stages_that_shard
-from megazero.plan.time import StepTime, regular, step_time
+from megazero.plan.time import StepTime, step_time
 
 # What a job on a device cannot have beside its communicators: the driver's own memory, loaded kernels, and holes.
 RESERVED_BYTES, RESERVED_SHARE = 800 * 2**20, 0.04

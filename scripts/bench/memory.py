@@ -40,7 +40,7 @@ from megazero.kernels.select import choose
 from megazero.observe.allocations import Allocations
 from megazero.plan.activations import kept_by_block
 from megazero.plan.model import Micro
-from megazero.plan.peak import peak
+from megazero.plan.peak import moments
 from megazero.plan.states import Bytes, states, units
 from scripts.bench import figures
 from scripts.bench.harness import Group, add_options, chosen, run
@@ -190,7 +190,7 @@ def predicted(mode: str, tensor: int) -> dict[str, int]:
         if memory.partition:  # two of them whole
             found["inputs"] = found.get("inputs", 0) + 2 * kept_by_block(shape, micro, "full")
     fused = choose("auto", CPU, torch.float32) is not REFERENCE
-    most, _ = peak(shape, micro, LAYERS, memory.recompute, head=True, fused=fused, widened=False)
+    most, _ = max(moments(shape, micro, LAYERS, memory.recompute, head=True, fused=fused, widened=False))
     return found | {"activations": most}
 
 

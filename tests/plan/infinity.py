@@ -12,8 +12,9 @@ from megazero.plan.job import Job
 from megazero.plan.machines import MACHINES
 from megazero.plan.memory import DISK, HOST, memory
 from megazero.plan.model import Shape
+from megazero.plan.share import RankUnits, Share
 from megazero.plan.states import Bytes
-from megazero.plan.traffic import Flow, Share, flows, gathers, updated
+from megazero.plan.traffic import Flow, flows
 
 PEAK = 70e12  # FLOP/s that a V100 reaches, as the paper measured; section 4.2
 RANKS, TOKENS = 512, 1024  # devices of its cluster, tokens of a sequence
@@ -44,11 +45,12 @@ def intensities(hidden: int, batch: int, layers: int = 4) -> dict[str, float]:
         job, recompute="full", partition=True, offload="cpu", offload_optimizer="nvme", offload_parameters="nvme"
     )
     share = Share(layers, False, False, 0, 0)
-    elements = updated(job, share) * RANKS
+    units = RankUnits(job, share)
+    elements = units.updated * RANKS
     work = 8 * batch * TOKENS * elements  # forward, forward again, backward
     item, own = job.bytes, list(flows(job, share))
     return {
-        "parameters and gradients": work / (item.parameter * sum(gathers(job, share)) + item.gradient * elements),
+        "parameters and gradients": work / (item.parameter * sum(units.gathers) + item.gradient * elements),
         "optimizer state": work / (item.moved_by_update * elements),
         "block inputs": work / _moved(own, "inputs out", "inputs back"),
     }

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from megazero.plan.job import Job
-from megazero.plan.nodes import split_by_node
+from megazero.plan.links import split_by_node
+from megazero.plan.share import Share
 from megazero.plan.states import Bytes
-from megazero.plan.traffic import Share, flows
+from megazero.plan.traffic import flows
 from tests.plan.infinity import (
     NEEDS,
     RANKS,

@@ -12,7 +12,7 @@ from megazero.kernels.select import choose
 from megazero.observe.allocations import Allocations
 from megazero.plan.job import Job
 from megazero.plan.model import Micro, Shape
-from megazero.plan.peak import moments, peak
+from megazero.plan.peak import moments
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Rank, config_of, ids, job_on, pairwise
 from tests.plan.test_activations import DTYPES, plain
@@ -74,7 +74,7 @@ def check(case: tuple, *, fused: bool) -> None:
     micro = Micro(layout.micro_batch, tensor, sequence, precision.parameters.itemsize)
     size = model_shape(config_of(layout, shape, precision))
     options = {"head": True, "fused": fused, "widened": dtype == "bf16"}
-    predicted, _ = peak(size, micro, shape.layers, recompute, **options)
+    predicted, _ = max(moments(size, micro, shape.layers, recompute, **options))
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
@@ -88,6 +88,6 @@ def test_every_moment_is_the_most_somewhere() -> None:
             size = replace(model_shape(config), ffn=config.model.ffn // narrow)
             for_micro = (size, Micro(16, tensor, sequence, item), 3, recompute)
             ends = {"head": head, "fused": False, "widened": dtype == "bf16"}
-            found.add(peak(*for_micro, **ends)[1])
-            names |= {name for name, _ in moments(*for_micro, **ends)}
+            found.add(max(moments(*for_micro, **ends))[1])
+            names |= {name for _, name in moments(*for_micro, **ends)}
     assert found == names

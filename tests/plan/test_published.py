@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from megazero.plan.activations import kept_by_block
+from megazero.plan.bubble import bubble_of
 from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.machines import MACHINES
 from megazero.plan.model import Micro, Shape
 from megazero.plan.states import Bytes, UnitSize, states
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY
-from megazero.plan.time import bubble_of
 from scripts.fit_planner import (
     FITTED,
     MEMORY,

@@ -6,15 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.plan.codes import passes
+from megazero.plan.bubble import bubble_of
 from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
+from megazero.plan.links import Links
 from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.model import Shape
+from megazero.plan.share import RankUnits, Share
 from megazero.plan.states import Bytes
 from megazero.plan.systems import OURS, System
-from megazero.plan.time import Links, bubble_of, step_time
-from megazero.plan.traffic import Share, flows, gathers, updated
+from megazero.plan.time import step_time
+from megazero.plan.traffic import flows
 from megazero.schedules.catalogue import make
 from megazero.schedules.simulate import Costs, simulate
 
@@ -222,17 +224,21 @@ def test_codes_are_passes_over_the_memory() -> None:
     )
     machine = replace(A100, launch=0.0)
     share = Share(96, True, True, 0, 0)
-    own, gathered, reduced = list(flows(job, share)), 2 * sum(gathers(job, share)), 2 * 64 * updated(job, share)
+    own, gathered, reduced = (
+        list(flows(job, share)),
+        2 * sum(RankUnits(job, share).gathers),
+        2 * 64 * RankUnits(job, share).updated,
+    )
     bandwidth = A100.memory_bandwidth * A100.reached.memory
-    parameters, gradients = passes(Compute(job, machine), own, gathered, reduced)
+    parameters, gradients = Compute(job, machine).codes(own, gathered, reduced)
     assert parameters == pytest.approx((2 + 1 + 1 / 64) * gathered * 65 / 64 / bandwidth)
     assert gradients == pytest.approx((3 * 2 + 2 * (1 / 2 + 1 / 64)) * reduced * 63 / 64 / bandwidth)
     fed = replace(job, error_feedback=True)
-    assert passes(Compute(fed, machine), own, gathered, reduced)[1] > 2 * gradients
+    assert Compute(fed, machine).codes(own, gathered, reduced)[1] > 2 * gradients
     plain = replace(job, quantize_parameters="none", quantize_gradients="none")
-    assert passes(Compute(plain, machine), own, gathered, reduced) == (0.0, 0.0)
+    assert Compute(plain, machine).codes(own, gathered, reduced) == (0.0, 0.0)
     # A kernel for each part: of a gather its own and all 64, of a reduction those of 63 others, there and back.
-    late = passes(Compute(job, replace(machine, launch=1.0)), own, gathered, reduced)
+    late = Compute(job, replace(machine, launch=1.0)).codes(own, gathered, reduced)
     gathers_of_a_micro_batch = 2 * 96 + 4  # blocks twice, two units at each end once
     assert late[0] - parameters == pytest.approx(2 * gathers_of_a_micro_batch * 65)
     assert late[1] - gradients == pytest.approx(2 * (96 + 3) * 63 * 2)

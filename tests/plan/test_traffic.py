@@ -7,10 +7,11 @@ import torch
 
 from megazero.comm.grid import Grid
 from megazero.plan.job import Job
+from megazero.plan.links import AWAY, ranks_in_node, split_by_node
 from megazero.plan.model import Shape
-from megazero.plan.nodes import AWAY, ranks_in_node, split_by_node
+from megazero.plan.share import share_of
 from megazero.plan.states import Bytes
-from megazero.plan.traffic import flows, fullest, sent, share_of, traffic
+from megazero.plan.traffic import flows, fullest, sent, traffic
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Rank, ids, job_on, pairwise, planned
 from tests.ranks import run_ranks

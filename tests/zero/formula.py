@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from megazero.plan.job import Job
+from megazero.plan.links import split_by_node
 from megazero.plan.memory import memory
 from megazero.plan.model import Shape
-from megazero.plan.nodes import split_by_node
 from megazero.plan.states import Bytes, states, units
 from megazero.plan.traffic import sent, traffic
 

@@ -16,9 +16,9 @@ from megazero.config.stages import Course
 from megazero.plan.activations import logits
 from megazero.plan.communicators import Communicator, communicators
 from megazero.plan.job import Job
+from megazero.plan.links import split_by_node
 from megazero.plan.machines import Machine
 from megazero.plan.memory import RankMemory, with_uncounted
-from megazero.plan.nodes import split_by_node
 from megazero.plan.search import Found, Search, fits, savings, search, usable
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
