@@ -26,8 +26,8 @@ from megazero.plan.job import Job
 from megazero.run.session import launch
 from megazero.schedules.repeat import unshortened
 from megazero.tools.dry_run.dry_run import Simulated, simulate, two_steps
+from megazero.tools.dry_run.repetition import RecordingLedger
 from megazero.tools.dry_run.report import as_planned
-from megazero.tools.dry_run.told import ToldLedger
 from megazero.zero.placement import Precision
 from tests.layouts import CPU, SHAPES, Wires, config_of, disks_of, ids, job_on, pairwise, rewired
 from tests.ranks import run_ranks
@@ -77,7 +77,7 @@ def simulated(rank: int, layout: Job, wires: Wires, flavour: str, dtype: str) ->
     with FakeTensorMode():
         axes: dict[str, Any] = {"tensor": layout.tensor, "pipeline": layout.pipeline, "bucket": wires.bucket}
         axes["shard_ranks"] = layout.neighbours
-        grid = rewired(alone(rank, layout.ranks, backend="gloo", ledger=ToldLedger(), **axes), wires)
+        grid = rewired(alone(rank, layout.ranks, backend="gloo", ledger=RecordingLedger(), **axes), wires)
         host = IdleHost(CPU, grid.comm.ledger, apart=True)
         found = two_steps(config_of(layout, SHAPES[flavour], DTYPES[dtype]), grid, ops, host, "cpu")
     held = found.ledger.bytes_as_dict()

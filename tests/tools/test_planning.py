@@ -114,7 +114,9 @@ def test_a_search_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(found["best"]) == 10 and found["best"][0]["step_s"] <= found["best"][-1]["step_s"]
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("gpt13b", 16), ("llama8b", 8), ("gpt170b", 400)])
+@pytest.mark.parametrize(
+    ("name", "gpus"), [("gpt13b", 16), ("llama8b", 8), pytest.param("gpt170b", 400, marks=pytest.mark.full)]
+)
 def test_what_a_search_finds_can_be_run(name: str, gpus: int) -> None:
     """Every layout is a config that validation takes, and its plan is the one that was found."""
     config = load(name, ["batch.micro=1", "batch.global=400"])
@@ -127,7 +129,7 @@ def test_what_a_search_finds_can_be_run(name: str, gpus: int) -> None:
 FAULTS = [
     (
         [],
-        "MZ-100 plan: --hardware is missing; known are v100-32gb, a100-80gb, h100-80gb, h200, b200; or give a file of",
+        "MZ-100 plan: --hardware missing; --hardware is one of v100-32gb, a100-80gb, h100-80gb, h200, b200; or a file of",
     ),
     (["--hardware", "v1000"], "MZ-116 v1000"),
     (
@@ -148,6 +150,11 @@ def test_faults(line: list[str], said: str, capsys: pytest.CaptureFixture[str]) 
     assert said in capsys.readouterr().err
 
 
+def test_all_that_is_missing_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", "tiny"]) == 2
+    assert "MZ-100 plan: --gpus and --hardware missing; " in capsys.readouterr().err
+
+
 def test_a_machine_without_a_peak() -> None:
     machine = replace(MACHINES["a100-80gb"], peaks={"bf16": 1e14})
     with pytest.raises(UserError, match="MZ-118"):
@@ -159,7 +166,7 @@ def test_nothing_fits() -> None:
         UserError,
         match=r"MZ-341 .*the least is .* GB of 32\.\d, of the host .*, of the disks 2,\d+\.\d GB of 1,756\.2; more",
     ):
-        find(load("gpt1t", ["batch.micro=1", "precision.dtype=fp16"]), 8, MACHINES["v100-32gb"])
+        find(load("gpt170b", ["batch.micro=1", "precision.dtype=fp16"]), 1, MACHINES["v100-32gb"])
     with pytest.raises(UserError, match=r"MZ-341 .*batch\.global 256 cannot be spread over 257 ranks evenly"):
         find(load("gpt13b"), 257, MACHINES["a100-80gb"])
 
