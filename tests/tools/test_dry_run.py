@@ -130,7 +130,7 @@ CASES = [
     for dtype in DTYPES
 ]
 COVER = pairwise(CASES)
-FEW = 3  # of them, which have most pairs of values
+FEW = 2  # of them, which have most pairs of values
 
 
 def check(grid: tuple, stage: int, schedule: str, recompute: str, elsewhere: str, flavour: str, dtype: str) -> None:

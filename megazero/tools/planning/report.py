@@ -17,18 +17,7 @@ from megazero.tools.planning.job import Plan, why
 
 _BESIDE = 4  # pipeline ranks beside each other in a table
 # Of the categories of memory in a picture, in their order.
-_COLOURS = (
-    "#4f86bd",
-    "#8fb8de",
-    "#6fa84f",
-    "#b7b7b7",
-    "#7fa7a0",
-    "#f2c879",
-    "#e6b8af",
-    "#d99f3b",
-    "#8e7cc3",
-    "#b4a7d6",
-)
+_COLOURS = ("#4f86bd", "#8fb8de", "#6fa84f", "#b7b7b7", "#7fa7a0", "#f2c879", "#d99f3b", "#8e7cc3", "#b4a7d6")
 # What a step computes the gradient of when a rank holds most, by the names of plan/peak.py.
 _GRADIENT_OF = {
     "loss": "the loss",
