@@ -184,10 +184,11 @@ def _plan(options: argparse.Namespace) -> int:
     from megazero.tools.planning.machine_file import machine_of
     from megazero.tools.planning.report import as_text, draw, search_as_text
 
+    missing = [f"--{name}" for name in ("gpus", "hardware") if getattr(options, name) is None]
+    if missing:
+        what = f"{' and '.join(missing)} missing; --hardware is one of {', '.join(MACHINES)}"
+        raise UserError(100, what, "or a file of `megazero doctor --write FILE.yaml`", where="plan")
     config = load(options.config, options.overrides)
-    if options.hardware is None:
-        what = f"--hardware is missing; known are {', '.join(MACHINES)}"
-        raise UserError(100, what, "or give a file of `megazero doctor --write FILE.yaml`", where="plan")
     machine, system = machine_of(options.hardware), system_of(options.system)
     check_name(options.draw, "plan")
     if options.search and (options.draw is not None or options.tokens is not None):
@@ -306,7 +307,7 @@ def _add_planning(verbs: Any) -> None:
     schedule.add_argument("--draw", type=Path, metavar="FILE", help="a timeline, as .svg or .png")
     schedule.add_argument("--all", action="store_true", help="all actions of all ranks, not the first of some")
     plan = _with_config(verbs, _plan, "plan", "tell memory, traffic, time and cost before anything runs")
-    plan.add_argument("--gpus", type=ranks, required=True, help="devices of the job")
+    plan.add_argument("--gpus", type=ranks, help="devices of the job")
     hardware = "v100-32gb, a100-80gb, h100-80gb, h200, b200, or a file as `doctor --write` writes it"
     plan.add_argument("--hardware", metavar="NAME|FILE.yaml", help=hardware)
     systems = "what trains: ours (the default), megatron-2021, megatron-core, deepspeed, fsdp"

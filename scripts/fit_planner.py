@@ -21,14 +21,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
 
 from megazero.plan.compute import Compute
 from megazero.plan.job import Job
 from megazero.plan.machines import MACHINES, Efficiency, Machine
-from megazero.plan.model import ModelShape
+from megazero.plan.model import Shape
 from megazero.plan.states import Bytes
 from megazero.plan.systems import OURS, SYSTEMS, System
 from megazero.plan.time import StepTime, step_time
@@ -120,19 +120,21 @@ def _row(row: dict[str, str]) -> Row:
     numbers = {name: int(text) for name, text in row.items() if text.isdigit()}
     hidden, heads = numbers["hidden"], numbers["heads"]
     newer = "kv_heads" in numbers
-    shape = ModelShape(
+    shape = Shape(
         *(numbers["layers"], hidden, heads, numbers.get("kv_heads", heads), 4 * hidden),
         *(numbers["vocab"], numbers["seq_len"]),
-        learned_positions=not newer,
-        layernorm=True,
-        gated=False,
-        tied=not newer,
+        position="rotary" if newer else "learned",
+        dropout=0.0 if row["software"] in ("fsdp", "megatron-core") else 0.1,
+        tie_embeddings=not newer,
     )
     same = {name: numbers[name] for name in ("tensor", "pipeline", "chunks", "stage", "micro_batch", "global_batch")}
-    yes = {name: bool(numbers[name]) for name in ("sequence", "partition", "offload")}
+    yes = {name: bool(numbers[name]) for name in ("sequence", "partition")}
     data = numbers["devices"] // (numbers["tensor"] * numbers["pipeline"])
-    dropout = row["software"] not in ("fsdp", "megatron-core")
-    how = {"schedule": row["schedule"], "recompute": row["recompute"], "dropout": dropout}
+    how: dict[str, Any] = {
+        "schedule": row["schedule"],
+        "recompute": row["recompute"],
+        "offload": "cpu" if numbers["offload"] else "none",
+    }
     job = Job(shape, Bytes(2, numbers.get("gradient", 2), 4), data=data, **same, **yes, **how)
     what = (row["quantity"], float(row["published"]), row["fitted"] == "1")
     return Row(row["table"], row["row"], row["machine"], job, SYSTEMS[row["software"]], *what)

@@ -19,12 +19,12 @@ from megazero.data.sampler import index_of
 from megazero.kernels.operations import REFERENCE
 from megazero.model.batch_context import BatchContext
 from megazero.model.parameter import declarations_by_name
-from megazero.model.transformer import Shape, Transformer
+from megazero.model.transformer import Transformer
 from megazero.nvme.disk import Disk
 from megazero.nvme.disk_queue import DiskQueue
 from megazero.pipeline.stage import Stage
 from megazero.plan.job import Job
-from megazero.plan.model import ModelShape
+from megazero.plan.model import Shape
 from megazero.plan.states import Bytes
 from megazero.tools.certify.rank import reduced_gradients
 from megazero.zero.engine import StepResult
@@ -94,7 +94,7 @@ def planned(job: Job, shape: Shape, precision: Precision) -> Job:
     return job_of(config_of(job, shape, precision), job.ranks)
 
 
-_NO_MODEL = Job(ModelShape(*[0] * 7, *[False] * 4), Bytes(0, 0, 0))
+_NO_MODEL = Job(Shape(0, 0, 0, 0, 0, 0, 0), Bytes(0, 0, 0))
 
 
 @dataclass

@@ -52,7 +52,7 @@ COVER = pairwise(CASES)
 @cache
 def alone(flavour: str, dtype: str, *, delayed: bool = False) -> Trained:
     """One process, one micro-batch."""
-    late = {"stage": 1, "offload_optimizer": True, "delayed": True} if delayed else {}
+    late = {"stage": 1, "offload_optimizer": "cpu", "delayed": True} if delayed else {}
     return train(job_on(**late), flavour, DTYPES[dtype])
 
 

@@ -7,14 +7,14 @@ to bottom.
 from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megazero.build.job import job_of
-from megazero.build.pipeline import layers_of
+from megazero.build.pipeline import layers_of, model_shape
 from megazero.build.recompute import recompute
 from megazero.build.units import axes_of, build_units, offload_of, quantizers_of
 from megazero.build.upload import Upload
@@ -25,7 +25,7 @@ from megazero.comm.host import Host
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.model.batch_context import BatchContext
 from megazero.model.contract import Layer, Model
-from megazero.model.transformer import Shape, Transformer
+from megazero.model.transformer import Transformer
 from megazero.optim.adamw import AdamW
 from megazero.pipeline.executor import Pipeline
 from megazero.pipeline.stage import Stage
@@ -73,7 +73,7 @@ def neighbours_of(config: Config) -> int | None:
 def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None = None) -> Transformer:
     """Build the model on the meta device: no memory, any size. Without `tensor` every matrix is whole."""
     return Transformer(
-        Shape(**{field.name: getattr(config.model, field.name) for field in fields(Shape)}),
+        model_shape(config),
         seed=config.run.seed,
         tensor=tensor or Axis("tensor"),
         sequence=config.parallel.sequence,
@@ -245,7 +245,7 @@ def assemble(
         chunks,
         len(layers.parts),
         grid["pipeline"].rank,
-        lambda m: lowered(layers, m, each=job.shards_gradients, tied=job.shape.tied),
+        lambda m: lowered(layers, m, each=job.shards_gradients, tied=job.shape.tie_embeddings),
         Transport(grid["pipeline"], layers.rank_of, precision.parameters, device),
         lambda batch: (local, batch.tokens_SB.shape[1], config.model.hidden),
         engine.reduce_tied,

@@ -3,6 +3,7 @@
 from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from megazero.build.pipeline import model_shape
@@ -12,9 +13,28 @@ from megazero.plan.states import Bytes
 if TYPE_CHECKING:
     from megazero.config.schema import Config
 
-# Of the codes of what is quantised, by the word of a config.
-BITS = {"none": None, "int8": 8, "int4": 4}
-_NAMES = {bits: name for name, bits in BITS.items()}
+OPTIONS = {  # of a config, by the field of a job that has their value
+    "tensor": "parallel.tensor",
+    "pipeline": "parallel.pipeline",
+    "sequence": "parallel.sequence",
+    "tensor_chunks": "parallel.tensor_chunks",
+    "schedule": "pipeline.schedule",
+    "chunks": "pipeline.chunks",
+    "stage": "zero.stage",
+    "shard_ranks": "zero.shard_ranks",
+    "secondary_ranks": "zero.secondary_ranks",
+    "micro_batch": "batch.micro",
+    "recompute": "memory.recompute",
+    "partition": "memory.partition",
+    "offload": "memory.offload",
+    "cuda_graphs": "memory.cuda_graphs",
+    "offload_optimizer": "zero.offload.optimizer",
+    "offload_parameters": "zero.offload.parameters",
+    "delayed": "zero.offload.delayed",
+    "quantize_parameters": "zero.quantize.parameters",
+    "quantize_gradients": "zero.quantize.gradients",
+    "error_feedback": "zero.quantize.error_feedback",
+}
 PATH = "/local/nvme"  # stands for a folder on a local disk, which a job does not know
 
 
@@ -22,72 +42,32 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
     """Return a config's job on some ranks.
 
     Args:
-        apart: the host's memory is not the device's; where it is, offload changes nothing.
+        apart: the host's memory is not the device's; where it is, offload to the host and CUDA graphs change nothing.
     """
-    parallel, memory, offload = config.parallel, config.memory, config.zero.offload
     item = {"fp64": 8, "fp32": 4}.get(config.precision.dtype, 2)
     gradient = 4 if config.zero.grad_dtype == "fp32" and item < 4 else item
     reduced = {"bf16": 2, "fp32": 4, "param": item}.get(config.zero.reduce_dtype or "", gradient)
-    assert config.zero.stage is not None and config.pipeline.chunks is not None, "a resolved config"
+    fields = {field: attrgetter(option)(config) for field, option in OPTIONS.items()}
+    fields["micro_batch"] = config.batch.rows
+    if not apart:
+        homes = ("offload", "offload_optimizer", "offload_parameters")
+        fields |= {field: "none" for field in homes if fields[field] == "cpu"} | {"cuda_graphs": False}
+        fields["delayed"] = False
     return Job(
         model_shape(config),
         Bytes(item, gradient, max(item, 4), reduced),
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        data=ranks // (parallel.tensor * parallel.pipeline),
-        sequence=parallel.sequence,
-        tensor_chunks=parallel.tensor_chunks,
-        schedule=config.pipeline.schedule,
-        chunks=config.pipeline.chunks,
-        stage=config.zero.stage,
-        shard_ranks=config.zero.shard_ranks,
-        secondary_ranks=config.zero.secondary_ranks,
-        micro_batch=config.batch.rows,
+        data=ranks // (config.parallel.tensor * config.parallel.pipeline),
         global_batch=config.batch.global_,
-        recompute=memory.recompute,
-        partition=memory.partition,
-        offload=memory.offload == "cpu" and apart,
-        disk_inputs=memory.offload == "nvme",
-        graphs=memory.cuda_graphs and apart,
-        offload_optimizer=offload.optimizer == "cpu" and apart,
-        offload_parameters=offload.parameters == "cpu" and apart,
-        disk_optimizer=offload.optimizer == "nvme",
-        disk_parameters=offload.parameters == "nvme",
-        parameter_bits=BITS[config.zero.quantize.parameters],
-        gradient_bits=BITS[config.zero.quantize.gradients],
-        error_feedback=config.zero.quantize.error_feedback,
         apart=apart,
-        delayed=offload.delayed and apart,
-        dropout=config.model.dropout > 0,
-        documents=config.data.mask_eod,
+        mask_eod=config.data.mask_eod,
+        **fields,
     )
 
 
 def options_of(job: Job) -> dict[str, Any]:
     """Return the options that lay a config out as a job is: all but model, precision, global batch and data axis."""
     where = {"zero.offload.path": PATH} if job.uses_disks else {}
-    return where | {
-        "parallel.tensor": job.tensor,
-        "parallel.pipeline": job.pipeline,
-        "parallel.sequence": job.sequence,
-        "parallel.tensor_chunks": job.tensor_chunks,
-        "pipeline.schedule": job.schedule,
-        "pipeline.chunks": job.chunks,
-        "zero.stage": job.stage,
-        "zero.shard_ranks": job.shard_ranks,
-        "zero.secondary_ranks": job.secondary_ranks,
-        "batch.micro": job.micro_batch,
-        "memory.recompute": job.recompute,
-        "memory.partition": job.partition,
-        "memory.offload": "nvme" if job.disk_inputs else "cpu" if job.offload else "none",
-        "memory.cuda_graphs": job.graphs,
-        "zero.offload.optimizer": "nvme" if job.disk_optimizer else "cpu" if job.offload_optimizer else "none",
-        "zero.offload.parameters": "nvme" if job.disk_parameters else "cpu" if job.offload_parameters else "none",
-        "zero.offload.delayed": job.delayed,
-        "zero.quantize.parameters": _NAMES[job.parameter_bits],
-        "zero.quantize.gradients": _NAMES[job.gradient_bits],
-        "zero.quantize.error_feedback": job.error_feedback,
-    }
+    return where | {option: getattr(job, field) for field, option in OPTIONS.items()}
 
 
 def laid_out(config: Config, job: Job) -> Config:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megazero.base.errors import UserError
 from megazero.comm.sizes import shards_and_replicas
-from megazero.plan.model import ModelShape
+from megazero.plan.model import Shape
 from megazero.schedules.layers import Layers, cut
 
 if TYPE_CHECKING:
@@ -59,23 +59,9 @@ def _divisible(config: Config, sequences: int, micro: int, data: int, given: str
     return f"use batch.global={' or '.join(map(str, globals_))}" + (f", or {flag} {ranks}" if ranks else "")
 
 
-def model_shape(config: Config) -> ModelShape:
-    """Return the model as the closed formulas of plan/ see it: parameters, FLOPs."""
-    m = config.model
-    assert m.kv_heads is not None and m.ffn is not None, "a resolved config"
-    return ModelShape(
-        layers=m.layers,
-        hidden=m.hidden,
-        heads=m.heads,
-        kv_heads=m.kv_heads,
-        ffn=m.ffn,
-        vocab=m.vocab,
-        seq_len=m.seq_len,
-        learned_positions=m.position == "learned",
-        layernorm=m.norm == "layernorm",
-        gated=m.activation == "swiglu",
-        tied=m.tie_embeddings,
-    )
+def model_shape(config: Config) -> Shape:
+    """Return the shape of a config's model: the options of its section `model`, all resolved."""
+    return Shape(**dict(config.model))
 
 
 def layers_of(config: Config) -> Layers:

@@ -22,6 +22,7 @@ from megazero.model.block import Block
 from megazero.model.contract import Layer
 from megazero.model.transformer import Transformer
 from megazero.plan.job import Job
+from megazero.plan.liveness import liveness
 from megazero.schedules.layers import Layers
 
 _LOG = logging.getLogger("megazero")
@@ -56,17 +57,17 @@ def recompute(
     if job.recompute != "full":
         return set()
     axis = _axis(job, grid["tensor"])
-    host_of = host if job.offload and host.apart else None
+    host_of = host if job.offload == "cpu" and host.apart else None
     for line in _no_ops(job, axis, host):
         _LOG.info(line)
     ledger = grid.comm.ledger
     shape = job.micro.local(job.shape.seq_len), job.micro_batch, job.shape.hidden
     numel = math.prod(shape)
-    kept = layers.kept_inputs(job.micro_batches)
+    kept = liveness(job, grid["pipeline"].rank).most
     pool = Pool(dtype, device, ledger, "inputs")
-    exchange = Exchange(shape, dtype, device, ledger) if job.graphs and host.apart else None
+    exchange = Exchange(shape, dtype, device, ledger) if job.cuda_graphs and host.apart else None
     graphs = None if exchange is None else graphs_of(device)
-    going = pool.take(numel // axis.size) if job.disk_inputs else None
+    going = pool.take(numel // axis.size) if job.offload == "nvme" else None
     recomputed: set[Layer] = set()
     for stage, parts in stages.items():
         own = [i for i in parts if i in blocks]
@@ -101,8 +102,8 @@ def _no_ops(job: Job, axis: Axis, host: Host) -> list[str]:
         if job.sequence and job.tensor > 1:
             why = "parallel.sequence has split block inputs over the tensor axis already"
         lines.append(f"memory.partition changes nothing: {why}")
-    if job.offload and not host.apart:
+    if job.offload == "cpu" and not host.apart:
         lines.append("memory.offload changes nothing: on a CPU the host's memory is the device's")
-    if job.graphs and not host.apart:
+    if job.cuda_graphs and not host.apart:
         lines.append("memory.cuda_graphs changes nothing: there are none on a CPU")
     return lines

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from megazero.base.doing import doing
-from megazero.build.job import BITS
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.home import Home, PagedHome
 from megazero.comm.host import Host
@@ -19,6 +18,7 @@ from megazero.comm.pool import Pool
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.model.contract import TIED, Model
 from megazero.model.parameter import Declaration, declarations_by_name
+from megazero.plan.job import BITS
 from megazero.zero.layout import Entry, Group, UnitLayout, lay_out
 from megazero.zero.offload import Offload
 from megazero.zero.placement import STAGES, Precision, UnitAxes

@@ -9,7 +9,6 @@ Shapes: S sequence, B batch, D hidden, V vocabulary of this rank. Activations ar
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -28,30 +27,7 @@ from megazero.model.mlp import make_mlp
 from megazero.model.norm import Norm, make_norm
 from megazero.model.parameter import declaration_of, declare
 from megazero.model.tape import apply
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The model's hyper-parameters, all resolved (no None); `megazero explain model` describes each."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    seq_len: int
-    position: str
-    norm: str
-    activation: str
-    dropout: float
-    tie_embeddings: bool
-    norm_eps: float
-    rope_theta: float
-
-    @property
-    def bias(self) -> bool:
-        return self.norm == "layernorm"
+from megazero.plan.model import Shape
 
 
 class Embedding(nn.Module):
@@ -198,7 +174,7 @@ def _block(
         shape.hidden,
         shape.heads,
         shape.kv_heads,
-        bias=shape.bias,
+        bias=shape.layernorm,
         rotary=rotary,
         out_std=out_std,
         region=region,
@@ -207,7 +183,7 @@ def _block(
         shape.activation,
         shape.hidden,
         shape.ffn,
-        bias=shape.bias,
+        bias=shape.layernorm,
         out_std=out_std,
         region=region,
         ops=ops,

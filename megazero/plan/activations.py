@@ -18,10 +18,10 @@ Their 5 a s^2 b for scores is what fused attention never stores. Selective recom
 what documents and rotary add; full recompute keeps T' h e, the input, or with Pa T' h e / t.
 """
 
-from megazero.plan.model import Micro, ModelShape
+from megazero.plan.model import Micro, Shape
 
 
-def kept_by_block(shape: ModelShape, micro: Micro, recompute: str = "none", partition: bool = False) -> int:
+def kept_by_block(shape: Shape, micro: Micro, recompute: str = "none", partition: bool = False) -> int:
     """Return the bytes that one block keeps of one micro-batch, with `memory.recompute` and Pa."""
     tokens, t, item = shape.seq_len * micro.sequences, micro.tensor, micro.item
     stream = micro.local(tokens)
@@ -39,7 +39,7 @@ def kept_by_block(shape: ModelShape, micro: Micro, recompute: str = "none", part
     return 4 * stream * shape.hidden * item + heads + core + mlp + statistics
 
 
-def logits(shape: ModelShape, micro: Micro) -> int:
+def logits(shape: Shape, micro: Micro) -> int:
     """Return the bytes of the logits of one micro-batch, of this rank's part of the vocabulary."""
     return shape.seq_len * micro.sequences * -(-shape.vocab // micro.tensor) * micro.item
 

@@ -21,13 +21,25 @@ mask hides, half of them, stores no scores, and computes them anew in backward: 
 2307.08691). *Stored* (Megatron-LM before it) it computes all of them, and passes over s x heads scores of 2 bytes,
 their dropout and its mask: 13 bytes a score forward (written; softmax in and out; dropout in and out, a mask; read), 19
 backward.
+
+Codes of quantised values (`zero.quantize`) are passes over the memory before and behind each operation. Of P gathered
+elements of e bytes, and P reduced ones of g bytes, as codes of c bytes, scales included, on N ranks:
+
+    gathers         quantised by their owner, (e + c) P / N; written by every rank, (c + e) P
+    gradients       quantised for each other rank, and what comes added: (g + c) + (c + 2 g), of P (N - 1) / N
+    error feedback  a residual added to each, what codes mean, what is lost, nothing that is not finite: 10 g + c more
+
+A pass is a kernel for each rank's part. Neighbours that have codes already (`zero.secondary_ranks`) copy them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megazero.base.quantized import BLOCK
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 from megazero.plan.systems import OURS, System
+from megazero.plan.traffic import Flow
 
 _STORED_FORWARD, _STORED_BACKWARD = 13, 19  # bytes that go through the memory for each score
 _LOGITS = 16  # and for each logit, from product to gradient: read for maximum and sum, exponentials in place, gradient
@@ -127,6 +139,31 @@ class Compute:
         """Return the seconds of Adam's update of so many elements."""
         return self.moved(elements * self.job.bytes.moved_by_update)
 
+    def codes(self, own: Sequence[Flow], gathered: int, reduced: int) -> tuple[float, float]:
+        """Return the seconds of a step's passes over what is quantised, of parameters and of gradients.
+
+        Args:
+            own: what the rank sends.
+            gathered, reduced: elements of whole units, over all of a step's operations.
+        """
+        job, ranks, axes = self.job, self.job.shard, (self.job.shard_axis, "shard")
+        if ranks == 1:
+            return 0.0, 0.0
+        gathers = sum(flow.ops for flow in own if flow.axis in axes and flow.purpose == "parameters")
+        # Both hops have as many operations; together their parts are those of one.
+        reductions = next((flow.ops for flow in own if flow.axis in axes and flow.purpose == "gradients"), 0)
+        parameters = gradients = 0.0
+        if job.parameter_bits is not None:
+            each = _bytes_of_code(job.parameter_bits) + self.item
+            parameters = self.passes(each * gathered * (1 + 1 / ranks), gathers * (ranks + 1))
+        if job.gradient_bits is not None:
+            code, item = _bytes_of_code(job.gradient_bits), job.bytes.gradient
+            each, kernels = 2 * code + 3 * item, 2
+            if job.error_feedback:
+                each, kernels = each + code + 10 * item, kernels + 4
+            gradients = self.passes(each * reduced * (ranks - 1) / ranks, reductions * (ranks - 1) * kernels)
+        return parameters, gradients
+
     def flops(self) -> tuple[float, float]:
         """Return the FLOPs of a token: the model's, and those that the machine does, recompute included."""
         shape = self.shape
@@ -169,8 +206,13 @@ class Compute:
         """Return the seconds of norms, sums and activation: forward, backward, and the sums of biases' gradients."""
         shape, T, stream = self.shape, self.tokens, self.stream
         h, f, kv, e, t = shape.hidden, shape.ffn, shape.kv_width, self.item, self.t
-        masks = 2 * h * self.job.dropout
+        masks = 2 * h if shape.dropout else 0
         forward = stream * (10 * h * e + masks) + T * (3 if shape.gated else 2) * f * e / t
         backward = stream * (10 * h * e + masks) + T * (5 if shape.gated else 3) * f * e / t
         biases = T * (h + 2 * kv + f) * e / t + stream * 2 * h * e if shape.layernorm else 0.0
         return self.moved(forward) + 4 * self.launch, self.moved(backward) + 6 * self.launch, self.moved(biases)
+
+
+def _bytes_of_code(bits: int) -> float:
+    """Return the bytes of a code, with its part of its block's scale."""
+    return bits / 8 + 4 / BLOCK

@@ -1,6 +1,7 @@
-"""A training job as one value: all that fixes the memory, the traffic and the time of a step, and no more.
+"""A training job as one value: everything that decides the memory, the traffic and the time of a step.
 
-`build/job.py` makes it from a config, and a config from it.
+Fields that are options have the names of the config's options: `offload_optimizer` is `zero.offload.optimizer`.
+`build/job.py` makes a job from a config, and options from a job.
 """
 
 from collections.abc import Sequence
@@ -9,10 +10,13 @@ from functools import cached_property
 from typing import Literal
 
 from megazero.base.quantized import BLOCK
-from megazero.plan.model import Micro, ModelShape
+from megazero.plan.model import Micro, Shape
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, ZeroStage
 from megazero.plan.states import Bytes, UnitSize, units
 from megazero.schedules.layers import Layers, cut
+
+Home = Literal["none", "cpu", "nvme"]  # the tiers of offload: on the device, on the host, on disks
+BITS = {"none": None, "int8": 8, "int4": 4}  # of the codes of what `zero.quantize` sends
 
 
 @dataclass(frozen=True)
@@ -23,27 +27,14 @@ class Job:
         shape: the model's.
         bytes: of an element of parameters (and activations), gradients, masters.
         tensor, pipeline, data: ranks of the three axes.
-        sequence: the residual stream is split over the tensor axis.
-        tensor_chunks: of what forward sums and gathers over it, each beside the product of another.
-        schedule, chunks: of the pipeline.
-        stage: of ZeRO, a row of `placements.STAGES`.
-        shard_ranks: data ranks over which it shards; None: all.
-        secondary_ranks: data ranks that keep a second shard of parameters; None: nobody does.
-        micro_batch, global_batch: sequences.
-        recompute: none | selective | full.
-        partition, offload, disk_inputs: of the inputs that full recompute keeps (Pa, Pa+cpu, Pa+nvme).
-        graphs: blocks are replayed as CUDA graphs.
-        offload_optimizer, offload_parameters: to the host.
-        disk_optimizer, disk_parameters: to disks instead.
-        parameter_bits, gradient_bits: of what is sent of them between shard ranks; None: it is sent as it is.
-        error_feedback: what rounding gradients to that loses is kept, and sent with the next ones.
-        apart: the host's memory is not the device's.
-        delayed: the host updates beside the next step, which takes no more memory.
-        dropout: the model has dropout, so there are masks.
-        documents: attention does not cross the ends of documents.
+        micro_batch, global_batch: `batch.micro` and `batch.global`, in sequences.
+        apart: the host's memory is not the device's; where it is, nothing is offloaded to the host.
+        mask_eod: attention does not cross the ends of documents.
+
+    The others are described by `megazero explain`: of `parallel`, `pipeline`, `zero` and `memory`.
     """
 
-    shape: ModelShape
+    shape: Shape
     bytes: Bytes
     tensor: int = 1
     pipeline: int = 1
@@ -59,34 +50,31 @@ class Job:
     global_batch: int = 1
     recompute: str = "none"
     partition: bool = False
-    offload: bool = False
-    disk_inputs: bool = False
-    graphs: bool = False
-    offload_optimizer: bool = False
-    offload_parameters: bool = False
-    disk_optimizer: bool = False
-    disk_parameters: bool = False
-    parameter_bits: int | None = None
-    gradient_bits: int | None = None
+    offload: Home = "none"
+    cuda_graphs: bool = False
+    offload_optimizer: Home = "none"
+    offload_parameters: Home = "none"
+    delayed: bool = False
+    quantize_parameters: str = "none"
+    quantize_gradients: str = "none"
     error_feedback: bool = False
     apart: bool = True
-    delayed: bool = False
-    dropout: bool = False
-    documents: bool = False
+    mask_eod: bool = False
 
     def __str__(self) -> str:
         """Return in a few words how the job differs from one process."""
-        words = [f"{name}{size}" for name, size in (("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data))]
-        words = [word for word in words if not word.endswith("p1")] + [f"zero{self.stage}"] * (self.data > 1)
+        axes = {"tp": self.tensor, "pp": self.pipeline, "dp": self.data}
+        words = [f"{name}{size}" for name, size in axes.items() if size > 1]
+        words += [f"zero{self.stage}"] * (self.data > 1)
         words += [f"shard{self.shard_ranks}"] * (self.shard_ranks is not None)
         words += [f"secondary{self.secondary_ranks}"] * (self.secondary_ranks is not None)
         words += ["sequence"] * self.sequence + [f"tensor-chunks{self.tensor_chunks}"] * (self.tensor_chunks > 1)
         words += [self.schedule] * (self.pipeline > 1)
         words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
-        words += [self.inputs] * self.partition + ["graphs"] * self.graphs
+        words += [self.inputs] * self.partition + ["graphs"] * self.cuda_graphs
         words += [f"offload-{self.offloaded}"] * (self.offloaded != "none") + ["delayed"] * self.delayed
-        words += [f"parameters-int{self.parameter_bits}"] * (self.parameter_bits is not None)
-        words += [f"gradients-int{self.gradient_bits}"] * (self.gradient_bits is not None)
+        words += [f"parameters-{self.quantize_parameters}"] * (self.parameter_bits is not None)
+        words += [f"gradients-{self.quantize_gradients}"] * (self.gradient_bits is not None)
         words += ["error-feedback"] * self.error_feedback
         return " ".join(words) or "one process"
 
@@ -102,7 +90,17 @@ class Job:
     @property
     def micro(self) -> Micro:
         """Return one micro-batch, on one rank."""
-        return Micro(self.micro_batch, self.tensor, self.sequence, self.bytes.parameter, self.dropout, self.documents)
+        return Micro(self.micro_batch, self.tensor, self.sequence, self.bytes.parameter, self.mask_eod)
+
+    @property
+    def parameter_bits(self) -> int | None:
+        """Return the bits in which parameters are gathered; None: as they are."""
+        return BITS[self.quantize_parameters]
+
+    @property
+    def gradient_bits(self) -> int | None:
+        """Return the bits in which gradients are sent to the rank that sums them; None: as they are."""
+        return BITS[self.quantize_gradients]
 
     @property
     def alignment(self) -> int:
@@ -133,7 +131,7 @@ class Job:
 
     @property
     def replicas(self) -> int:
-        """Return the number of such groups, which hold the same."""
+        """Return the number of groups of shard ranks; all groups hold the same values."""
         return self.data // self.shard
 
     @property
@@ -148,81 +146,77 @@ class Job:
 
     @property
     def shards_parameters(self) -> bool:
-        """Return whether parameters rest sharded over that axis, and are gathered where they are used."""
+        """True if parameters rest sharded, and are gathered where they are used (stage 3)."""
         return self.placements.parameters is Placement.SHARD
 
     @property
     def shards_gradients(self) -> bool:
-        """Return whether gradients rest sharded over that axis, and are reduced after each micro-batch."""
+        """True if gradients rest sharded, and are reduced after each micro-batch (stages 2 and 3)."""
         return self.placements.gradients is Placement.SHARD
 
     @property
     def shards_optimizer(self) -> bool:
-        """Return whether each rank of that axis updates its own shard, which is what its optimizer state is of."""
+        """True if each shard rank updates its own shard and has the optimizer state of it (stages 1 to 3)."""
         return self.placements.optimizer is Placement.SHARD
 
     @property
     def inputs(self) -> str:
-        """Return how the inputs that full recompute keeps are split and where they rest, in the paper's words."""
-        return f"Pa{'+cpu' * self.offload}{'+nvme' * self.disk_inputs}" if self.partition else "whole"
-
-    @property
-    def inputs_away(self) -> Literal["host", "disk"] | None:
-        """Return where the inputs that full recompute keeps rest; None: on the device."""
-        return "disk" if self.disk_inputs else "host" if self.offload else None
+        """Return how the inputs of full recompute are split and where they rest, in the paper's words."""
+        if not self.partition:
+            return "whole"
+        return "Pa" if self.offload == "none" else f"Pa+{self.offload}"
 
     @property
     def uses_disks(self) -> bool:
-        """Return whether anything rests on disks."""
-        return self.disk_optimizer or self.disk_parameters or self.disk_inputs
+        """True if anything rests on disks."""
+        return "nvme" in (self.offload, self.offload_optimizer, self.offload_parameters)
 
     @property
     def offloaded(self) -> str:
         """Return which model states rest elsewhere: none | optimizer | parameters | both, on disks after "nvme-"."""
-        host = ["optimizer"] * self.offload_optimizer + ["parameters"] * self.offload_parameters
-        disks = ["optimizer"] * self.disk_optimizer + ["parameters"] * self.disk_parameters
-        named = (
-            (prefix, "both" if len(words) == 2 else "".join(words)) for prefix, words in (("", host), ("nvme-", disks))
-        )
-        return "+".join(prefix + words for prefix, words in named if words) or "none"
+        rests = {"optimizer": self.offload_optimizer, "parameters": self.offload_parameters}
+        words = []
+        for home, prefix in (("cpu", ""), ("nvme", "nvme-")):
+            there = [state for state, where in rests.items() if where == home]
+            words += [prefix + ("both" if len(there) == 2 else there[0])] if there else []
+        return "+".join(words) or "none"
 
     @property
     def optimizer_away(self) -> bool:
-        """Return whether masters and moments rest elsewhere than on the device, and the host updates."""
-        return self.offload_optimizer or self.disk_optimizer
+        """True if masters and moments rest elsewhere than on the device, and the host updates."""
+        return self.offload_optimizer != "none"
 
     @property
     def parameters_away(self) -> bool:
-        """Return whether parameters rest elsewhere than on the device."""
-        return self.offload_parameters or self.disk_parameters
+        """True if parameters rest elsewhere than on the device."""
+        return self.offload_parameters != "none"
 
     @property
     def one_home(self) -> bool:
-        """Return whether masters rest where parameters do: of one dtype they are the same memory."""
-        return (self.offload_optimizer, self.disk_optimizer) == (self.offload_parameters, self.disk_parameters)
+        """True if masters rest where parameters do: of one dtype they are the same memory."""
+        return self.offload_optimizer == self.offload_parameters
 
     @property
-    def gradients_away(self) -> Literal["host", "disk"] | None:
-        """Return where reduced gradients wait for the update; None: on the device."""
-        if self.disk_optimizer and self.shards_gradients:
-            return "disk"
-        return "host" if self.offload_optimizer or (self.disk_optimizer and self.apart) else None
+    def gradients_home(self) -> Home:
+        """Return where reduced gradients wait for the update: the host keeps those that a disk does not take."""
+        if self.offload_optimizer == "nvme" and not self.shards_gradients:
+            return "cpu" if self.apart else "none"
+        return self.offload_optimizer
 
     @property
     def ties_ranks(self) -> bool:
-        """Return whether the first and the last stage share a weight and are on two ranks."""
-        return self.shape.tied and self.layers.rank_of[0] != self.layers.rank_of[-1]
+        """True if the first and the last stage share a weight and are on two ranks."""
+        return self.shape.tie_embeddings and self.layers.rank_of[0] != self.layers.rank_of[-1]
 
     @property
     def alone(self) -> "Job":
-        """Return the same model, precision and batch on one rank, with nothing recomputed or offloaded."""
+        """Return the job of this model, precision and batch on one rank, with nothing recomputed or offloaded."""
         return Job(
             self.shape,
             self.bytes,
             micro_batch=self.micro_batch,
             global_batch=self.global_batch,
-            dropout=self.dropout,
-            documents=self.documents,
+            mask_eod=self.mask_eod,
         )
 
     @cached_property

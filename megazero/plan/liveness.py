@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 
+from megazero.plan.job import Job
 from megazero.schedules.actions import Kind
 from megazero.schedules.catalogue import make
 
@@ -32,20 +33,16 @@ class Liveness:
     most: dict[int, int]
 
 
-def liveness(schedule: str, ranks: int, micro_batches: int, chunks: int, rank: int) -> Liveness:
-    """Return the liveness of one rank, for any number of micro-batches.
+def liveness(job: Job, rank: int) -> Liveness:
+    """Return the liveness of one rank of the pipeline axis, for any number of micro-batches.
 
     gpipe keeps all of them. The others keep no more than with as many as fill the pipeline twice.
     """
-    if schedule == "gpipe":
-        moment = Moment(rank, False, ((rank, micro_batches),), ())
-        return Liveness((moment,), {rank: micro_batches})
-    return _walk(schedule, ranks, _enough(micro_batches, ranks, chunks), chunks, rank)
-
-
-def _enough(micro_batches: int, ranks: int, chunks: int) -> int:
-    """Return as many micro-batches as show all that happens in a step of so many."""
-    return min(micro_batches, 2 * ranks * (2 if chunks > 1 else 1))
+    m = job.micro_batches
+    if job.schedule == "gpipe":
+        return Liveness((Moment(rank, False, ((rank, m),), ()),), {rank: m})
+    enough = 2 * job.pipeline * (2 if job.chunks > 1 else 1)
+    return _walk(job.schedule, job.pipeline, min(m, enough), job.chunks, rank)
 
 
 @cache

@@ -34,11 +34,12 @@ from megazero.plan.communicators import communicators
 from megazero.plan.job import Job
 from megazero.plan.liveness import Liveness, liveness
 from megazero.plan.machines import Machine
-from megazero.plan.peak import peak
+from megazero.plan.peak import moments
 from megazero.plan.pool import pool
 from megazero.plan.states import states
 
 HOST, DISK = "host_", "nvme_"  # begin the categories of what is offloaded
+_PREFIX = {"cpu": HOST, "nvme": DISK}
 _ALIGNED = 16  # bytes, of a tensor among those that are packed
 
 
@@ -81,9 +82,9 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
         held["residuals"] = (job.shard - 1) * sum(shares) * job.bytes.gradient
     if not job.shape.learned_positions:
         held["angles"] = 2 * job.shape.seq_len * job.shape.head_dim * job.bytes.parameter
-    live = liveness(job.schedule, job.pipeline, job.micro_batches, job.chunks, rank)
+    live = liveness(job, rank)
     held |= _inputs(job, stages, live)
-    if job.graphs:
+    if job.cuda_graphs:
         held["graphs"] = 4 * kept_by_block(job.shape, job.micro, "full")
     held["activations"], cause = _activations(job, rank, stages, live, fused)
     return RankMemory(_offloaded(job, sum(shares), held), cause)
@@ -106,7 +107,7 @@ def with_uncounted(found: RankMemory, job: Job, rank: int, machine: Machine) -> 
 def batch(job: Job) -> int:
     """Return the bytes of the micro-batches of a step on one rank, as they are packed."""
     tokens = job.shape.seq_len * job.micro_batch
-    sizes = [8 * tokens, 8 * tokens, tokens, 8 * job.micro_batch, 8 * tokens * job.documents]
+    sizes = [8 * tokens, 8 * tokens, tokens, 8 * job.micro_batch, 8 * tokens * job.mask_eod]
     return job.micro_batches * sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
 
 
@@ -119,10 +120,10 @@ def _inputs(job: Job, stages: dict[int, range], live: Liveness) -> dict[str, int
     split = job.partition and not job.sequence and job.tensor > 1
     # One in use and one on its way back, both of one stage.
     buffers = min(2, max(_blocks(parts, shape.layers) for parts in stages.values()))
-    whole = buffers * kept_by_block(shape, micro, "full") if split or job.inputs_away else 0
-    if job.disk_inputs:
+    whole = buffers * kept_by_block(shape, micro, "full") if split or job.offload != "none" else 0
+    if job.offload == "nvme":
         return {f"{DISK}inputs": slots * each, "inputs": whole + each}
-    if job.offload:
+    if job.offload == "cpu":
         return {f"{HOST}inputs": slots * each, "inputs": whole}
     return {"inputs": slots * each + whole}
 
@@ -215,15 +216,8 @@ class _Walk:
 
     def _peak(self, blocks: int, *, head: bool) -> tuple[int, str]:
         job = self.job
-        return peak(
-            job.shape,
-            job.micro,
-            blocks,
-            job.recompute,
-            head=head,
-            fused=self.fused,
-            widened=job.bytes.gradient > job.bytes.parameter,
-        )
+        widened = job.bytes.gradient > job.bytes.parameter
+        return max(moments(job.shape, job.micro, blocks, job.recompute, head=head, fused=self.fused, widened=widened))
 
 
 def _offloaded(job: Job, share: int, held: dict[str, int]) -> dict[str, int]:
@@ -231,22 +225,18 @@ def _offloaded(job: Job, share: int, held: dict[str, int]) -> dict[str, int]:
     if item.master == item.parameter and not job.one_home:  # else parameters are their own masters
         found["optimizer"] += item.master * share
     if job.parameters_away:
-        found[f"{_there(job.disk_parameters)}parameters"] = found.pop("parameters")
+        found[f"{_PREFIX[job.offload_parameters]}parameters"] = found.pop("parameters")
     if job.optimizer_away:
-        found[f"{_there(job.disk_optimizer)}optimizer"] = found.pop("optimizer")
-        if job.gradients_away is not None:
-            found[f"{_there(job.gradients_away == 'disk')}gradients"] = item.gradient * share
+        found[f"{_PREFIX[job.offload_optimizer]}optimizer"] = found.pop("optimizer")
+        if job.gradients_home != "none":
+            found[f"{_PREFIX[job.gradients_home]}gradients"] = item.gradient * share
         if job.shards_gradients:
             del found["gradients"]
         # Rounded, on their way to the device or a disk; what a disk's update writes for the device goes that way too.
-        rounded = job.offload_optimizer and not job.one_home and item.master != item.parameter
-        if rounded or (job.disk_optimizer and not job.parameters_away and job.apart):
+        rounded = job.offload_optimizer == "cpu" and not job.one_home and item.master != item.parameter
+        if rounded or (job.offload_optimizer == "nvme" and not job.parameters_away and job.apart):
             found["host_parameters"] = item.parameter * share
     return {category: size for category, size in found.items() if size}
-
-
-def _there(disk: bool) -> str:
-    return DISK if disk else HOST
 
 
 def _blocks(parts: range, layers: int) -> int:

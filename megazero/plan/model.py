@@ -26,16 +26,11 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """The numbers that fix a model's size.
+class Shape:
+    """A model's hyper-parameters, all resolved (no None), by the names of the config's section `model`.
 
-    Args:
-        layers, hidden, heads, kv_heads, ffn: blocks, width, query heads, key/value heads, width of the MLP.
-        vocab, seq_len: rows of the embedding (unpadded), tokens of a sequence.
-        learned_positions: an embedding row per position (False: rotary, no parameters).
-        layernorm: LayerNorm, with biases in norms and linears (False: RMSNorm, no bias anywhere).
-        gated: an MLP of gate, up and down (SwiGLU) instead of up and down.
-        tied: the head is the embedding.
+    `megazero explain model` describes each; the defaults are the section's. The formulas, the model that trains and
+    the search all read this one description.
     """
 
     layers: int
@@ -45,10 +40,28 @@ class ModelShape:
     ffn: int
     vocab: int
     seq_len: int
-    learned_positions: bool
-    layernorm: bool
-    gated: bool
-    tied: bool
+    position: str = "learned"
+    norm: str = "layernorm"
+    activation: str = "gelu"
+    dropout: float = 0.0
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+
+    @property
+    def learned_positions(self) -> bool:
+        """True if each position has a row of an embedding; rotary positions have no parameters."""
+        return self.position == "learned"
+
+    @property
+    def layernorm(self) -> bool:
+        """True with LayerNorm, whose models have biases in norms and linears; RMSNorm has none anywhere."""
+        return self.norm == "layernorm"
+
+    @property
+    def gated(self) -> bool:
+        """True if the MLP has gate, up and down projections (SwiGLU) instead of up and down."""
+        return self.activation == "swiglu"
 
     @property
     def head_dim(self) -> int:
@@ -68,7 +81,7 @@ class ModelShape:
         """Return the parameters of the whole model, each counted once (a tied head is the embedding)."""
         embedding = self.vocab * self.hidden
         positions = self.seq_len * self.hidden if self.learned_positions else 0
-        head = 0 if self.tied else self.vocab * self.hidden
+        head = 0 if self.tie_embeddings else self.vocab * self.hidden
         return embedding + positions + self.layers * self.block_parameters() + self._norm() + head
 
     def block_parameters(self) -> int:
@@ -110,7 +123,6 @@ class Micro:
         tensor: ranks of the tensor axis.
         sequence: the residual stream is split over these ranks.
         item: bytes of an activation.
-        dropout: the model has dropout.
         documents: attention does not cross the ends of documents, which take another order for it.
     """
 
@@ -118,7 +130,6 @@ class Micro:
     tensor: int
     sequence: bool
     item: int
-    dropout: bool
     documents: bool = False
 
     def local(self, whole: int) -> int:

@@ -28,11 +28,11 @@ the arena.
 from collections.abc import Iterator
 
 from megazero.plan.activations import kept_by_block, logits
-from megazero.plan.model import Micro, ModelShape
+from megazero.plan.model import Micro, Shape
 
 
 def moments(
-    shape: ModelShape,
+    shape: Shape,
     micro: Micro,
     blocks: int,
     recompute: str,
@@ -40,8 +40,8 @@ def moments(
     head: bool,
     fused: bool,
     widened: bool,
-) -> Iterator[tuple[str, int]]:
-    """Yield (where in backward, bytes) of one micro-batch on a stage.
+) -> Iterator[tuple[int, str]]:
+    """Yield (bytes, where in backward) of one micro-batch on a stage; the largest is its peak.
 
     Args:
         blocks: their number on this stage.
@@ -58,29 +58,21 @@ def moments(
     kept = blocks * kept_by_block(shape, micro, recompute) if recompute != "full" else 0
     matrix = shape.hidden * item // t if widened else 0  # a row of a gradient in the narrow type
     if head:
-        yield "loss", kept + 2 * stream + logits(shape, micro) + whole + gathered + scattered + shape.vocab * matrix
+        yield kept + 2 * stream + logits(shape, micro) + whole + gathered + scattered + shape.vocab * matrix, "loss"
         if not shape.layernorm and not fused:
-            yield "last norm", kept + 2 * stream + wide
+            yield kept + 2 * stream + wide, "last norm"
     if not blocks:
         return
     kept += kept_by_block(shape, micro, "none") - stream if recompute == "full" else 0
-    if micro.dropout and not fused:
-        yield "mask", kept + stream + 8 * stream // item
-    yield "down", kept + stream + ffn + gathered + (stream if micro.dropout else 0) + shape.ffn * matrix
+    if shape.dropout and not fused:
+        yield kept + stream + 8 * stream // item, "mask"
+    yield kept + stream + ffn + gathered + (stream if shape.dropout else 0) + shape.ffn * matrix, "down"
     if shape.gated:
-        yield "silu x up", kept + stream + 2 * ffn
+        yield kept + stream + 2 * ffn, "silu x up"
     else:
-        yield "gelu", kept + stream + ffn * (1 if fused or not shape.layernorm else 2)
+        yield kept + stream + ffn * (1 if fused or not shape.layernorm else 2), "gelu"
     both = (3 if shape.gated else 2) * ffn
     after = kept - both + stream
-    yield "up", after + shape.num_mlp_inputs * ffn + whole + gathered + scattered + shape.ffn * matrix
+    yield after + shape.num_mlp_inputs * ffn + whole + gathered + scattered + shape.ffn * matrix, "up"
     if not shape.layernorm and not fused:
-        yield "norm", after + wide
-
-
-def peak(
-    shape: ModelShape, micro: Micro, blocks: int, recompute: str, *, head: bool, fused: bool, widened: bool
-) -> tuple[int, str]:
-    """Return the largest of `moments`, as (bytes, where)."""
-    every = moments(shape, micro, blocks, recompute, head=head, fused=fused, widened=widened)
-    return max((size, where) for where, size in every)
+        yield after + wide, "norm"

@@ -45,9 +45,9 @@ def pool(job: Job, stages: Sequence[range]) -> int:
             of_shards = Counter(unit.padded(shard) // shard for unit in on_their_way if shards)
             gradients |= of_shards + Counter(unit.padded(shard) for unit in there)
     one_tie = job.pipeline > 1 and len(ties) == 1
-    if job.shards_optimizer and not job.shards_gradients and job.gradients_away and one_tie:
+    if job.shards_optimizer and not job.shards_gradients and job.gradients_home != "none" and one_tie:
         gradients[ties[0].padded(shard) // shard] = 1  # summed over the ends of the pipeline
-    if job.gradients_away and job.replicas > 1:  # summed over the replicas one after the other
+    if job.gradients_home != "none" and job.replicas > 1:  # summed over the replicas one after the other
         gradients |= Counter({unit.padded(shard) // shard: 1 for path in paths for part in path for unit in part})
     staged = _staged(job, paths, ties) if item.summed != item.gradient else Counter[int]()
     codes = _elements(_codes_gathered(job, paths)) + _elements(_codes_reduced(job, paths, ties))

@@ -1,19 +1,17 @@
-"""Report what a pipeline's step costs: actions with their bytes, bubble, memory; as text, JSON, or a picture.
+"""Report what a pipeline's step costs: actions, bytes, bubble, memory; as text, JSON, or a picture.
 
-Bytes are what one rank sends (or, gathering and reducing, its share by the ring formula), exactly as the ledger of a
-run counts them: from the sizes of the units of the model, padding included. In stage 3 a stage gathers all its
-units for each forward, and all for each backward but the embedding, which needs none, and the head, which stays.
+Bytes are what one rank sends in a step, as the ledger of a run counts them (`traffic.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from megazero.base.terminal import wrapped
 from megazero.plan.job import Job
-from megazero.schedules.actions import Kind, Schedule
+from megazero.plan.traffic import traffic
+from megazero.schedules.actions import Schedule
 from megazero.schedules.layers import lowered
-from megazero.schedules.lower import TrafficBill, add_bill
 from megazero.schedules.simulate import Costs, Timeline, peak_live, simulate
 
 _SHOWN_RANKS, _SHOWN_CHARACTERS = 8, 46
@@ -22,20 +20,11 @@ _TABLE_LEGEND = (
     "MB: of one rank in a step, beside what stages 1 and 2 gather after the update",
 )
 _ACTION_LEGEND = (
-    "each rank's actions in their order: the stage, what it does, the micro-batch, [bytes it sends or gathers first]",
+    "each rank's actions in their order: the stage, what it does, the micro-batch",
     "F forward, B backward, I and W its two parts (gradients of inputs, of weights)",
     "SEND_F, RECV_F outputs to and from a neighbour; SEND_B, RECV_B gradients; REDUCE over the data axis; TIE of the "
     "embedding that first and last stage share",
 )
-_WHAT = {
-    Kind.SEND_FORWARD: "sent",
-    Kind.SEND_BACKWARD: "sent",
-    Kind.REDUCE: "reduced",
-    Kind.TIE: "tied",
-    Kind.FORWARD: "gathered",
-    Kind.BACKWARD: "gathered",
-    Kind.BACKWARD_INPUT: "gathered",
-}
 
 
 @dataclass(frozen=True)
@@ -65,7 +54,7 @@ class Report:
 def report(job: Job) -> tuple[Report, Schedule, Timeline]:
     """Return the report of a step of a job, and what it was made of."""
     layers, m = job.layers, job.micro_batches
-    schedule = add_bill(lowered(layers, m, each=job.shards_gradients, tied=job.shape.tied), bill_of(job))
+    schedule = lowered(layers, m, each=job.shards_gradients, tied=job.shape.tie_embeddings)
     timeline = simulate(schedule, costs_of(job))
     peaks = peak_live(schedule)
     ranks = [
@@ -74,7 +63,7 @@ def report(job: Job) -> tuple[Report, Schedule, Timeline]:
             {stage: _words(parts, job.shape.layers) for stage, parts in layers.of_rank(rank).items()},
             peaks[rank],
             timeline.work[rank],
-            _bytes(schedule, rank),
+            _bytes(job, rank),
         )
         for rank in range(layers.ranks)
     ]
@@ -87,37 +76,6 @@ def costs_of(job: Job) -> list[Costs]:
     head, last = job.shape.head_in_blocks(), job.shape.layers + 1
     blocks = [sum(1.0 for i in parts if 0 < i < last) + (head if last in parts else 0.0) for parts in job.layers.parts]
     return [Costs(cost, cost, cost) for cost in blocks]
-
-
-def bill_of(job: Job) -> TrafficBill:
-    """Return the bytes that each action sends or gathers."""
-    layers, data, shape, last = job.layers, job.shard, job.shape, job.shape.layers + 1
-    on_path = [{unit.name: unit.padded(data) for unit in job.units([range(i, i + 1)])} for i in range(last + 1)]
-    sizes = {name: size for part in on_path for name, size in part.items()}
-    share = (data - 1) / data
-
-    def of(parts: range, *, without: Sequence[int] = ()) -> int:
-        return sum(sum(on_path[i].values()) for i in parts if i not in without)
-
-    def own(index: int) -> list[int]:
-        """Return the elements of each unit whose gradients are complete with this stage: the first of a rank."""
-        earlier = [layers.parts[k] for k in range(index) if layers.rank_of[k] == layers.rank_of[index]]
-        taken = {name for parts in earlier for i in parts for name in on_path[i]}
-        return [sizes[name] for name in {n for i in layers.parts[index] for n in on_path[i]} - taken]
-
-    times, item = 1 if job.shards_optimizer else 2, job.bytes
-    gathered = item.parameter if job.shards_parameters else 0
-    stages = range(len(layers.parts))
-    sequence = shape.seq_len // (job.tensor if job.sequence else 1)
-    tie = sizes.get("tied", 0) // (data if job.shards_optimizer else 1)
-    return TrafficBill(
-        sequence * job.micro_batch * shape.hidden * item.parameter,
-        [round(times * share * sum(own(k))) * item.summed for k in stages],
-        [round(share * of(layers.parts[k])) * gathered for k in stages],
-        [round(share * of(layers.parts[k], without=(0, last))) * gathered for k in stages],
-        tie * item.summed,
-        [2 * (job.replicas - 1) * sum(-(-n // data // job.replicas) for n in own(k)) * item.summed for k in stages],
-    )
 
 
 def as_json(found: Report) -> dict[str, Any]:
@@ -173,12 +131,20 @@ def summary(found: Report) -> str:
     )
 
 
-def _bytes(schedule: Schedule, rank: int) -> dict[str, int]:
-    sizes: dict[str, int] = dict.fromkeys(("sent", "reduced", "gathered", "tied"), 0)
-    for action in schedule.ranks[rank]:
-        if action.kind in _WHAT:
-            sizes[_WHAT[action.kind]] += action.size
-    return sizes
+def _bytes(job: Job, rank: int) -> dict[str, int]:
+    """Return the bytes that a rank sends in a step between stages, to reduce, to gather, and of a tied weight."""
+    found = traffic(job, rank)
+
+    def sent(purpose: str, *axes: str) -> int:
+        return sum(found.get(axis, {}).get(purpose, 0) for axis in axes)
+
+    along_data = ("data", "shard", "replica")
+    return {
+        "sent": sent("activations", "pipeline") + sent("gradients", "pipeline"),
+        "reduced": sent("gradients", *along_data),
+        "gathered": sent("parameters", *along_data) if job.shards_parameters else 0,
+        "tied": sent("tied", "ends"),
+    }
 
 
 def _words(parts: range, layers: int) -> str:

@@ -1,7 +1,7 @@
 """Find the fastest layouts that fit, by trying them all.
 
 Tried are all sizes of the axes that divide the ranks (tensor ranks stay within a node unless nothing fits there),
-schedules where they are regular (`time.regular`), stages, micro-batches that divide a data rank's share (up to 64),
+schedules where they are regular (`bubble.regular`), stages, micro-batches that divide a data rank's share (up to 64),
 sequence parallelism, and of what saves memory and costs time: without offload, with optimizer state, with parameters,
 with both on the host, the least recompute that is enough (none, selective, full, Pa, Pa+cpu): more of it only costs.
 Where nothing fits so, and the machine has disks, optimizer state, and then parameters too, are put there, and the
@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from megazero.plan.bubble import regular
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 from megazero.plan.memory import RankMemory, planned
 from megazero.plan.placements import stages_that_shard
-from megazero.plan.time import StepTime, regular, step_time
+from megazero.plan.time import StepTime, step_time
 
 # What a job on a device cannot have beside its communicators: the driver's own memory, loaded kernels, and holes.
 RESERVED_BYTES, RESERVED_SHARE = 800 * 2**20, 0.04
@@ -27,19 +28,19 @@ RECOMPUTE: tuple[dict[str, object], ...] = (
     {"recompute": "selective"},
     {"recompute": "full"},
     {"recompute": "full", "partition": True},
-    {"recompute": "full", "partition": True, "offload": True},
+    {"recompute": "full", "partition": True, "offload": "cpu"},
 )
-INPUTS_ON_DISKS: dict[str, object] = {"recompute": "full", "partition": True, "disk_inputs": True}
+INPUTS_ON_DISKS: dict[str, object] = {"recompute": "full", "partition": True, "offload": "nvme"}
 OFFLOAD: tuple[dict[str, object], ...] = (
     {},
-    {"offload_optimizer": True},
-    {"offload_parameters": True},
-    {"offload_optimizer": True, "offload_parameters": True},
+    {"offload_optimizer": "cpu"},
+    {"offload_parameters": "cpu"},
+    {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
 )
 DISKS: tuple[dict[str, object], ...] = (
     {},
-    {"disk_optimizer": True},
-    {"disk_optimizer": True, "disk_parameters": True},
+    {"offload_optimizer": "nvme"},
+    {"offload_optimizer": "nvme", "offload_parameters": "nvme"},
 )
 
 
@@ -219,16 +220,14 @@ def savings(layout: Job, tier: Sequence[Mapping[str, object]] = OFFLOAD) -> Iter
     """Yield, for each way to offload, the layout with each kind of recompute, cheapest first."""
     kinds = (*RECOMPUTE, INPUTS_ON_DISKS) if tier is DISKS else RECOMPUTE
     for offload in tier:
-        rests = "parameters" if {"offload_parameters", "disk_parameters"} & offload.keys() else "optimizer"
+        rests = "parameters" if "offload_parameters" in offload else "optimizer"
         stage = max(layout.stage, min(stages_that_shard(rests))) if offload else layout.stage
         if layout.data > 1 and stage != layout.stage:
             continue  # that stage is tried by itself
         yield [
             replace(layout, stage=stage, **offload, **recompute)  # type: ignore[arg-type]
             for recompute in kinds
-            if "partition" not in recompute
-            or {"offload", "disk_inputs"} & recompute.keys()
-            or (layout.tensor > 1 and not layout.sequence)
+            if "partition" not in recompute or "offload" in recompute or (layout.tensor > 1 and not layout.sequence)
         ]
 
 

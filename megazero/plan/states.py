@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from megazero.plan.model import ModelShape
+from megazero.plan.model import Shape
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, aligned
 
 
@@ -81,7 +81,7 @@ class UnitSize:
 
 @cache  # a search asks for those of the same parts thousands of times
 def units(
-    shape: ModelShape,
+    shape: Shape,
     tensor: int,
     parts: tuple[range, ...] | None = None,
     alignment: int = ALIGNMENT,
@@ -93,8 +93,10 @@ def units(
     """
     own = {i for path in parts or [range(shape.layers + 2)] for i in path}
     vocabulary = (-(-shape.vocab // tensor) * shape.hidden,)
-    own_vocabulary = () if shape.tied else vocabulary
-    found = [UnitSize("tied", vocabulary, (), alignment)] if shape.tied and own & {0, shape.layers + 1} else []
+    own_vocabulary = () if shape.tie_embeddings else vocabulary
+    found = (
+        [UnitSize("tied", vocabulary, (), alignment)] if shape.tie_embeddings and own & {0, shape.layers + 1} else []
+    )
     if 0 in own:
         positions = (shape.seq_len * shape.hidden,) if shape.learned_positions else ()
         found.append(UnitSize("embedding", own_vocabulary, positions, alignment))
@@ -104,7 +106,7 @@ def units(
     return tuple(unit for unit in found if unit.split or unit.whole)
 
 
-def _norm(shape: ModelShape) -> tuple[int, ...]:
+def _norm(shape: Shape) -> tuple[int, ...]:
     return (shape.hidden,) * (2 if shape.layernorm else 1)
 
 
@@ -119,7 +121,7 @@ def states(sizes: Sequence[UnitSize], shard: int, stage: int, bytes_: Bytes) -> 
     }
 
 
-def _block(shape: ModelShape, tensor: int, layer: int, alignment: int) -> UnitSize:
+def _block(shape: Shape, tensor: int, layer: int, alignment: int) -> UnitSize:
     """Return the unit of a block."""
     h, kv, f = shape.hidden, shape.kv_width, shape.ffn
     columns = [h + 2 * kv, *[f] * shape.num_mlp_inputs]

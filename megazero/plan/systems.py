@@ -120,7 +120,7 @@ def _scores(job: Job, rank: int) -> int:
     each = _SCORE_BYTES * job.micro_batch * shape.heads * shape.seq_len**2 // job.tensor
     if job.recompute != "none":
         return each
-    live = liveness(job.schedule, job.pipeline, job.micro_batches, job.chunks, rank)
+    live = liveness(job, rank)
     stages = job.layers.of_rank(rank).items()
     return each * sum(live.most[stage] * sum(1 <= part <= shape.layers for part in parts) for stage, parts in stages)
 

@@ -4,22 +4,7 @@ One micro-batch on the busiest pipeline rank takes the seconds of `compute.py`, 
 those that overlap with nothing: all of forward, and of backward what is longer than the weight's product beside it. In
 n chunks (`parallel.tensor_chunks`) one n-th of each in forward has no product beside it, and of the others what is
 longer than theirs; with them counts what a product in pieces takes longer.
-With f, b, w the seconds of its forward, of the gradients of its input and of its weights (what is computed again
-belongs to b), p pipeline ranks, m micro-batches, v chunks, the step waits for others (`schedules/simulate.py` gives the
-same):
-
-    gpipe, 1f1b     (p - 1) (f + b + w)              Narayanan et al. 2021 (arXiv 2104.04473), section 2.2
-    interleaved     (p - 1) (f + b + w) / v          ibid.
-    zb-h1           (p - 1) max(f + b - w, f)        Qi et al. 2023 (arXiv 2401.10241), table 2
-    zb-v            (p - 1) max(f, b, 2 (b - w)) / 2
-
-and for messages: in 1f1b 2 m of them, because a micro-batch's way to the last rank and back is on the critical path;
-gpipe 2 (p - 1), interleaved 2 (p v - 1), zb-h1 4 (p - 1), zb-v 4 p.
-
-A ring of N ranks, k of them in each node, is as fast as its slowest link: the node's own where k = N, else k times a
-device's part of the network, because the other rings of the node's N' / k share it. Its steps cost a latency each.
-Of an all-to-all (quantised gradients; on CPUs everything) (k - 1) / (N - 1) of the bytes stay in the node, and the
-others leave it beside them through a device's own part of the network. What codes take (`codes.py`) is traffic here.
+Waits for other pipeline ranks: `bubble.py`; for messages between ranks: `links.py`.
 
 Along the data axis, stages 0 and 1 reduce beside the last backward, 2 beside each; updated parameters are gathered
 beside the next forward; stage 3 gathers beside each forward and backward. What is longer than what it runs beside is
@@ -29,15 +14,14 @@ waited for, and one unit's part always, because it has nothing to run beside. Sy
 
 from dataclasses import dataclass
 
-from megazero.plan.codes import passes
+from megazero.plan.bubble import messages, waits
 from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
+from megazero.plan.links import AWAY, Links, exchanged
 from megazero.plan.machines import Machine
-from megazero.plan.nodes import AWAY, axis_size, exchanged, ranks_in_node
+from megazero.plan.share import RankUnits, Share
 from megazero.plan.systems import OURS, System
-from megazero.plan.traffic import Flow, Share, flows, gathers, updated
-from megazero.schedules.catalogue import make
-from megazero.schedules.simulate import Costs, simulate
+from megazero.plan.traffic import Flow, flows
 
 
 @dataclass(frozen=True)
@@ -65,55 +49,6 @@ class StepTime:
     micro: PassTimes
 
 
-class Links:
-    """The seconds that operations between ranks take."""
-
-    def __init__(self, job: Job, machine: Machine):
-        self.job, self.machine = job, machine
-
-    def bandwidth(self, axis: str) -> float:
-        """Return the bytes a second that a ring moves through each rank."""
-        reached, together = self.machine.reached, self._together(axis)
-        node = self.machine.in_node_bandwidth * reached.in_node
-        if together == axis_size(self.job, axis):
-            return node
-        cross = self.machine.cross_node_bandwidth * reached.cross_node * together
-        return min(node, cross)
-
-    def seconds(self, axis: str, size: float, ops: float) -> float:
-        """Return the seconds of `ops` rings in which a rank sends `size` bytes in all."""
-        if not size:
-            return 0.0
-        if not self.machine.nccl_channels:  # our own messages, which go from each to each
-            return self.exchange(axis, size, ops)
-        return size / self.bandwidth(axis) + ops * (axis_size(self.job, axis) - 1) * self._latency(axis)
-
-    def exchange(self, axis: str, size: float, ops: float) -> float:
-        """Return the seconds of `ops` all-to-alls in which a rank sends `size` bytes in all."""
-        if not size:
-            return 0.0
-        reached, others, together = self.machine.reached, axis_size(self.job, axis) - 1, self._together(axis)
-        inside = (together - 1) / others / (self.machine.in_node_bandwidth * reached.in_node)
-        outside = (others + 1 - together) / others / (self.machine.cross_node_bandwidth * reached.cross_node)
-        return size * max(inside, outside) + ops * others * self._latency(axis)
-
-    def message(self, size: float) -> float:
-        """Return the seconds of a message to the next rank of the pipeline."""
-        if not size:
-            return 0.0
-        return size / self.bandwidth("pipeline") + self._latency("pipeline")
-
-    def _together(self, axis: str) -> int:
-        return ranks_in_node(self.job, axis, self.machine.devices_per_node)
-
-    def _latency(self, axis: str) -> float:
-        """Return the mean latency of a ring's steps, in seconds."""
-        together = self._together(axis)
-        if together == axis_size(self.job, axis):
-            return self.machine.in_node_latency
-        return self.machine.in_node_latency * (1 - 1 / together) + self.machine.cross_node_latency / together
-
-
 def step_time(job: Job, machine: Machine, system: System = OURS) -> StepTime:
     """Return the time of a step.
 
@@ -128,19 +63,19 @@ def step_time(job: Job, machine: Machine, system: System = OURS) -> StepTime:
     busy, work = _busiest(job, compute, block, sums, first, last)
     mean = _mean(job, compute, block, sums)
     m = job.micro_batches
-    bubble = _waits(job, mean)
+    bubble = waits(job, mean)
     share = Share(first, True, job.pipeline == 1, 0, 0)
-    own = list(flows(job, share))
-    gathered, elements = gathers(job, share), updated(job, share)
+    own, units = list(flows(job, share)), RankUnits(job, share)
+    gathered, elements = units.gathers, units.updated
     reduced = elements * job.shard * (m if job.shards_gradients else 1)
-    coded = passes(compute, own, m * sum(gathered), reduced)
+    coded = compute.codes(own, m * sum(gathered), reduced)
     data, hidden = _data(links, own, gathered, 1 / max(1, share.blocks), busy, system, coded)
     update, offload = _update(machine, compute, own, elements, busy)
     parts = {
         "compute": m * work,
         "recompute": m * busy.again,
         "tensor traffic": m * (busy.forward + busy.backward - busy.again - work),
-        "pipeline traffic": _messages(job, links, system),
+        "pipeline traffic": messages(job, links, system),
         "bubble": bubble,
         "data traffic": data,
         "update": update,
@@ -249,66 +184,6 @@ def _mean(job: Job, compute: Compute, block: PassTimes, sums: PassTimes) -> Pass
     """Return the times of one micro-batch on a pipeline rank, the mean over all ranks."""
     whole = block.plus(sums).times(job.shape.layers).plus(compute.head()).plus(compute.embedding())
     return whole.times(1 / job.pipeline)
-
-
-def regular(job: Job) -> bool:
-    """Return whether the closed form of the schedule's bubble is exact: enough micro-batches, and equal chunks."""
-    m, p, stages = job.micro_batches, job.pipeline, job.pipeline * job.chunks
-    equal = job.shape.layers % stages == 0
-    return {
-        "gpipe": True,
-        "1f1b": True,
-        "interleaved": m % p == 0 and equal,
-        "zb-h1": m >= p,
-        "zb-v": m >= 2 * p - 1 and equal,
-    }[job.schedule]
-
-
-def _waits(job: Job, mean: PassTimes) -> float:
-    """Return the seconds that the busiest rank waits for others.
-
-    In closed form, or where that is not exact by simulation, of no more micro-batches than fill the pipeline a few
-    times.
-    """
-    p, m = job.pipeline, job.micro_batches
-    if p == 1 or regular(job) or job.shape.layers < p * job.chunks:  # the last only in published figures
-        return bubble_of(job.schedule, p, job.chunks, mean)
-    shown = m if m <= 4 * p else 4 * p + m % p
-    schedule = make(job.schedule, p, shown, job.chunks)
-    blocks = [sum(1 <= part <= job.shape.layers for part in parts) for parts in job.layers.parts]
-    shares = [count * p / job.shape.layers for count in blocks]
-    costs = [Costs(s * mean.forward, s * (mean.input + mean.again), s * mean.weight) for s in shares]
-    timeline = simulate(schedule, costs)
-    return timeline.makespan - max(timeline.work)
-
-
-def bubble_of(schedule: str, ranks: int, chunks: int, passes: PassTimes) -> float:
-    """Return the seconds that the busiest rank waits in a step if a micro-batch takes each rank `passes`.
-
-    Messages take no time here.
-
-    Exact for as many micro-batches as the schedule is regular for, where the input's part of backward is no shorter
-    than the weights'.
-    """
-    f, b, w = passes.forward, passes.input + passes.again, passes.weight
-    each = {
-        "gpipe": f + b + w,
-        "1f1b": f + b + w,
-        "interleaved": (f + b + w) / chunks,
-        "zb-h1": max(f + b - w, f),
-        "zb-v": max(f, b, 2 * (b - w)) / 2,
-    }
-    return (ranks - 1) * each[schedule]
-
-
-def _messages(job: Job, links: Links, system: System) -> float:
-    p, m, v = job.pipeline, job.micro_batches, job.chunks
-    if p == 1:
-        return 0.0
-    split = job.tensor if job.sequence or system.splits_messages else 1
-    size = job.shape.seq_len * job.micro_batch * job.shape.hidden * job.bytes.parameter / split
-    counts = {"gpipe": 2 * (p - 1), "1f1b": 2 * m, "interleaved": 2 * (p * v - 1), "zb-h1": 4 * (p - 1), "zb-v": 4 * p}
-    return counts[job.schedule] * links.message(size)
 
 
 def _data(

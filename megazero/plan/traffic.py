@@ -34,32 +34,16 @@ and the head's are still there.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megazero.base.quantized import sent_bytes
 from megazero.plan.job import Job
-from megazero.plan.nodes import AWAY, axis_size
-from megazero.plan.states import UnitSize
+from megazero.plan.links import AWAY, axis_size
+from megazero.plan.share import RankUnits, Share, Unit, share_of
 
+_AXIS = {"cpu": "host", "nvme": "disk"}  # the ways to what is offloaded, as the ledger names them
 WIDE = 8  # bytes of a scalar that ranks sum
 TOTALS = 11  # scalars of a step that all ranks sum: loss, its tokens, one that is not finite, votes (`zero/engine.py`)
-
-
-@dataclass(frozen=True)
-class Share:
-    """The share of the model that a pipeline rank has.
-
-    Attributes:
-        blocks: their number.
-        embedding, head: whether it has that end.
-        sends, returns: neighbour stages on other ranks that get activations, and gradients.
-    """
-
-    blocks: int
-    embedding: bool
-    head: bool
-    sends: int
-    returns: int
 
 
 @dataclass(frozen=True)
@@ -76,34 +60,6 @@ class Flow:
     purpose: str
     ops: int
     bytes: int
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """A unit of a rank: padded elements, where its tail begins, number of such units.
-
-    From its tail on, the buffer is whole on every tensor rank.
-
-    Attributes:
-        forward, backward: how often stage 3 gathers it in those of a micro-batch.
-    """
-
-    name: str
-    padded: int
-    tail: int
-    count: int
-    forward: int = 1
-    backward: int = 0
-
-
-def share_of(job: Job, rank: int) -> Share:
-    """Return the share of one rank of the pipeline axis."""
-    layers, last = job.layers, job.shape.layers + 1
-    stages = layers.of_rank(rank)
-    own = [i for parts in stages.values() for i in parts]
-    remote = [stage for stage in stages if stage + 1 < len(layers.parts) and layers.rank_of[stage + 1] != rank]
-    back = [stage for stage in stages if stage > 0 and layers.rank_of[stage - 1] != rank]
-    return Share(sum(0 < i < last for i in own), 0 in own, last in own, len(remote), len(back))
 
 
 def traffic(job: Job, rank: int = 0, shard_rank: int | None = None) -> dict[str, dict[str, int]]:
@@ -133,75 +89,32 @@ def fullest(job: Job) -> int:
 
 def flows(job: Job, share: Share, shard_rank: int | None = None) -> Iterator[Flow]:
     """Yield everything that a rank with this share of the model sends in a step, and receives from its host."""
-    own = _units(job, share)
-    yield from _data(job, own)
+    own = RankUnits(job, share)
+    yield from _gradients(job, own)
     yield from _tensor(job, share)
     yield from _tails(job, own, job.shard - 1 if shard_rank is None else shard_rank)
     yield from _pipeline(job, share)
-    yield from _scalars(job, share, own)
-    yield from _host(job, share, own)
+    yield from _scalars(job, own)
+    yield from _gradients_away(job, own)
+    if job.offload_optimizer == "nvme":
+        yield from _update_on_disks(job, own)
+    if job.optimizer_away and (job.offload_optimizer == "cpu" or job.apart) and not job.parameters_away:
+        yield Flow("host", "parameters back", own.count, own.updated * job.bytes.parameter)
+    if job.shard > 1 and job.shards_parameters:
+        yield from _gathers(job, own)
+    if job.parameters_away:
+        yield from _parameters_away(job, own)
+    if job.recompute == "full" and job.offload != "none":
+        yield from _inputs_away(job, share)
 
 
-def gathers(job: Job, share: Share) -> tuple[int, int]:
-    """Return the elements that stage 3 gathers for the forward, and for the backward, of one micro-batch."""
-    own = _units(job, share)
-    forward, backward = (
-        sum(unit.padded * unit.count * times(unit) for unit in own)
-        for times in (lambda unit: unit.forward, lambda unit: unit.backward)
-    )
-    return forward, backward
-
-
-def _gathers_of(job: Job, own: list[_Unit]) -> Iterator[Flow]:
-    """Yield the gathers of stage 3 over shard ranks, and those among neighbours with second shards."""
-    n, m, near = job.shard, job.micro_batches, job.secondary_ranks
-    if not job.shards_parameters:
-        return
-    sizes = [
-        (unit.count * sent_bytes(unit.padded // n, job.parameter_bits, job.bytes.parameter), _times(unit))
-        for unit in own
-    ]
-    ops = m * sum(unit.count * _times(unit) for unit in own)
-    if near is None:
-        yield Flow(job.shard_axis, "parameters", ops, m * (n - 1) * sum(size * times for size, times in sizes))
-        return
-    first = sum(unit.count for unit in own)
-    yield Flow("data", "parameters", first, (n - 1) * sum(size for size, _ in sizes))
-    again = sum(size * (m * times - 1) for size, times in sizes)
-    yield Flow("data" if near == n else "shard", "parameters", ops - first, again * n // near * (near - 1))
-
-
-def _times(unit: _Unit) -> int:
-    return unit.forward + unit.backward
-
-
-def updated(job: Job, share: Share) -> int:
-    """Return the elements that the rank updates, padding included."""
-    return sum(_shard(job, unit) * unit.count for unit in _units(job, share))
-
-
-def _units(job: Job, share: Share) -> list[_Unit]:
-    last = job.shape.layers + 1
-    parts = [range(1)] * share.embedding + [range(last, last + 1)] * share.head
-    found = [_unit(job, unit, unit.name, 1) for unit in job.units(parts)] if parts else []
-    found = [replace(u, forward=share.embedding + share.head) if u.name == "tied" else u for u in found]
-    if share.blocks:
-        (block,) = job.units([range(1, 2)])
-        found.append(replace(_unit(job, block, "blocks", share.blocks), backward=1))
-    return found
-
-
-def _unit(job: Job, unit: UnitSize, name: str, count: int) -> _Unit:
-    return _Unit(name, unit.padded(job.shard), unit.tail, count)
-
-
-def _data(job: Job, own: list[_Unit]) -> Iterator[Flow]:
-    n, m, axis = job.shard, job.micro_batches, job.shard_axis
-    numbers, elements = sum(unit.count for unit in own), sum(unit.padded * unit.count for unit in own)
-    times = m if job.shards_gradients else 1 if job.shards_optimizer else 2
+def _gradients(job: Job, own: RankUnits) -> Iterator[Flow]:
+    """Yield the reductions along the data axis, and the gathers of updated parameters in stages 1 and 2."""
+    n, axis, item = job.shard, job.shard_axis, job.bytes
+    times = job.micro_batches if job.shards_gradients else 1 if job.shards_optimizer else 2
     if n > 1:
-        ops = numbers * (m if job.shards_gradients else 1)
-        each = sum(unit.count * sent_bytes(unit.padded // n, job.gradient_bits, job.bytes.summed) for unit in own)
+        ops = own.count * (job.micro_batches if job.shards_gradients else 1)
+        each = sum(unit.count * sent_bytes(unit.padded // n, job.gradient_bits, item.summed) for unit in own.units)
         if job.gradient_hops is None:
             yield Flow(axis, "gradients", ops, times * (n - 1) * each)
         else:
@@ -209,10 +122,27 @@ def _data(job: Job, own: list[_Unit]) -> Iterator[Flow]:
             yield Flow("shard", "gradients", ops, times * (near - 1) * far * each)
             yield Flow("replica", "gradients", ops, times * (far - 1) * each)
     if n > 1 and job.shards_optimizer and not job.shards_parameters:
-        yield Flow(axis, "parameters", numbers, elements // n * (n - 1) * job.bytes.parameter)
+        elements = sum(unit.padded * unit.count for unit in own.units)
+        yield Flow(axis, "parameters", own.count, elements // n * (n - 1) * item.parameter)
     if job.replicas > 1:
-        elements = sum(unit.count * -(-_shard(job, unit) // job.replicas) for unit in own)
-        yield Flow("replica", "gradients", numbers, 2 * (job.replicas - 1) * elements * job.bytes.summed)
+        elements = sum(unit.count * -(-own.own(unit) // job.replicas) for unit in own.units)
+        yield Flow("replica", "gradients", own.count, 2 * (job.replicas - 1) * elements * item.summed)
+
+
+def _gathers(job: Job, own: RankUnits) -> Iterator[Flow]:
+    """Yield the gathers of stage 3 over shard ranks, and those among neighbours with second shards."""
+    n, m, near = job.shard, job.micro_batches, job.secondary_ranks
+    sizes = [
+        (unit.count * sent_bytes(unit.padded // n, job.parameter_bits, job.bytes.parameter), unit.times)
+        for unit in own.units
+    ]
+    ops = m * sum(unit.count * unit.times for unit in own.units)
+    if near is None:
+        yield Flow(job.shard_axis, "parameters", ops, m * (n - 1) * sum(size * times for size, times in sizes))
+        return
+    yield Flow("data", "parameters", own.count, (n - 1) * sum(size for size, _ in sizes))
+    again = sum(size * (m * times - 1) for size, times in sizes)
+    yield Flow("data" if near == n else "shard", "parameters", ops - own.count, again * n // near * (near - 1))
 
 
 def _tensor(job: Job, share: Share) -> Iterator[Flow]:
@@ -243,30 +173,23 @@ def _tensor(job: Job, share: Share) -> Iterator[Flow]:
         yield flow("inputs", blocks)
 
 
-def _tails(job: Job, own: list[_Unit], shard_rank: int) -> Iterator[Flow]:
+def _tails(job: Job, own: RankUnits, shard_rank: int) -> Iterator[Flow]:
     """Yield what is summed over the tensor axis once a step under sequence parallelism."""
     if not job.sequence:
         return
     t, item = job.tensor, job.bytes.gradient
-    for unit in own:
-        length = _tail(job, unit, shard_rank)
+    for unit in own.units:
+        length = _tail(job, own, unit, shard_rank)
         if t > 1 and length:
             yield Flow("tensor", "tail", unit.count, unit.count * 2 * (t - 1) * -(-length // t) * item)
-        if job.gradients_away is not None:
-            yield Flow(job.gradients_away, "gradients back", unit.count, unit.count * length * item)
-            yield Flow(job.gradients_away, "gradients out", unit.count, unit.count * length * item)
+        if job.gradients_home != "none":
+            yield from _back_and_out(_AXIS[job.gradients_home], "gradients", unit.count, unit.count * length * item)
 
 
-def _tail(job: Job, unit: _Unit, shard_rank: int) -> int:
+def _tail(job: Job, own: RankUnits, unit: Unit, shard_rank: int) -> int:
     """Return the elements of a rank's shard that lie in the unit's tail."""
-    shard = _shard(job, unit)
-    start = shard_rank * shard if job.shards_optimizer else 0
-    return max(0, shard - max(0, unit.tail - start))
-
-
-def _shard(job: Job, unit: _Unit) -> int:
-    """Return the elements of a unit that a rank updates."""
-    return unit.padded // job.shard if job.shards_optimizer else unit.padded
+    start = shard_rank * own.own(unit) if job.shards_optimizer else 0
+    return max(0, own.own(unit) - max(0, unit.tail - start))
 
 
 def _pipeline(job: Job, share: Share) -> Iterator[Flow]:
@@ -276,77 +199,68 @@ def _pipeline(job: Job, share: Share) -> Iterator[Flow]:
     yield Flow("pipeline", "gradients", m * share.returns, m * share.returns * size)
 
 
-def _tied(job: Job, share: Share, own: list[_Unit]) -> list[_Unit]:
-    """Return the tied unit where another rank has it too, else nothing."""
-    both = share.embedding and share.head
-    return [unit for unit in own if unit.name == "tied" and job.pipeline > 1 and not both]
-
-
-def _scalars(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
+def _scalars(job: Job, own: RankUnits) -> Iterator[Flow]:
     """Yield the sums of the tied weight's gradient, the norm and the loss."""
-    for unit in _tied(job, share, own):
-        yield Flow("ends", "tied", 1, _shard(job, unit) * job.bytes.summed)
-    counted = sum(unit.count for unit in own)
-    everywhere = job.shape.layers + job.shape.tied + _ends(job)
-    sums = [("tensor", "norm", counted), ("pipeline", "norm", everywhere), ("world", "loss", TOTALS)]
-    if job.shards_optimizer:
-        sums.append((job.shard_axis, "norm", counted))
-    if job.replicas > 1:
-        sums.append(("replica", "norm", counted))
+    for unit in own.tied:
+        yield Flow("ends", "tied", 1, own.own(unit) * job.bytes.summed)
+    ends = 2 if job.shape.learned_positions or not job.shape.tie_embeddings else 1  # units without the tied one
+    everywhere = job.shape.layers + job.shape.tie_embeddings + ends
+    sums = [("tensor", "norm", own.count), ("pipeline", "norm", everywhere), ("world", "loss", TOTALS)]
+    sums += [(job.shard_axis, "norm", own.count)] * job.shards_optimizer
+    sums += [("replica", "norm", own.count)] * (job.replicas > 1)
     for axis, purpose, numbers in sums:
         size = axis_size(job, axis)
         yield Flow(axis, purpose, int(size > 1), 2 * (size - 1) * -(-numbers // size) * WIDE)
 
 
-def _ends(job: Job) -> int:
-    """Return the number of units of embedding and head beside a tied one."""
-    return 2 if job.shape.learned_positions or not job.shape.tied else 1
+def _gradients_away(job: Job, own: RankUnits) -> Iterator[Flow]:
+    """Yield the gradients that go to where they wait for the update, and come back to be summed."""
+    if job.gradients_home == "none":
+        return
+    there, item, shard = _AXIS[job.gradients_home], job.bytes.gradient, own.updated
+    times = job.micro_batches if job.shards_gradients else 1
+    yield Flow(there, "gradients out", times * own.count, times * shard * item)
+    yield Flow(there, "gradients back", (times - 1) * own.count, (times - 1) * shard * item)
+    if job.replicas > 1:
+        yield from _back_and_out(there, "gradients", own.count, shard * item)
+    for unit in own.tied:
+        yield from _back_and_out(there, "gradients", 1, own.own(unit) * item)
 
 
-def _from_disks(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
+def _update_on_disks(job: Job, own: RankUnits) -> Iterator[Flow]:
     """Yield what the norm and the update of a step read from disks, and write back."""
-    item, gradients = job.bytes, job.gradients_away == "disk"
-    numbers, shard = sum(unit.count for unit in own), sum(_shard(job, unit) * unit.count for unit in own)
+    item, gradients, shard = job.bytes, job.gradients_home == "nvme", own.updated
     states = 3 * item.master  # masters and two moments
     if gradients:
-        yield Flow("disk", "gradients back", numbers, shard * item.gradient)
-    yield Flow("disk", "optimizer back", (3 + gradients) * numbers, shard * (states + gradients * item.gradient))
-    rounded = job.disk_parameters and item.master != item.parameter
-    yield Flow("disk", "optimizer out", (3 + rounded) * numbers, shard * (states + rounded * item.parameter))
+        yield Flow("disk", "gradients back", own.count, shard * item.gradient)
+    yield Flow("disk", "optimizer back", (3 + gradients) * own.count, shard * (states + gradients * item.gradient))
+    rounded = job.offload_parameters == "nvme" and item.master != item.parameter
+    yield Flow("disk", "optimizer out", (3 + rounded) * own.count, shard * (states + rounded * item.parameter))
 
 
-def _host(job: Job, share: Share, own: list[_Unit]) -> Iterator[Flow]:
-    """Yield what goes to the host or to disks, and comes back."""
-    m, g, p = job.micro_batches, job.bytes.gradient, job.bytes.parameter
-    numbers, shard = sum(unit.count for unit in own), sum(_shard(job, unit) * unit.count for unit in own)
-    if (there := job.gradients_away) is not None:
-        times = m if job.shards_gradients else 1
-        yield Flow(there, "gradients out", times * numbers, times * shard * g)
-        yield Flow(there, "gradients back", (times - 1) * numbers, (times - 1) * shard * g)
-        if job.replicas > 1:
-            yield Flow(there, "gradients back", numbers, shard * g)
-            yield Flow(there, "gradients out", numbers, shard * g)
-        for unit in _tied(job, share, own):
-            yield Flow(there, "gradients back", 1, _shard(job, unit) * g)
-            yield Flow(there, "gradients out", 1, _shard(job, unit) * g)
-    if job.disk_optimizer:
-        yield from _from_disks(job, share, own)
-    if (job.offload_optimizer or (job.disk_optimizer and job.apart)) and not job.parameters_away:
-        yield Flow("host", "parameters back", numbers, shard * p)
-    if job.shard > 1:
-        yield from _gathers_of(job, own)
-    if job.parameters_away:
-        there = "disk" if job.disk_parameters else "host"
-        ops = m * sum(unit.count * _times(unit) for unit in own)
-        gathered = m * sum(unit.padded * unit.count * _times(unit) for unit in own)
-        if job.secondary_ranks is not None:  # once a step
-            ops, gathered = numbers, shard * job.shard
-        yield Flow(there, "parameters back", ops, gathered // job.shard * p)
-        # A disk's update writes parameters where they are; the host's only those of the host.
-        if not job.disk_optimizer and not job.one_home:
-            yield Flow(there, "parameters out", numbers, shard * p)
-    if (away := job.inputs_away) is not None and job.recompute == "full":
-        split = job.tensor if job.sequence or job.partition else 1
-        size = job.shape.seq_len * job.micro_batch * job.shape.hidden // split * p
-        yield Flow(away, "inputs out", m * share.blocks, m * share.blocks * size)
-        yield Flow(away, "inputs back", m * share.blocks, m * share.blocks * size)
+def _parameters_away(job: Job, own: RankUnits) -> Iterator[Flow]:
+    """Yield the parameters that come from where they rest, and the updated ones that go there."""
+    there, item = _AXIS[job.offload_parameters], job.bytes.parameter
+    ops = job.micro_batches * sum(unit.count * unit.times for unit in own.units)
+    gathered = job.micro_batches * sum(own.gathers)
+    if job.secondary_ranks is not None:  # once a step
+        ops, gathered = own.count, own.updated * job.shard
+    yield Flow(there, "parameters back", ops, gathered // job.shard * item)
+    # A disk's update writes parameters where they are; the host's only those of the host.
+    if job.offload_optimizer != "nvme" and not job.one_home:
+        yield Flow(there, "parameters out", own.count, own.updated * item)
+
+
+def _inputs_away(job: Job, share: Share) -> Iterator[Flow]:
+    """Yield the inputs that full recompute keeps elsewhere."""
+    split = job.tensor if job.sequence or job.partition else 1
+    each = job.shape.seq_len * job.micro_batch * job.shape.hidden // split * job.bytes.parameter
+    ops = job.micro_batches * share.blocks
+    yield Flow(_AXIS[job.offload], "inputs out", ops, ops * each)
+    yield Flow(_AXIS[job.offload], "inputs back", ops, ops * each)
+
+
+def _back_and_out(axis: str, what: str, ops: int, size: int) -> Iterator[Flow]:
+    """Yield something that is brought from elsewhere, changed, and sent there again."""
+    yield Flow(axis, f"{what} back", ops, size)
+    yield Flow(axis, f"{what} out", ops, size)

@@ -75,8 +75,8 @@ def _changes(job: Job, *, apart: bool) -> Iterator[tuple[str, Job]]:
         yield f"zero.stage={stage}", replace(job, stage=stage)
     if job.replicas > 1:
         yield "zero.shard_ranks=null", replace(job, shard_ranks=None)
-    if apart and job.shards_optimizer and not job.offload_optimizer:
-        yield "zero.offload.optimizer=cpu", replace(job, offload_optimizer=True)
+    if apart and job.shards_optimizer and not job.optimizer_away:
+        yield "zero.offload.optimizer=cpu", replace(job, offload_optimizer="cpu")
     if job.micro_batch > 1 and job.micro_batch % 2 == 0:
         half = job.micro_batch // 2
         yield f"batch.micro={half}", replace(job, micro_batch=half)

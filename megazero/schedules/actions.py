@@ -1,7 +1,6 @@
 """A pipeline schedule is a list of actions for each rank.
 
-An action is what one rank does with one micro-batch of one stage. It prints as stage, kind, micro-batch, and, where it
-sends something to other ranks or gathers parameters first, how many bytes:
+An action is what one rank does with one micro-batch of one stage. It prints as stage, kind, micro-batch:
 
     2F5            forward of micro-batch 5 in stage 2
     2B5            its backward: gradients of the stage's input and of its weights
@@ -10,7 +9,6 @@ sends something to other ranks or gathers parameters first, how many bytes:
     2SEND_B5       the gradient of its input, to stage 1    1RECV_B5   where that comes from stage 2
     2REDUCE7       gradients that the stage has so far go to where the optimizer state is
     0TIE7          the gradient of a weight that the first and the last stage share is summed over both
-    2F5[4096]      gathers 4,096 bytes of parameters first
 
 What one stage computes comes in the order of micro-batches, so what goes from one stage to another does too.
 """
@@ -47,20 +45,19 @@ COMPUTE = F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BA
 # The message that a computation waits for, and that it makes; how many stages away its other end is.
 RECEIVES = {F: (Kind.RECEIVE_FORWARD, -1), B: (Kind.RECEIVE_BACKWARD, 1), I: (Kind.RECEIVE_BACKWARD, 1)}
 SENDS = {F: (Kind.SEND_FORWARD, 1), B: (Kind.SEND_BACKWARD, -1), I: (Kind.SEND_BACKWARD, -1)}
-_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|TIE|F|B|I|W)(\d+)(?:\[(\d+)\])?")
+_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|TIE|F|B|I|W)(\d+)")
 
 
 @dataclass(frozen=True)
 class Action:
-    """One action of one rank; `size` is the bytes that it sends, or that it gathers first."""
+    """One action of one rank."""
 
     stage: int
     kind: Kind
     micro_batch: int
-    size: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.micro_batch}" + (f"[{self.size}]" if self.size else "")
+        return f"{self.stage}{self.kind.value}{self.micro_batch}"
 
     @classmethod
     def parse(cls, text: str) -> "Action":
@@ -71,9 +68,9 @@ class Action:
         """
         found = _TEXT.fullmatch(text.strip())
         if found is None:
-            raise ValueError(f"expected an action such as 2F5 or 2SEND_F5[4096], got {text!r}")
-        stage, kind, micro_batch, size = found.groups()
-        return cls(int(stage), Kind(kind), int(micro_batch), int(size or 0))
+            raise ValueError(f"expected an action such as 2F5 or 2SEND_F5, got {text!r}")
+        stage, kind, micro_batch = found.groups()
+        return cls(int(stage), Kind(kind), int(micro_batch))
 
 
 @dataclass(frozen=True)

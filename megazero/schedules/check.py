@@ -6,7 +6,7 @@ has a sender and a receiver. Deadlocks are found by `simulate`.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megazero.schedules.actions import RECEIVES, Action, B, F, I, Kind, Schedule, W
 
@@ -22,7 +22,7 @@ _SPARSE = (Kind.REDUCE, Kind.TIE)  # not done for every micro-batch
 
 
 class ScheduleError(ValueError):
-    """An error of a schedule that would not end, or not compute the gradient; its text has the timetable."""
+    """An error of a schedule that would not end, or not compute the gradient; its text has all lists of actions."""
 
 
 def check(schedule: Schedule) -> None:
@@ -78,10 +78,18 @@ def _check_messages(schedule: Schedule) -> None:
 
 
 def _broken(schedule: Schedule, rank: int, place: int, reason: str) -> ScheduleError:
-    lines = []
-    for number, actions in enumerate(schedule.ranks):
-        words = [f">{a}<" if (number, i) == (rank, place) else str(a) for i, a in enumerate(actions)]
-        lines.append(f"rank {number:<3} " + " ".join(words) + (" ><" if (number, len(words)) == (rank, place) else ""))
     actions = schedule.ranks[rank]
     at = actions[place] if place < len(actions) else "the end"
-    return ScheduleError(f"{schedule.name} is broken at {at} of rank {rank}: {reason}\n" + "\n".join(lines))
+    text = f"{schedule.name} is broken at {at} of rank {rank}: {reason}"
+    return ScheduleError(f"{text}\n{marked(schedule, {rank: place})}")
+
+
+def marked(schedule: Schedule, culprits: Mapping[int, int]) -> str:
+    """Return a line for each rank, with >action< at the culprit's place in its list, or >< at the list's end."""
+    lines = []
+    for rank, actions in enumerate(schedule.ranks):
+        words = [str(action) for action in actions]
+        if (place := culprits.get(rank)) is not None:
+            words[place : place + 1] = [f">{''.join(words[place : place + 1])}<"]
+        lines.append(f"rank {rank:<3} {' '.join(words)}")
+    return "\n".join(lines)

@@ -13,7 +13,7 @@ from functools import cache
 from megazero.schedules.actions import Schedule
 from megazero.schedules.catalogue import make
 from megazero.schedules.lower import add_reductions, add_transfers
-from megazero.schedules.simulate import peak_inputs, simulate
+from megazero.schedules.simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,6 @@ class Layers:
     chunks: int
     rank_of: tuple[int, ...]
     parts: list[range]
-
-    def kept_inputs(self, micro_batches: int) -> list[int]:
-        """Return for each stage the most micro-batches between their forward and their input's backward."""
-        return peak_inputs(make(self.schedule, self.ranks, micro_batches, self.chunks))
 
     def of_rank(self, rank: int) -> dict[int, range]:
         return {stage: self.parts[stage] for stage, where in enumerate(self.rank_of) if where == rank}

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megazero.schedules.actions import Action, B, F, I, Kind, Schedule, W
-from megazero.schedules.check import ScheduleError, check
+from megazero.schedules.check import ScheduleError, check, marked
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ def simulate(schedule: Schedule, costs: Sequence[Costs] | None = None, transfer:
                 times[rank].append(Timed(action, start, end))
                 ended[action.stage, action.kind, action.micro_batch] = end
                 progress = True
-    timeline = Timeline(tuple(map(tuple, times)))
     stuck = {rank: actions[len(times[rank])] for rank, actions in enumerate(lists) if len(times[rank]) < len(actions)}
     if stuck:
         waits = "; ".join(f"rank {r} waits in {a} for {_awaited(schedule, a, ended)}" for r, a in stuck.items())
-        raise ScheduleError(f"{schedule.name} never ends: {waits}\n{timetable(timeline, stuck)}")
-    return timeline
+        places = {rank: schedule.ranks[rank].index(action) for rank, action in stuck.items()}
+        raise ScheduleError(f"{schedule.name} never ends: {waits}\n{marked(schedule, places)}")
+    return Timeline(tuple(map(tuple, times)))
 
 
 def peak_live(schedule: Schedule) -> list[int]:
@@ -124,35 +124,6 @@ def peak_live(schedule: Schedule) -> list[int]:
             most = max(most, live)
         peaks.append(most)
     return peaks
-
-
-def peak_inputs(schedule: Schedule) -> list[int]:
-    """Return for each stage the most micro-batches between their forward and their input's backward.
-
-    So many inputs are kept for a forward that is computed again in backward.
-    """
-    live, most = [0] * schedule.num_stages, [0] * schedule.num_stages
-    for action in (action for actions in schedule.ranks for action in actions):
-        live[action.stage] += {F: 1, B: -1, I: -1}.get(action.kind, 0)
-        most[action.stage] = max(most[action.stage], live[action.stage])
-    return most
-
-
-def timetable(timeline: Timeline, culprits: Mapping[int, Action] | None = None) -> str:
-    """Return a line for each rank, a column for each unit of time; >action< marks what a rank never began."""
-    step = min((t.end - t.start for rank in timeline.ranks for t in rank if t.end > t.start), default=1)
-    columns = round(timeline.makespan / step)
-    width = max([4, *(len(str(t.action)) for rank in timeline.ranks for t in rank)]) + 1
-    lines = []
-    for number, rank in enumerate(timeline.ranks):
-        cells = [""] * columns
-        for timed in rank:
-            first, last = (round(time / step) for time in (timed.start, timed.end))
-            cells[first:last] = [str(timed.action), *["-"] * (last - first - 1)]
-        line = f"rank {number:<3}" + "".join(cell.rjust(width) for cell in cells)
-        mark = (culprits or {}).get(number)
-        lines.append(line.rstrip() + (f"  >{mark}<" if mark is not None else ""))
-    return "\n".join(lines)
 
 
 def _needs(schedule: Schedule, action: Action) -> list[tuple[int, tuple[Kind, ...]]]:

@@ -40,7 +40,7 @@ from megazero.kernels.select import choose
 from megazero.observe.allocations import Allocations
 from megazero.plan.activations import kept_by_block
 from megazero.plan.model import Micro
-from megazero.plan.peak import peak
+from megazero.plan.peak import moments
 from megazero.plan.states import Bytes, states, units
 from scripts.bench import figures
 from scripts.bench.harness import Group, add_options, chosen, run
@@ -183,14 +183,14 @@ def predicted(mode: str, tensor: int) -> dict[str, int]:
         parameters = found["parameters"] // item.parameter
         del found["optimizer"]
         found |= {"host_optimizer": 3 * item.master * parameters, "host_gradients": item.gradient * parameters}
-    micro = Micro(MICRO, tensor, False, 4, False)
+    micro = Micro(MICRO, tensor, False, 4)
     if memory.recompute == "full":
         kept = LAYERS * kept_by_block(shape, micro, "full", memory.partition)
         found["host_inputs" if memory.offload == "cpu" else "inputs"] = kept
         if memory.partition:  # two of them whole
             found["inputs"] = found.get("inputs", 0) + 2 * kept_by_block(shape, micro, "full")
     fused = choose("auto", CPU, torch.float32) is not REFERENCE
-    most, _ = peak(shape, micro, LAYERS, memory.recompute, head=True, fused=fused, widened=False)
+    most, _ = max(moments(shape, micro, LAYERS, memory.recompute, head=True, fused=fused, widened=False))
     return found | {"activations": most}
 
 

@@ -81,7 +81,7 @@ def config_of(case: Case, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BAT
         "precision": {"dtype": case.dtype, "kernels": case.kernels},
         "optimizer": {"clip": CLIP},
         "batch": {"global": batch, "micro": case.job.micro_batch},
-        "data": {"mask_eod": case.job.documents},
+        "data": {"mask_eod": case.job.mask_eod},
         "zero": {"grad_dtype": case.grad_dtype},
     }
     return laid_out(resolved(Config.model_validate(options)), case.job)

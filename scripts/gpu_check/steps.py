@@ -67,7 +67,7 @@ def gpt(asked: Asked) -> Iterator[Row]:
     yield from _others(shape, asked, min(16, shape.sequences))
     full = {"recompute": "full"}
     yield from _ours(shape, asked, [1], full, "recomputed, ")
-    yield from _ours(shape, asked, [1], full | {"graphs": True}, "recomputed, CUDA graphs, ")
+    yield from _ours(shape, asked, [1], full | {"cuda_graphs": True}, "recomputed, CUDA graphs, ")
 
 
 def llama(asked: Asked) -> Iterator[Row]:
@@ -87,7 +87,7 @@ def whole(asked: Asked) -> Iterator[Row]:
 
 def hosted(asked: Asked) -> Iterator[Row]:
     """Yield Llama 2 7B with masters, moments and update on the host: 16 bytes a parameter there, in all 108 GB."""
-    how = {"stage": 1, "recompute": "full", "offload_optimizer": True}
+    how = {"stage": 1, "recompute": "full", "offload_optimizer": "cpu"}
     yield from _ours(SEVEN_B.of(asked), asked, [4], how, "optimizer on the host, bf16 gradients, ", "param")
 
 

@@ -36,17 +36,17 @@ NAMED = ((Host, "settle", "the host updates, and needs the gradients for it"),)
 UNWATCHED, WATCHED = 3, 3  # steps
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TWO = {"data": 2, "micro_batch": 2}
-ON_HOST = {"offload_optimizer": True, "offload_parameters": True}
+ON_HOST = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
 CASES = (
     Case("stage 0", {"micro_batch": 4}, "bf16"),
-    Case("CUDA graphs", {"micro_batch": 4, "recompute": "full", "graphs": True}, "bf16"),
-    Case("documents apart", {"micro_batch": 4, "documents": True}, "bf16"),
+    Case("CUDA graphs", {"micro_batch": 4, "recompute": "full", "cuda_graphs": True}, "bf16"),
+    Case("documents apart", {"micro_batch": 4, "mask_eod": True}, "bf16"),
     Case("a loss scale", {"micro_batch": 4}, "fp16"),
     Case("stage 1", {"stage": 1} | TWO, "bf16"),
     Case("stage 2", {"stage": 2} | TWO, "bf16"),
     Case("stage 3", {"stage": 3} | TWO, "bf16"),
     Case("stage 3, recomputed", {"stage": 3, "recompute": "full"} | TWO, "bf16"),
-    Case("stage 3, inputs on the host", {"stage": 3, "recompute": "full", "offload": True, "partition": True} | TWO),
+    Case("stage 3, inputs on the host", {"stage": 3, "recompute": "full", "offload": "cpu", "partition": True} | TWO),
     Case("stage 3, states on the host", {"stage": 3} | TWO | ON_HOST, "bf16"),
     Case("tensor 2, sequence", {"tensor": 2, "sequence": True, "micro_batch": 4}, "bf16"),
     Case("pipeline 2", {"pipeline": 2, "micro_batch": 2}, "bf16"),
@@ -118,14 +118,14 @@ def stepper(case: Case, grid: Grid, asked: Asked, stack: ExitStack) -> Callable[
     device, host = asked.device, Host(asked.device, grid.comm.ledger, apart=True)
     ops = choose("auto", device, DTYPES[case.dtype])
     host_ops = choose("reference", torch.device("cpu"), DTYPES[case.dtype])
-    model = MODEL | {"dropout": 0.0} if case.job.graphs else MODEL  # a replay has the masks of the recording
+    model = MODEL | {"dropout": 0.0} if case.job.cuda_graphs else MODEL  # a replay has the masks of the recording
     config = config_of(case, model)
     built = build(config, grid, device, ops, host, host_ops=host_ops)
     settle_attention(config, built.model, device, first=True)
     snapshot = Snapshot([unit.masters for unit in built.engine.units])
     feed = feeds_of(grid["tensor"], device, case.job.sequence)
     upload = Upload(device)
-    mixture: Any = _Mixture(case.job.documents)
+    mixture: Any = _Mixture(case.job.mask_eod)
     loader = BatchLoader(
         mixture,
         global_batch=GLOBAL_BATCH,

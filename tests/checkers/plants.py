@@ -26,7 +26,7 @@ from megazero.zero.reduce import Reduction
 from megazero.zero.unit import Unit
 from tests.layouts import job_on
 
-OFFLOADED = {"offload_optimizer": True, "offload_parameters": True}
+OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
 FULL_RECOMPUTE = {"recompute": "full", "partition": True}
 LAYOUTS = {
     "stage 0": job_on(1, 2, False, 2, 0),
@@ -34,16 +34,18 @@ LAYOUTS = {
     "stage 2": job_on(1, 2, False, 2, 2),
     "stage 3": job_on(2, 2, True, 2, 3),
     "hybrid": job_on(1, 4, False, 1, 3, shard_ranks=2),
-    "quantised": job_on(1, 2, False, 2, 3, parameter_bits=8, gradient_bits=4),
-    "quantised, near": job_on(1, 4, False, 2, 3, secondary_ranks=2, parameter_bits=8, gradient_bits=8),
+    "quantised": job_on(1, 2, False, 2, 3, quantize_parameters="int8", quantize_gradients="int4"),
+    "quantised, near": job_on(
+        1, 4, False, 2, 3, secondary_ranks=2, quantize_parameters="int8", quantize_gradients="int8"
+    ),
     "1f1b": job_on(1, 1, False, 4, 1, pipeline=2),
     "zb-v": job_on(1, 2, False, 2, 3, pipeline=2, schedule="zb-v", chunks=2),
     "offload": job_on(1, 2, False, 2, 3, **OFFLOADED),
-    "optimizer offloaded": job_on(1, 2, False, 2, 2, offload_optimizer=True),
+    "optimizer offloaded": job_on(1, 2, False, 2, 2, offload_optimizer="cpu"),
     "one shard rank, offload": job_on(1, 2, False, 2, 3, shard_ranks=1, **OFFLOADED),
-    "delayed": job_on(1, 2, False, 1, 1, offload_optimizer=True, delayed=True),
+    "delayed": job_on(1, 2, False, 1, 1, offload_optimizer="cpu", delayed=True),
     "Pa": job_on(2, 1, False, 2, 1, **FULL_RECOMPUTE),
-    "Pa+cpu": job_on(2, 1, False, 2, 1, offload=True, **FULL_RECOMPUTE),
+    "Pa+cpu": job_on(2, 1, False, 2, 1, offload="cpu", **FULL_RECOMPUTE),
     "chunks": job_on(2, 1, False, 2, 1, tensor_chunks=2),
     "chunks, sequence": job_on(2, 2, True, 2, 3, tensor_chunks=3),
 }

@@ -24,12 +24,12 @@ from tests.checkers.trace import Operation, Queued, Trace, record_all
 from tests.layouts import SHAPES, ids, job_on, pairwise
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # chunks
-OFFLOADS: dict[str, dict[str, bool]] = {
+OFFLOADS: dict[str, dict[str, bool | str]] = {
     "none": {},
-    "optimizer": {"offload_optimizer": True},
-    "parameters": {"offload_parameters": True},
-    "both": {"offload_optimizer": True, "offload_parameters": True},
-    "delayed": {"offload_optimizer": True, "delayed": True},
+    "optimizer": {"offload_optimizer": "cpu"},
+    "parameters": {"offload_parameters": "cpu"},
+    "both": {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
+    "delayed": {"offload_optimizer": "cpu", "delayed": True},
 }
 GRIDS = {"p4": (1, 4, 1), "p4 d2": (1, 4, 2), "2x2x2": (2, 2, 2)}  # tensor, pipeline, data
 MICRO_BATCHES = (1, 2, 4)

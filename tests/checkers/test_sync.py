@@ -74,7 +74,7 @@ def waits_of_a_rank(grid: Grid, layout: Job, precision: Precision) -> list[Wait]
     return detector.found
 
 
-OFFLOADED = {"offload_optimizer": True, "offload_parameters": True}
+OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
 LAYOUTS = {
     "alone": job_on(),
     "stage 1": job_on(1, 2, False, 2, 1),
@@ -86,8 +86,8 @@ LAYOUTS = {
     "zb-h1, stage 2": job_on(1, 1, False, 4, 2, pipeline=2, schedule="zb-h1"),
     "interleaved": job_on(1, 1, False, 2, 1, pipeline=2, schedule="interleaved", chunks=2),
     "offload": job_on(1, 2, False, 2, 3, **OFFLOADED),
-    "delayed": job_on(1, 2, False, 1, 1, offload_optimizer=True, delayed=True),
-    "Pa+cpu": job_on(2, 1, False, 2, 1, recompute="full", partition=True, offload=True),
+    "delayed": job_on(1, 2, False, 1, 1, offload_optimizer="cpu", delayed=True),
+    "Pa+cpu": job_on(2, 1, False, 2, 1, recompute="full", partition=True, offload="cpu"),
     "hybrid": job_on(2, 2, True, 1, 3, shard_ranks=1),
 }
 

@@ -30,12 +30,14 @@ LAYOUTS = {
     ),
     "dp4-shard2-stage3": job_on(data=4, accumulation=2, stage=3, shard_ranks=2),
     "tp2-dp4-shard2-stage1": job_on(tensor=2, data=4, accumulation=2, stage=1, shard_ranks=2),
-    "dp2-stage2-offload": job_on(data=2, accumulation=4, stage=2, offload_optimizer=True),
+    "dp2-stage2-offload": job_on(data=2, accumulation=4, stage=2, offload_optimizer="cpu"),
     "tp2-dp2-stage3-offload": job_on(
-        tensor=2, data=2, accumulation=2, stage=3, offload_optimizer=True, offload_parameters=True
+        tensor=2, data=2, accumulation=2, stage=3, offload_optimizer="cpu", offload_parameters="cpu"
     ),
-    "dp2-stage1-nvme": job_on(data=2, accumulation=4, stage=1, disk_optimizer=True),
-    "tp2-dp2-stage3-nvme": job_on(tensor=2, data=2, accumulation=2, stage=3, disk_optimizer=True, disk_parameters=True),
+    "dp2-stage1-nvme": job_on(data=2, accumulation=4, stage=1, offload_optimizer="nvme"),
+    "tp2-dp2-stage3-nvme": job_on(
+        tensor=2, data=2, accumulation=2, stage=3, offload_optimizer="nvme", offload_parameters="nvme"
+    ),
 }
 
 

@@ -16,12 +16,12 @@ from megazero.plan.communicators import ARRIVAL, DEPARTURE, Communicator, commun
 from megazero.plan.job import Job
 from megazero.plan.machines import MACHINES
 from megazero.plan.memory import batch, memory, planned
-from megazero.plan.model import ModelShape
+from megazero.plan.model import Shape
 from megazero.plan.states import Bytes
 from tests.comm.standins import NotedGroup, Splits, all_connect
 
-TIED = ModelShape(8, 64, 4, 4, 256, 128, 32, True, True, False, True)
-UNTIED = replace(TIED, tied=False)
+TIED = Shape(8, 64, 4, 4, 256, 128, 32)
+UNTIED = replace(TIED, tie_embeddings=False)
 SHAPES = {"tied": TIED, "untied": UNTIED}
 AXES = ("tensor", "pipeline", "data", "shard_ranks")
 GRIDS = [
@@ -83,7 +83,7 @@ def test_the_plan_s_are_those_that_are_made(job: Job) -> None:
 
 
 def test_ends_are_there_only_where_a_weight_is_tied_over_two_ranks() -> None:
-    def names(shape: ModelShape, schedule: str, rank: int) -> list[str]:
+    def names(shape: Shape, schedule: str, rank: int) -> list[str]:
         job = Job(shape, Bytes(2, 4, 4), pipeline=4, schedule=schedule, chunks=2 if schedule == "zb-v" else 1)
         return [one.name for one in communicators(job, rank, 24)]
 

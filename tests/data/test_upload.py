@@ -15,7 +15,7 @@ from megazero.data.mixture import Mixture, Source
 from megazero.data.windows import MicroBatch
 from megazero.plan.job import Job
 from megazero.plan.memory import batch
-from megazero.plan.model import ModelShape
+from megazero.plan.model import Shape
 from megazero.plan.states import Bytes
 from tests.data.test_loader import windows_of
 
@@ -144,6 +144,6 @@ def test_a_plan_counts_what_is_sent(make_dataset, mask_eod: bool) -> None:
     dataset = windows_of(make_dataset([list(range(d * 7, d * 7 + 5)) for d in range(60)]), length, mask_eod=mask_eod)
     memory, rows = Memory(), np.arange(micro_batch)
     Upload(CPU, memory.allocate, lambda device: None).pack([dataset.micro_batch(rows, rows)] * micro_batches)
-    shape = ModelShape(1, 8, 1, 1, 8, 64, length, True, True, False, True)
+    shape = Shape(1, 8, 1, 1, 8, 64, length)
     sizes = {"micro_batch": micro_batch, "global_batch": micro_batch * micro_batches}
-    assert batch(Job(shape, Bytes(2, 4, 4), documents=mask_eod, **sizes)) == len(memory.blocks[0])
+    assert batch(Job(shape, Bytes(2, 4, 4), mask_eod=mask_eod, **sizes)) == len(memory.blocks[0])

@@ -107,7 +107,7 @@ def whole_samples(ids: list[int], step: int, shape: Any) -> tuple:
 def steps(grid: Grid, job: Job, shape: Any, precision: Precision) -> Trained:
     """Return what a rank computes, and see that it replays."""
     found = train_rank(grid, job, shape, precision)
-    if job.graphs:
+    if job.cuda_graphs:
         assert Recordings.replayed > Recordings.made > 0
     return found
 
@@ -119,8 +119,8 @@ LAYOUTS = {
     "stage 2": job_on(1, 2, False, 4, 2),
     "stage 3": job_on(1, 2, False, 4, 3),
     "hybrid": job_on(1, 4, False, 2, 3, shard_ranks=2),
-    "offload": job_on(1, 2, False, 4, 3, offload_optimizer=True, offload_parameters=True),
-    "host's update": job_on(1, 1, False, 4, 2, offload_optimizer=True),
+    "offload": job_on(1, 2, False, 4, 3, offload_optimizer="cpu", offload_parameters="cpu"),
+    "host's update": job_on(1, 1, False, 4, 2, offload_optimizer="cpu"),
 }
 
 
@@ -128,12 +128,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_changes_no_bit(name: str, precision: Precision) -> None:
     plain = replace(LAYOUTS[name], recompute="full")
-    equal(train(replace(plain, graphs=True), "still", precision, steps), train(plain, "still", precision))
+    equal(train(replace(plain, cuda_graphs=True), "still", precision, steps), train(plain, "still", precision))
 
 
 def test_each_combination_of_places_is_recorded_once() -> None:
     """Of parameters and gradients that rest whole: forward once, backward for the first gradients and those added."""
-    rank = Rank(single(), replace(job_on(accumulation=4), recompute="full", graphs=True), SHAPE, FP32)
+    rank = Rank(single(), replace(job_on(accumulation=4), recompute="full", cuda_graphs=True), SHAPE, FP32)
     for step in range(3):
         rank.step(step)
     assert Recordings.made == SHAPE.layers * (1 + 2)
@@ -141,7 +141,7 @@ def test_each_combination_of_places_is_recorded_once() -> None:
 
 
 def test_memory_is_the_formula() -> None:
-    job = replace(job_on(accumulation=4), recompute="full", graphs=True)
+    job = replace(job_on(accumulation=4), recompute="full", cuda_graphs=True)
     rank = Rank(single(), job, SHAPE, FP32)
     held = rank.grid.comm.ledger.bytes["graphs"].now
     assert held == 4 * 4 * SHAPE.seq_len * job.micro_batch * SHAPE.hidden
@@ -160,7 +160,7 @@ def test_a_graph_of_other_places_is_noticed(fault: str, stage: int, monkeypatch:
     layout = replace(job_on(1, 2, False, 4, stage), recompute="full")
     expected = train(layout, "still", FP32)
     monkeypatch.setattr(graphs._Recorded, "do", careless)
-    found = train(replace(layout, graphs=True), "still", FP32, steps)
+    found = train(replace(layout, cuda_graphs=True), "still", FP32, steps)
     assert any(not torch.equal(value, expected.weights[name]) for name, value in found.weights.items())
 
 
@@ -189,12 +189,12 @@ def test_parameters_that_move_get_a_graph_of_their_own() -> None:
 def test_dropout_would_repeat_its_masks() -> None:
     """Why it is refused."""
     layout = replace(job_on(accumulation=4), recompute="full")
-    found, expected = (train(one, "deep", FP32) for one in (replace(layout, graphs=True), layout))
+    found, expected = (train(one, "deep", FP32) for one in (replace(layout, cuda_graphs=True), layout))
     assert found.losses != expected.losses
 
 
 def test_validation_runs_as_it_is() -> None:
-    rank = Rank(single(), replace(job_on(accumulation=4), recompute="full", graphs=True), SHAPE, FP32)
+    rank = Rank(single(), replace(job_on(accumulation=4), recompute="full", cuda_graphs=True), SHAPE, FP32)
     assert any(isinstance(getattr(part, "layer", None), GraphedLayer) for part in rank.model.layers)
     with torch.no_grad():
         list(rank.pipeline.evaluate([rank.feed(0, 0)], lambda feed: feed))
@@ -202,7 +202,7 @@ def test_validation_runs_as_it_is() -> None:
 
 
 def test_on_a_cpu_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
-    job = replace(job_on(), recompute="full", graphs=True)
+    job = replace(job_on(), recompute="full", cuda_graphs=True)
     grid = single()
     with caplog.at_level(logging.INFO, logger="megazero"):
         build(config_of(job, SHAPE, FP32), grid, CPU, REFERENCE, Host(CPU, grid.comm.ledger))
@@ -212,7 +212,7 @@ def test_on_a_cpu_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_pretended_gpu_records_nothing_and_counts_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a dry run."""
     monkeypatch.setattr(recompute, "graphs_of", honest_graphs_of)
-    rank = Rank(single(), replace(job_on(accumulation=4), recompute="full", graphs=True), SHAPE, FP32)
+    rank = Rank(single(), replace(job_on(accumulation=4), recompute="full", cuda_graphs=True), SHAPE, FP32)
     rank.step(0)
     assert not any(isinstance(getattr(part, "layer", None), GraphedLayer) for part in rank.model.layers)
     assert rank.grid.comm.ledger.bytes["graphs"].now > 0

@@ -30,8 +30,8 @@ MODES = {
     "selective": {"recompute": "selective"},
     "full": {"recompute": "full"},
     "Pa": {"recompute": "full", "partition": True},
-    "Pa+cpu": {"recompute": "full", "partition": True, "offload": True},
-    "Pa+nvme": {"recompute": "full", "partition": True, "disk_inputs": True},
+    "Pa+cpu": {"recompute": "full", "partition": True, "offload": "cpu"},
+    "Pa+nvme": {"recompute": "full", "partition": True, "offload": "nvme"},
 }
 CASES = [
     (flavour, dtype, tensor, sequence, pipeline, data, stage, mode)

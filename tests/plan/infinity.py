@@ -11,18 +11,19 @@ from dataclasses import dataclass, replace
 from megazero.plan.job import Job
 from megazero.plan.machines import MACHINES
 from megazero.plan.memory import DISK, HOST, memory
-from megazero.plan.model import ModelShape
+from megazero.plan.model import Shape
+from megazero.plan.share import RankUnits, Share
 from megazero.plan.states import Bytes
-from megazero.plan.traffic import Flow, Share, flows, gathers, updated
+from megazero.plan.traffic import Flow, flows
 
 PEAK = 70e12  # FLOP/s that a V100 reaches, as the paper measured; section 4.2
 RANKS, TOKENS = 512, 1024  # devices of its cluster, tokens of a sequence
 STATES = {f"{where}{kind}" for where in ("", HOST, DISK) for kind in ("parameters", "gradients", "optimizer")}
 
 
-def model(hidden: int, layers: int) -> ModelShape:
+def model(hidden: int, layers: int) -> Shape:
     """Return a GPT of the paper."""
-    return ModelShape(layers, hidden, 16, 16, 4 * hidden, 50304, TOKENS, True, True, False, True)
+    return Shape(layers, hidden, 16, 16, 4 * hidden, 50304, TOKENS)
 
 
 def efficiency(intensity: float, bandwidth: float) -> float:
@@ -40,13 +41,16 @@ def intensities(hidden: int, batch: int, layers: int = 4) -> dict[str, float]:
     (an update reads and writes it), and of the inputs that full recompute keeps; of the blocks, which are nearly all.
     """
     job = Job(model(hidden, layers), Bytes(2, 2, 4), data=RANKS, stage=3, micro_batch=batch, global_batch=batch * RANKS)
-    job = replace(job, recompute="full", partition=True, offload=True, disk_optimizer=True, disk_parameters=True)
+    job = replace(
+        job, recompute="full", partition=True, offload="cpu", offload_optimizer="nvme", offload_parameters="nvme"
+    )
     share = Share(layers, False, False, 0, 0)
-    elements = updated(job, share) * RANKS
+    units = RankUnits(job, share)
+    elements = units.updated * RANKS
     work = 8 * batch * TOKENS * elements  # forward, forward again, backward
     item, own = job.bytes, list(flows(job, share))
     return {
-        "parameters and gradients": work / (item.parameter * sum(gathers(job, share)) + item.gradient * elements),
+        "parameters and gradients": work / (item.parameter * sum(units.gathers) + item.gradient * elements),
         "optimizer state": work / (item.moved_by_update * elements),
         "block inputs": work / _moved(own, "inputs out", "inputs back"),
     }
@@ -89,10 +93,10 @@ NEEDS = (
 TIERS: tuple[tuple[str, dict[str, object], float], ...] = (
     ("data parallel", {"stage": 0}, 1.4),
     ("ZeRO-2", {"stage": 2}, 10),
-    ("ZeRO-Offload", {"stage": 2, "offload_optimizer": True}, 13),
+    ("ZeRO-Offload", {"stage": 2, "offload_optimizer": "cpu"}, 13),
     ("ZeRO-3", {"stage": 3}, 20),
-    ("ZeRO-Infinity, host", {"stage": 3, "offload_optimizer": True, "offload_parameters": True}, 70),
-    ("ZeRO-Infinity, disks", {"stage": 3, "disk_optimizer": True, "disk_parameters": True}, 1000),
+    ("ZeRO-Infinity, host", {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}, 70),
+    ("ZeRO-Infinity, disks", {"stage": 3, "offload_optimizer": "nvme", "offload_parameters": "nvme"}, 1000),
 )
 
 

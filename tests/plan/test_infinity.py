@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from megazero.plan.job import Job
-from megazero.plan.nodes import split_by_node
+from megazero.plan.links import split_by_node
+from megazero.plan.share import Share
 from megazero.plan.states import Bytes
-from megazero.plan.traffic import Share, flows
+from megazero.plan.traffic import flows
 from tests.plan.infinity import (
     NEEDS,
     RANKS,
@@ -66,7 +67,7 @@ def test_zero_plus_plus_sends_a_quarter() -> None:
     gather, 7 of 8 nodes' of a sum.
     """
     plain = Job(model(4096, 36), Bytes(2, 2, 4), data=64, stage=3, global_batch=64)
-    coded = replace(plain, secondary_ranks=8, parameter_bits=8, gradient_bits=4)
+    coded = replace(plain, secondary_ranks=8, quantize_parameters="int8", quantize_gradients="int4")
     share = Share(36, False, False, 0, 0)
 
     def leaves(job: Job) -> dict[tuple[str, str], float]:

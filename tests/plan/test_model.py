@@ -4,15 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.plan.model import ModelShape
+from megazero.plan.model import Shape
 
 
-def gpt(layers: int, hidden: int, heads: int, vocab: int, seq_len: int) -> ModelShape:
-    return ModelShape(layers, hidden, heads, heads, 4 * hidden, vocab, seq_len, True, True, False, True)
+def gpt(layers: int, hidden: int, heads: int, vocab: int, seq_len: int) -> Shape:
+    return Shape(layers, hidden, heads, heads, 4 * hidden, vocab, seq_len)
 
 
-def llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq_len: int) -> ModelShape:
-    return ModelShape(layers, hidden, heads, kv_heads, ffn, vocab, seq_len, False, False, True, False)
+def llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq_len: int) -> Shape:
+    return Shape(
+        layers, hidden, heads, kv_heads, ffn, vocab, seq_len, "rotary", "rmsnorm", "swiglu", tie_embeddings=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,7 @@ def llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: 
         (llama(32, 4096, 32, 8, 14336, 128256, 8192), 8_030_261_248),  # Llama 3 8B, as released
     ],
 )
-def test_published_parameter_counts(shape: ModelShape, parameters: int):
+def test_published_parameter_counts(shape: Shape, parameters: int):
     assert shape.parameters() == parameters
 
 
@@ -38,13 +40,13 @@ gpt_shapes = st.builds(
 
 
 @given(gpt_shapes)
-def test_gpt_count_is_the_closed_formula(shape: ModelShape):
+def test_gpt_count_is_the_closed_formula(shape: Shape):
     L, h, V, s = shape.layers, shape.hidden, shape.vocab, shape.seq_len
     assert shape.parameters() == 12 * L * h**2 + 13 * L * h + (V + s) * h + 2 * h
 
 
 @given(gpt_shapes)
-def test_gpt_flops_are_the_papers_formula(shape: ModelShape):
+def test_gpt_flops_are_the_papers_formula(shape: Shape):
     L, h, V, s = shape.layers, shape.hidden, shape.vocab, shape.seq_len
     assert shape.flops_per_token() == 72 * L * h**2 + 12 * L * s * h + 6 * V * h
     paper = 72 * L * h**2 * (1 + s / (6 * h) + V / (12 * h * L))  # arXiv 2205.05198, appendix A
@@ -52,10 +54,10 @@ def test_gpt_flops_are_the_papers_formula(shape: ModelShape):
 
 
 @given(gpt_shapes)
-def test_matrix_products_use_all_but_biases_norms_positions_and_the_lookup(shape: ModelShape):
+def test_matrix_products_use_all_but_biases_norms_positions_and_the_lookup(shape: Shape):
     small = shape.layers * 13 * shape.hidden + 2 * shape.hidden + shape.seq_len * shape.hidden
     assert shape.parameters() - small == shape.matmul_parameters()  # tied: the one table is counted as the head
-    untied = ModelShape(**{**shape.__dict__, "tied": False})
+    untied = Shape(**{**shape.__dict__, "tie_embeddings": False})
     assert untied.matmul_parameters() == shape.matmul_parameters()
     assert untied.parameters() - shape.parameters() == shape.vocab * shape.hidden
 

@@ -9,11 +9,10 @@ import torch
 from megazero.build.pipeline import model_shape
 from megazero.comm.grid import Grid
 from megazero.kernels.select import choose
-from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
 from megazero.plan.job import Job
-from megazero.plan.model import Micro
-from megazero.plan.peak import moments, peak
+from megazero.plan.model import Micro, Shape
+from megazero.plan.peak import moments
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Rank, config_of, ids, job_on, pairwise
 from tests.plan.test_activations import DTYPES, plain
@@ -48,7 +47,7 @@ def most(grid: Grid, layout: Job, shape: Shape, precision: Precision) -> int:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in COVER else pytest.mark.full) for c in CASES], ids=ids(CASES)
+    "case", [pytest.param(c, marks=() if c in COVER[:8] else pytest.mark.full) for c in CASES], ids=ids(CASES)
 )
 def test_the_most_is_the_formula(case: tuple) -> None:
     """Token by token numbers of the loss, and gradients of norms before they are delivered, are not in it."""
@@ -72,10 +71,10 @@ def check(case: tuple, *, fused: bool) -> None:
     shape, precision = replace(FLAVOURS[flavour], dropout=dropout, vocab=vocab), DTYPES[dtype]
     layout = job_on(tensor, sequence=sequence, recompute=recompute, stage=0)
     measured = run_ranks(tensor, most, layout, shape, precision, tensor=tensor)[0]
-    micro = Micro(layout.micro_batch, tensor, sequence, precision.parameters.itemsize, dropout > 0)
+    micro = Micro(layout.micro_batch, tensor, sequence, precision.parameters.itemsize)
     size = model_shape(config_of(layout, shape, precision))
     options = {"head": True, "fused": fused, "widened": dtype == "bf16"}
-    predicted, _ = peak(size, micro, shape.layers, recompute, **options)
+    predicted, _ = max(moments(size, micro, shape.layers, recompute, **options))
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
@@ -87,8 +86,8 @@ def test_every_moment_is_the_most_somewhere() -> None:
         item = DTYPES[dtype].parameters.itemsize
         for narrow, head in ((1, True), (16, True), (1, False), (16, False)):
             size = replace(model_shape(config), ffn=config.model.ffn // narrow)
-            for_micro = (size, Micro(16, tensor, sequence, item, dropout > 0), 3, recompute)
+            for_micro = (size, Micro(16, tensor, sequence, item), 3, recompute)
             ends = {"head": head, "fused": False, "widened": dtype == "bf16"}
-            found.add(peak(*for_micro, **ends)[1])
-            names |= {name for name, _ in moments(*for_micro, **ends)}
+            found.add(max(moments(*for_micro, **ends))[1])
+            names |= {name for _, name in moments(*for_micro, **ends)}
     assert found == names

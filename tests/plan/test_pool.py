@@ -40,10 +40,10 @@ COINCIDENCES: dict[str, tuple[Shape, set[str]]] = {
     "nothing": (replace(GPT, vocab=60), set()),
 }
 PIPELINES = [(1, "1f1b", 1), (2, "1f1b", 1), (2, "interleaved", 2), (2, "zb-h1", 1), (2, "zb-v", 2)]
-OFFLOADS: Mapping[str, dict[str, bool]] = {
+OFFLOADS: Mapping[str, dict[str, bool | str]] = {
     "device": {},
-    "optimizer": {"offload_optimizer": True},
-    "both": {"offload_optimizer": True, "offload_parameters": True},
+    "optimizer": {"offload_optimizer": "cpu"},
+    "both": {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
 }
 CASES = [
     (name, pipeline, stage, offload)

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from megazero.plan.activations import kept_by_block
+from megazero.plan.bubble import bubble_of
 from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.machines import MACHINES
-from megazero.plan.model import Micro, ModelShape
+from megazero.plan.model import Micro, Shape
 from megazero.plan.states import Bytes, UnitSize, states
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY
-from megazero.plan.time import bubble_of
 from scripts.fit_planner import (
     FITTED,
     MEMORY,
@@ -86,13 +86,13 @@ def test_activations_of_a_block() -> None:
     """K22's Table 2, the scores that fused attention does not store and the masks that we compute again added to ours;
     statistics are what is left.
     """
-    shape = ModelShape(96, 12288, 96, 96, 4 * 12288, 51200, 2048, True, True, False, True)
+    shape = Shape(96, 12288, 96, 96, 4 * 12288, 51200, 2048)
     sbh = shape.seq_len * shape.hidden
     scores = 5 * shape.heads * shape.seq_len / shape.hidden
     for row in table("k22_table_2"):
         t = 1 if "t = 1" in row["scheme"] else 8
         published = float(row["whole"]) + float(row["split"]) / t + float(row["scores"]) * scores / t
-        micro = Micro(1, t, row["sequence"] == "1", 2, True)
+        micro = Micro(1, t, row["sequence"] == "1", 2)
         masks = 0 if row["recompute"] == "full" else 2 / (t if micro.sequence else 1)
         ours = kept_by_block(shape, micro, row["recompute"]) / sbh + masks + float(row["scores"]) * scores / t
         assert ours == pytest.approx(published, rel=0.005), row
@@ -115,11 +115,11 @@ def test_zero_infinity() -> None:
     """
     for number, row in enumerate(table("zero_infinity_fig_2a")):
         h, L, heads = 1024 * int(row["hidden_K"]), int(row["layers"]), int(row["heads"])
-        shape = ModelShape(L, h, heads, heads, 4 * h, 1, 1024, True, True, False, True)
+        shape = Shape(L, h, heads, heads, 4 * h, 1, 1024)
         parameters = L * shape.block_parameters()
         assert parameters / 1e12 == pytest.approx(float(row["parameters_T"]), rel=0.005, abs=0.005)
         assert 20 * parameters / 2**40 == pytest.approx(float(row["states_TB"]), rel=0.005, abs=0.005)
-        kept = 32 * L * kept_by_block(shape, Micro(1, 1, False, 2, False), "full")
+        kept = 32 * L * kept_by_block(shape, Micro(1, 1, False, 2), "full")
         assert kept / 2**40 == pytest.approx(float(row["act_checkpoints_TB"]), rel=0.005, abs=0.005)
         if number:
             assert 2 * 2 * h * shape.ffn / 2**30 == pytest.approx(float(row["mswm_GB"]), rel=0.005, abs=0.005)

@@ -1,4 +1,4 @@
-"""The bill of a schedule is what a run's ledger says, to the byte; the verb shows and draws it."""
+"""The bytes of a schedule are those of a run's ledger; the verb shows and draws it."""
 
 import json
 import re
@@ -33,20 +33,15 @@ def one_step(grid: Grid, layout: Job, shape) -> dict[str, dict[str, dict[str, in
 
 
 LAYOUTS = [
-    job_on(1, 2, False, 2, 0, pipeline=2),
     job_on(1, 2, False, 4, 1, pipeline=2, schedule="zb-h1"),
     job_on(2, 2, True, 4, 2, pipeline=2, schedule="gpipe"),
-    job_on(1, 2, False, 4, 3, pipeline=2),
-    job_on(1, 2, False, 4, 3, pipeline=2, schedule="gpipe"),
     job_on(1, 2, False, 4, 3, pipeline=2, schedule="interleaved", chunks=2),
-    job_on(1, 2, False, 4, 2, pipeline=2, schedule="zb-v", chunks=2),
-    job_on(1, 2, False, 4, 3, pipeline=2, recompute="full"),
 ]
 
 
-@pytest.mark.parametrize("shape", [SHAPE, UNTIED], ids=["tied", "untied"])
+@pytest.mark.parametrize("shape", [SHAPE, pytest.param(UNTIED, marks=pytest.mark.full)], ids=["tied", "untied"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: f"{x.schedule}-tp{x.tensor}-zero{x.stage}")
-def test_the_bill_is_what_the_ledger_counts(layout: Job, shape) -> None:
+def test_the_bytes_are_what_the_ledger_counts(layout: Job, shape) -> None:
     axes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
     ledgers = run_ranks(layout.ranks, one_step, layout, shape, **axes)
     found, _, _ = report(planned(layout, shape, Precision()))

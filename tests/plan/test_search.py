@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from megazero.plan.job import Job
 from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.memory import memory
-from megazero.plan.model import ModelShape
+from megazero.plan.model import Shape
 from megazero.plan.search import OFFLOAD, RECOMPUTE, everywhere, fits, fullest, search, spreads
 from megazero.plan.states import Bytes
 from megazero.plan.time import step_time
 
-SMALL = ModelShape(8, 1024, 16, 16, 4096, 8192, 512, True, True, False, True)
-GATED = ModelShape(8, 1024, 16, 4, 2816, 8192, 512, False, False, True, False)
+LLAMA = {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "tie_embeddings": False}
+SMALL = Shape(8, 1024, 16, 16, 4096, 8192, 512, dropout=0.1)
+GATED = Shape(8, 1024, 16, 4, 2816, 8192, 512, **LLAMA, dropout=0.1)
 HALF = Bytes(2, 4, 4)
 
 
@@ -27,8 +28,8 @@ def tight(gigabytes: float) -> Machine:
 
 @pytest.mark.parametrize("shape", [SMALL, GATED], ids=["gelu", "gated"])
 @pytest.mark.parametrize("gigabytes", [1.8, 80.0])
-def test_the_best_is_the_best_of_all_combinations(shape: ModelShape, gigabytes: float) -> None:
-    job, machine = Job(shape, HALF, global_batch=8, dropout=True), tight(gigabytes)
+def test_the_best_is_the_best_of_all_combinations(shape: Shape, gigabytes: float) -> None:
+    job, machine = Job(shape, HALF, global_batch=8), tight(gigabytes)
     every = []
     bare = {replace(layout, stage=0) for layout in spreads(job, 4, 8, 8)}
     for layout, stage, offload, recompute in product(bare, range(4), OFFLOAD, RECOMPUTE):
@@ -46,10 +47,10 @@ def test_the_best_is_the_best_of_all_combinations(shape: ModelShape, gigabytes: 
 
 
 def test_what_fits_nowhere_else_goes_to_disks() -> None:
-    job = Job(SMALL, HALF, global_batch=8, dropout=True)
+    job = Job(SMALL, HALF, global_batch=8)
     machine = replace(tight(1.3), host_memory_bytes=1e6, disk_bytes=1e12)
     found = search(job, 4, machine, lambda layout: True)
-    assert found.best and all(one.job.disk_optimizer and one.fullest.disk for one in found.best)
+    assert found.best and all(one.job.offload_optimizer == "nvme" and one.fullest.disk for one in found.best)
     assert not search(job, 4, replace(machine, disk_bytes=0.0), lambda layout: True).best
     slow = replace(machine, disk_read=1e8, disk_write=1e8)
     assert search(job, 4, slow, lambda layout: True).best[0].time.step_s > found.best[0].time.step_s
@@ -61,7 +62,7 @@ def layouts(draw: st.DrawFn) -> Job:
     schedule, chunks = draw(st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]))
     recompute = draw(st.sampled_from(["none", "selective", "full"]))
     return Job(
-        draw(st.sampled_from([SMALL, GATED])),
+        replace(draw(st.sampled_from([SMALL, GATED])), dropout=draw(st.sampled_from([0.0, 0.1]))),
         draw(st.sampled_from([HALF, Bytes(2, 2, 4), Bytes(4, 4, 4)])),
         tensor,
         pipeline,
@@ -74,7 +75,6 @@ def layouts(draw: st.DrawFn) -> Job:
         global_batch=64,
         recompute=recompute,
         partition=recompute == "full" and draw(st.booleans()),
-        dropout=draw(st.booleans()),
     )
 
 
@@ -120,10 +120,10 @@ def test_what_the_paper_could_not_hold() -> None:
     """ZeRO, Figure 4: with no tensor ranks 13B fits on 128 GPUs, plain data parallelism ends at 1.4B."""
     v100 = replace(MACHINES["v100-32gb"], nccl_channels=0)  # the paper's system had other communicators
 
-    def gpt(layers: int, hidden: int, heads: int) -> ModelShape:
-        return ModelShape(layers, hidden, heads, heads, 4 * hidden, 50257, 1024, True, True, False, True)
+    def gpt(layers: int, hidden: int, heads: int) -> Shape:
+        return Shape(layers, hidden, heads, heads, 4 * hidden, 50257, 1024)
 
-    def job(shape: ModelShape, micro: int, stage: int, recompute: str = "full") -> Job:
+    def job(shape: Shape, micro: int, stage: int, recompute: str = "full") -> Job:
         return Job(
             shape,
             Bytes(2, 2, 4),

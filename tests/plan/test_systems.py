@@ -7,13 +7,13 @@ import pytest
 from megazero.plan.job import Job
 from megazero.plan.machines import MACHINES
 from megazero.plan.memory import memory
-from megazero.plan.model import ModelShape
+from megazero.plan.model import Shape
 from megazero.plan.states import Bytes
 from megazero.plan.systems import OURS, SYSTEMS
 from megazero.plan.time import step_time
 from megazero.plan.traffic import traffic
 
-GPT3 = ModelShape(96, 12288, 96, 96, 4 * 12288, 51200, 2048, True, True, False, True)
+GPT3 = Shape(96, 12288, 96, 96, 4 * 12288, 51200, 2048)
 WIDE = Job(GPT3, Bytes(2, 2, 4), tensor=8, pipeline=8, data=2, micro_batch=1, global_batch=64, recompute="full")
 A100, H100 = MACHINES["a100-80gb"], MACHINES["h100-80gb"]
 

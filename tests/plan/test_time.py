@@ -6,20 +6,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.plan.codes import passes
+from megazero.plan.bubble import bubble_of
 from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
+from megazero.plan.links import Links
 from megazero.plan.machines import MACHINES, Machine
-from megazero.plan.model import ModelShape
+from megazero.plan.model import Shape
+from megazero.plan.share import RankUnits, Share
 from megazero.plan.states import Bytes
 from megazero.plan.systems import OURS, System
-from megazero.plan.time import Links, bubble_of, step_time
-from megazero.plan.traffic import Share, flows, gathers, updated
+from megazero.plan.time import step_time
+from megazero.plan.traffic import flows
 from megazero.schedules.catalogue import make
 from megazero.schedules.simulate import Costs, simulate
 
-GPT3 = ModelShape(96, 12288, 96, 96, 4 * 12288, 51200, 2048, True, True, False, True)
-LLAMA = ModelShape(32, 4096, 32, 8, 14336, 128256, 8192, False, False, True, False)
+GPT3 = Shape(96, 12288, 96, 96, 4 * 12288, 51200, 2048)
+LLAMA = Shape(32, 4096, 32, 8, 14336, 128256, 8192, "rotary", "rmsnorm", "swiglu", tie_embeddings=False)
 MIXED = Bytes(2, 2, 4)
 A100 = MACHINES["a100-80gb"]
 WHOLE = System(replays_all=True)
@@ -170,7 +172,7 @@ def test_chunks_hide_forward_s_sums_behind_its_products(sequence: bool) -> None:
 
 def test_what_rests_on_the_host_is_updated_there() -> None:
     layout = Job(LLAMA, MIXED, data=8, stage=2, global_batch=8)
-    there = step_time(replace(layout, offload_optimizer=True), A100)
+    there = step_time(replace(layout, offload_optimizer="cpu"), A100)
     here = step_time(layout, A100)
     assert here.parts["offload"] == there.parts["update"] == 0 < here.parts["update"] < there.parts["offload"]
     states = LLAMA.parameters() / 8 * (2 * 12 + 2 + 2) / A100.host_memory_bandwidth
@@ -178,7 +180,7 @@ def test_what_rests_on_the_host_is_updated_there() -> None:
 
 
 def test_a_delayed_update_has_the_next_step_beside_it() -> None:
-    layout = Job(LLAMA, MIXED, data=8, stage=2, global_batch=8, offload_optimizer=True)
+    layout = Job(LLAMA, MIXED, data=8, stage=2, global_batch=8, offload_optimizer="cpu")
     slow = replace(A100, host_memory_bandwidth=A100.host_memory_bandwidth / 100)
     at_once, delayed = (step_time(replace(layout, delayed=delayed), slow) for delayed in (False, True))
     spared = at_once.parts["offload"] - delayed.parts["offload"]
@@ -210,20 +212,33 @@ def test_an_exchange_crosses_nodes_by_itself() -> None:
 
 def test_codes_are_passes_over_the_memory() -> None:
     """Codes with their scales, a 64th of a byte each, and values, by the bandwidth that training reaches."""
-    job = Job(GPT3, MIXED, data=64, stage=3, micro_batch=1, global_batch=128, parameter_bits=8, gradient_bits=4)
+    job = Job(
+        GPT3,
+        MIXED,
+        data=64,
+        stage=3,
+        micro_batch=1,
+        global_batch=128,
+        quantize_parameters="int8",
+        quantize_gradients="int4",
+    )
     machine = replace(A100, launch=0.0)
     share = Share(96, True, True, 0, 0)
-    own, gathered, reduced = list(flows(job, share)), 2 * sum(gathers(job, share)), 2 * 64 * updated(job, share)
+    own, gathered, reduced = (
+        list(flows(job, share)),
+        2 * sum(RankUnits(job, share).gathers),
+        2 * 64 * RankUnits(job, share).updated,
+    )
     bandwidth = A100.memory_bandwidth * A100.reached.memory
-    parameters, gradients = passes(Compute(job, machine), own, gathered, reduced)
+    parameters, gradients = Compute(job, machine).codes(own, gathered, reduced)
     assert parameters == pytest.approx((2 + 1 + 1 / 64) * gathered * 65 / 64 / bandwidth)
     assert gradients == pytest.approx((3 * 2 + 2 * (1 / 2 + 1 / 64)) * reduced * 63 / 64 / bandwidth)
     fed = replace(job, error_feedback=True)
-    assert passes(Compute(fed, machine), own, gathered, reduced)[1] > 2 * gradients
-    plain = replace(job, parameter_bits=None, gradient_bits=None)
-    assert passes(Compute(plain, machine), own, gathered, reduced) == (0.0, 0.0)
+    assert Compute(fed, machine).codes(own, gathered, reduced)[1] > 2 * gradients
+    plain = replace(job, quantize_parameters="none", quantize_gradients="none")
+    assert Compute(plain, machine).codes(own, gathered, reduced) == (0.0, 0.0)
     # A kernel for each part: of a gather its own and all 64, of a reduction those of 63 others, there and back.
-    late = passes(Compute(job, replace(machine, launch=1.0)), own, gathered, reduced)
+    late = Compute(job, replace(machine, launch=1.0)).codes(own, gathered, reduced)
     gathers_of_a_micro_batch = 2 * 96 + 4  # blocks twice, two units at each end once
     assert late[0] - parameters == pytest.approx(2 * gathers_of_a_micro_batch * 65)
     assert late[1] - gradients == pytest.approx(2 * (96 + 3) * 63 * 2)
@@ -231,7 +246,7 @@ def test_codes_are_passes_over_the_memory() -> None:
 
 def test_quantised_traffic_costs_less_where_links_are_slow_and_more_where_they_are_not() -> None:
     job = Job(GPT3, MIXED, data=64, stage=3, micro_batch=1, global_batch=64, recompute="full", secondary_ranks=8)
-    coded = replace(job, parameter_bits=8, gradient_bits=4)
+    coded = replace(job, quantize_parameters="int8", quantize_gradients="int4")
     slow, fast = (replace(A100, cross_node_bandwidth=rate, in_node_bandwidth=1e14) for rate in (1e9, 1e14))
     assert step_time(coded, slow).step_s < 0.6 * step_time(job, slow).step_s
     alone = replace(OURS, overlaps=False)

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.systems import SYSTEMS, TIME_ERROR, UNCERTAINTY
 from megazero.plan.time import step_time
 from megazero.run.session import launch
-from megazero.tools.doctor.hardware import Hardware, Link
+from megazero.tools.doctor.hardware import as_yaml
 from megazero.tools.planning.job import find, plan
 from megazero.tools.planning.machine_file import machine_of
 from megazero.tools.planning.report import rounded, spans
@@ -113,7 +114,11 @@ def test_a_search_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(found["best"]) == 10 and found["best"][0]["step_s"] <= found["best"][-1]["step_s"]
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("gpt13b", 16), ("llama8b", 8), ("gpt170b", 400)])
+SEARCHED = [("gpt13b", 16), pytest.param("llama8b", 8, marks=pytest.mark.full)]
+SEARCHED += [pytest.param("gpt170b", 400, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize(("name", "gpus"), SEARCHED)
 def test_what_a_search_finds_can_be_run(name: str, gpus: int) -> None:
     """Every layout is a config that validation takes, and its plan is the one that was found."""
     config = load(name, ["batch.micro=1", "batch.global=400"])
@@ -126,7 +131,7 @@ def test_what_a_search_finds_can_be_run(name: str, gpus: int) -> None:
 FAULTS = [
     (
         [],
-        "MZ-100 plan: --hardware is missing; known are v100-32gb, a100-80gb, h100-80gb, h200, b200; or give a file of",
+        "MZ-100 plan: --hardware missing; --hardware is one of v100-32gb, a100-80gb, h100-80gb, h200, b200; or a file",
     ),
     (["--hardware", "v1000"], "MZ-116 v1000"),
     (
@@ -147,6 +152,11 @@ def test_faults(line: list[str], said: str, capsys: pytest.CaptureFixture[str]) 
     assert said in capsys.readouterr().err
 
 
+def test_all_that_is_missing_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", "tiny"]) == 2
+    assert "MZ-100 plan: --gpus and --hardware missing; " in capsys.readouterr().err
+
+
 def test_a_machine_without_a_peak() -> None:
     machine = replace(MACHINES["a100-80gb"], peaks={"bf16": 1e14})
     with pytest.raises(UserError, match="MZ-118"):
@@ -158,7 +168,7 @@ def test_nothing_fits() -> None:
         UserError,
         match=r"MZ-341 .*the least is .* GB of 32\.\d, of the host .*, of the disks 2,\d+\.\d GB of 1,756\.2; more",
     ):
-        find(load("gpt1t", ["batch.micro=1", "precision.dtype=fp16"]), 8, MACHINES["v100-32gb"])
+        find(load("gpt170b", ["batch.micro=1", "precision.dtype=fp16"]), 1, MACHINES["v100-32gb"])
     with pytest.raises(UserError, match=r"MZ-341 .*batch\.global 256 cannot be spread over 257 ranks evenly"):
         find(load("gpt13b"), 257, MACHINES["a100-80gb"])
 
@@ -168,7 +178,7 @@ def test_offload_that_gains_nothing_is_not_among_the_best() -> None:
     assert len(found.best) == 10
     times = [round(one.time.step_s, 9) for one in found.best]
     twins = [b for a, b, x, y in zip(found.best, found.best[1:], times, times[1:], strict=False) if x == y]
-    assert not any(one.job.offload_optimizer or one.job.offload_parameters for one in twins)
+    assert not any(one.job.optimizer_away or one.job.parameters_away for one in twins)
     ways = [(one.job.tensor, one.job.pipeline, one.job.schedule, one.job.chunks) for one in found.excluded]
     assert len(set(ways)) == len(ways) > 1
 
@@ -183,29 +193,37 @@ def test_attention_is_slower_than_products_where_a_file_does_not_say(tmp_path: P
     assert step_time(layout, machine_of(str(path))).hfu < 1
 
 
+MEASURED = {
+    "name": 'a "machine"',
+    "memory_bytes": 2**34,
+    "peak_flops": {"fp32": 1e11},
+    "memory_bandwidth": 1e10,
+    "devices_per_node": 2,
+    "in_node": {"bandwidth": 1e9, "latency": 1e-5},
+    "cross_node": {"bandwidth": 1e8, "latency": 1e-4},
+    "host_link_bandwidth": 5e9,
+    "host_memory_bytes": 2**33,
+}
+
+
+def written(path: Path, **more: Any) -> Machine:
+    path.write_text(as_yaml(MEASURED | more))
+    return machine_of(str(path))
+
+
 def test_what_doctor_writes_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    near, far = Link(1e9, 1e-5), Link(1e8, 1e-4)
-    path.write_text(Hardware("mine", 2**34, {"fp32": 1e11}, 1e10, 2, near, far, 5e9, 2**33, 3e-6, 0.3).as_yaml())
-    machine = machine_of(str(path))
+    machine = written(tmp_path / "mine.yaml", launch=3e-6, reached={"attention": 0.3})
     assert (machine.memory_bytes, machine.peaks, machine.devices_per_node) == (2**34, {"fp32": 1e11}, 2)
     assert machine.in_node_bandwidth == 1e9 and machine.cross_node_latency == 1e-4 and machine.host_bandwidth == 5e9
     assert (machine.launch, machine.reached.attention, machine.reached.matmul) == (3e-6, 0.3, 1.0)
+    assert machine.name == MEASURED["name"]
     assert plan(load("tiny"), 1, machine).time.step_s > 0
 
 
 def test_ranks_of_a_cpu_compute_nothing_while_they_exchange_bytes(tmp_path: Path) -> None:
-    times = []
-    for channels in (24, 0):
-        path = tmp_path / f"{channels}.yaml"
-        near, far = Link(1e9, 1e-5), Link(1e8, 1e-4)
-        measured = Hardware("mine", 2**34, {"fp32": 1e11}, 1e10, 2, near, far, 5e9, 2**33, nccl_channels=channels)
-        path.write_text(measured.as_yaml())
-        machine = machine_of(str(path))
-        assert measured.as_dict().get("reached", {}) == ({} if channels else {"beside": 0.0})
-        assert machine.reached.beside == bool(channels)
-        times.append(step_time(job_of(load("tiny", ["batch.micro=4", "zero.stage=1"]), 2), machine))
-    beside, alone = times
+    job = job_of(load("tiny", ["batch.micro=4", "zero.stage=1"]), 2)
+    beside = step_time(job, written(tmp_path / "gpu.yaml", nccl_channels=24))
+    alone = step_time(job, written(tmp_path / "cpu.yaml", nccl_channels=0, reached={"beside": 0.0}))
     assert beside.hidden["data"] > 0 == alone.hidden["data"]
     assert alone.step_s == pytest.approx(beside.step_s + beside.hidden["data"])
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from megazero.plan.job import Job
+from megazero.plan.links import split_by_node
 from megazero.plan.memory import memory
-from megazero.plan.model import ModelShape
-from megazero.plan.nodes import split_by_node
+from megazero.plan.model import Shape
 from megazero.plan.states import Bytes, states, units
 from megazero.plan.traffic import sent, traffic
 
@@ -77,7 +77,7 @@ def hybrid() -> Iterator[str]:
     """A model of 7.5B parameters on 64 ranks, 8 to a node: what rests on a rank, and what it sends in a step."""
     yield "| stage | sharded over | GB that rest | GB sent in the node | GB sent between nodes |"
     yield "|---|---|---|---|---|"
-    model, ranks, node = ModelShape(36, 4096, 32, 32, 4 * 4096, 51200, 1024, True, True, False, True), 64, 8
+    model, ranks, node = Shape(36, 4096, 32, 32, 4 * 4096, 51200, 1024), 64, 8
     for stage in (1, 2, 3):
         for shard in (ranks, node):
             job = Job(model, Bytes(2, 2, 4), data=ranks, stage=stage, shard_ranks=shard, global_batch=ranks)
@@ -92,22 +92,26 @@ def quantised() -> Iterator[str]:
     """The same in stage 3 as ZeRO++ sends it; last what leaves a node, in units of all parameters in 16 bits."""
     yield "| parameters | gradients | secondary ranks | GB that rest | GB sent | GB between nodes | of a node, x P |"
     yield "|---|---|---|---|---|---|---|"
-    model, ranks, node = ModelShape(36, 4096, 32, 32, 4 * 4096, 51200, 1024, True, True, False, True), 64, 8
+    model, ranks, node = Shape(36, 4096, 32, 32, 4 * 4096, 51200, 1024), 64, 8
     plain = Job(model, Bytes(2, 2, 4), data=ranks, stage=3, global_batch=ranks)
     psi = sum(unit.padded(ranks) for unit in units(model, 1))
     for parameters, gradients, near in (
-        (None, None, None),
-        (8, None, None),
-        (8, None, node),
-        (8, 4, None),
-        (8, 4, node),
+        ("none", "none", None),
+        ("int8", "none", None),
+        ("int8", "none", node),
+        ("int8", "int4", None),
+        ("int8", "int4", node),
     ):
-        job = replace(plain, parameter_bits=parameters, gradient_bits=gradients, secondary_ranks=near)
+        job = replace(plain, quantize_parameters=parameters, quantize_gradients=gradients, secondary_ranks=near)
         rest = sum(size for kind, size in memory(job, 0).held.items() if kind in RESTING)
         found = traffic(job)
         far = sum(way["cross_node"] for way in split_by_node(job, found, node).values())
-        words = [f"int{bits}" if bits else "none" for bits in (parameters, gradients)]
-        cells = [*words, str(near or "null"), *(f"{size / 1e9:.4g}" for size in (rest, sent(found), far))]
+        cells = [
+            parameters,
+            gradients,
+            str(near or "null"),
+            *(f"{size / 1e9:.4g}" for size in (rest, sent(found), far)),
+        ]
         yield f"| {' | '.join(cells)} | {far * node / (2 * psi):.3f} |"
 
 

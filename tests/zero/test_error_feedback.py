@@ -105,14 +105,14 @@ def test_of_what_is_not_finite_nothing_is_kept(hops: bool) -> None:
         assert all(later.isfinite().all() for later in sums[1:]) and residuals.isfinite().all()
 
 
-FED: dict[str, Any] = {"gradient_bits": 4, "error_feedback": True}
+FED: dict[str, Any] = {"quantize_gradients": "int4", "error_feedback": True}
 LAYOUTS: dict[str, tuple[Job, str]] = {
     "stage 1": (job_on(1, 2, False, 2, 1, **FED), "gpt"),
     "stage 2": (job_on(1, 4, False, 2, 2, **FED), "deep-untied"),
-    "stage 3, near": (job_on(1, 4, False, 2, 3, secondary_ranks=2, parameter_bits=8, **FED), "deep"),
+    "stage 3, near": (job_on(1, 4, False, 2, 3, secondary_ranks=2, quantize_parameters="int8", **FED), "deep"),
     "hybrid": (job_on(1, 4, False, 2, 3, shard_ranks=2, **FED), "deep"),
     "pipeline, tied": (job_on(1, 2, False, 2, 2, pipeline=2, schedule="zb-h1", **FED), "deep"),
-    "offloaded": (job_on(1, 2, False, 2, 3, offload_optimizer=True, offload_parameters=True, **FED), "gpt"),
+    "offloaded": (job_on(1, 2, False, 2, 3, offload_optimizer="cpu", offload_parameters="cpu", **FED), "gpt"),
 }
 FEW = ("stage 1", "stage 3, near")
 CASES = [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in LAYOUTS]

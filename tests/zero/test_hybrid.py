@@ -35,9 +35,9 @@ from tests.tools.test_dry_run import real, simulated
 SCHEDULES = {1: ("1f1b", 1), 2: ("zb-h1", 1)}
 OFFLOADS = {
     "here": {},
-    "optimizer": {"offload_optimizer": True},
-    "delayed": {"offload_optimizer": True, "delayed": True},
-    "both": {"offload_optimizer": True, "offload_parameters": True},
+    "optimizer": {"offload_optimizer": "cpu"},
+    "delayed": {"offload_optimizer": "cpu", "delayed": True},
+    "both": {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
 }
 CASES = [
     (flavour, dtype, grid, sequence, accumulation, stage, recompute, offload)

@@ -15,11 +15,11 @@ from tests.ranks import run_ranks
 from tests.zero.test_offload import DTYPES, layout_of
 
 WHAT: dict[str, dict[str, bool]] = {
-    "optimizer": {"disk_optimizer": True},
-    "parameters": {"disk_parameters": True},
-    "both": {"disk_optimizer": True, "disk_parameters": True},
-    "optimizer, parameters on the host": {"disk_optimizer": True, "offload_parameters": True},
-    "parameters, optimizer on the host": {"disk_parameters": True, "offload_optimizer": True},
+    "optimizer": {"offload_optimizer": "nvme"},
+    "parameters": {"offload_parameters": "nvme"},
+    "both": {"offload_optimizer": "nvme", "offload_parameters": "nvme"},
+    "optimizer, parameters on the host": {"offload_optimizer": "nvme", "offload_parameters": "cpu"},
+    "parameters, optimizer on the host": {"offload_parameters": "nvme", "offload_optimizer": "cpu"},
 }
 CASES = [
     (flavour, dtype, grid, accumulation, stage, what)
@@ -101,7 +101,7 @@ def axes_of(layout: Job) -> dict[str, Any]:
 
 
 def test_memory_for_what_is_on_its_way_is_bounded() -> None:
-    layout = replace(layout_of("1", 2, 3), disk_optimizer=True, disk_parameters=True)
+    layout = replace(layout_of("1", 2, 3), offload_optimizer="nvme", offload_parameters="nvme")
     (found,) = run_ranks(1, peak_of_pieces, layout)
     assert found <= 1 << 24
 
@@ -115,7 +115,7 @@ def peak_of_pieces(grid: Grid, layout: Job) -> int:
 
 def test_state_of_a_unit_has_one_version() -> None:
     """All pieces of masters and moments have seen as many updates, so none is half done."""
-    layout = replace(layout_of("1", 1, 3), disk_optimizer=True, disk_parameters=True)
+    layout = replace(layout_of("1", 1, 3), offload_optimizer="nvme", offload_parameters="nvme")
     (found,) = run_ranks(1, versions, layout)
     assert found == [[{3}] * 3] * len(found)
 
@@ -131,7 +131,7 @@ def versions(grid: Grid, layout: Job) -> list[list[set[int]]]:
 
 
 def test_a_skipped_update_touches_no_disk() -> None:
-    layout = replace(layout_of("1", 1, 3), disk_optimizer=True, disk_parameters=True)
+    layout = replace(layout_of("1", 1, 3), offload_optimizer="nvme", offload_parameters="nvme")
     (before, after) = run_ranks(1, skipped, layout)[0]
     assert before == after
 

@@ -27,6 +27,7 @@ DTYPES = {
     "bf16-param": Precision(torch.bfloat16, torch.bfloat16),
     "fp16": Precision(torch.float16, torch.float32),
 }
+HOME = {True: "cpu", False: "none"}
 WHAT = {"optimizer": (True, False), "parameters": (False, True), "both": (True, True)}
 CASES = [
     (flavour, dtype, grid, accumulation, stage, what)
@@ -52,7 +53,7 @@ def layout_of(grid: str, accumulation: int, stage: int) -> Job:
 def check(flavour: str, dtype: str, grid: str, accumulation: int, stage: int, what: str) -> None:
     layout = layout_of(grid, accumulation, stage)
     optimizer, parameters = WHAT[what]
-    there = replace(layout, offload_optimizer=optimizer, offload_parameters=parameters)
+    there = replace(layout, offload_optimizer=HOME[optimizer], offload_parameters=HOME[parameters])
     equal(train(there, flavour, DTYPES[dtype]), train(layout, flavour, DTYPES[dtype]))
 
 
@@ -98,7 +99,7 @@ def test_what_rests_where_and_what_is_sent(data: int, stage: int, dtype: str, wh
     optimizer, parameters = WHAT[what]
     accumulation, precision = 2, DTYPES[dtype]
     layout = job_on(1, data, accumulation=accumulation, stage=stage)
-    layout = replace(layout, offload_optimizer=optimizer, offload_parameters=parameters)
+    layout = replace(layout, offload_optimizer=HOME[optimizer], offload_parameters=HOME[parameters])
     wide, narrow, gradient = 4, precision.parameters.itemsize, precision.gradients.itemsize
     for held, sent, numel, table in run_ranks(data, tell, layout, precision):
         shard = numel // data
@@ -133,14 +134,14 @@ def test_gradients_are_gathered_with_the_device_s_kernels(monkeypatch: pytest.Mo
 
     both = {name: counted(name) for name in ("cast_", "accumulate_")}
     monkeypatch.setattr("tests.layouts.REFERENCE", replace(REFERENCE, **both))
-    layout = replace(layout_of("1", 2, 2), offload_optimizer=True)
+    layout = replace(layout_of("1", 2, 2), offload_optimizer="cpu")
     rank = Rank(single(), layout, SHAPES["deep"], DTYPES["bf16"])
     rank.step(0)
     assert set(calls) == set(both)
 
 
 def test_a_machine_without_a_device_apart_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    layout = replace(job_on(stage=3), offload_optimizer=True, offload_parameters=True)
+    layout = replace(job_on(stage=3), offload_optimizer="cpu", offload_parameters="cpu")
     grid = single()
     with caplog.at_level("INFO", logger="megazero"):
         build(config_of(layout, SHAPES["deep"], DTYPES["fp32"]), grid, CPU, REFERENCE)
@@ -157,7 +158,7 @@ def test_one_pass_over_everything_changes_no_bit(
     stage: int, optimizer: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel that takes gradients as they are and publishes 16-bit parameters, against torch's and a copy."""
-    layout = replace(job_on(1, 2, accumulation=2, stage=stage), offload_optimizer=optimizer)
+    layout = replace(job_on(1, 2, accumulation=2, stage=stage), offload_optimizer=HOME[optimizer])
     plain = train(layout, "gpt", DTYPES[dtype])
     cpu.load()
     kernel = torch.ops.megazero.adamw_
@@ -214,7 +215,7 @@ def test_a_delayed_update_is_one_step_late_and_nothing_else(
 ) -> None:
     layout = layout_of(grid, 4, stage)
     axes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
-    late = replace(layout, offload_optimizer=True, offload_parameters=parameters, delayed=True)
+    late = replace(layout, offload_optimizer="cpu", offload_parameters=HOME[parameters], delayed=True)
     by_hand = run_ranks(layout.ranks, delayed_by_hand, layout, DTYPES[dtype], **axes)
     found = run_ranks(layout.ranks, delayed, late, DTYPES[dtype], **axes)
     at_once = train(layout, "deep", DTYPES[dtype])
@@ -255,7 +256,7 @@ def losses_of(grid: Grid, layout: Job, kind: type[Host], monkeypatch: pytest.Mon
 
 
 def test_an_update_waits_for_what_is_published_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = job_on(stage=2, offload_optimizer=True, delayed=True)
+    layout = job_on(stage=2, offload_optimizer="cpu", delayed=True)
     at_once, late = (losses_of(single(), layout, kind, monkeypatch) for kind in (Host, Lazy))
     assert at_once == late
 
@@ -265,7 +266,7 @@ def test_a_skipped_first_step_leaves_the_parameters(delayed: bool, monkeypatch: 
     """The kernel that publishes leaves what it publishes alone then: it has to be there already."""
     kernel = replace(REFERENCE, adamw_=reference.adamw_)
     monkeypatch.setattr("tests.layouts.REFERENCE", kernel)
-    rank = Rank(single(), job_on(stage=2, offload_optimizer=True, delayed=delayed), SHAPES["deep"], DTYPES["fp16"])
+    rank = Rank(single(), job_on(stage=2, offload_optimizer="cpu", delayed=delayed), SHAPES["deep"], DTYPES["fp16"])
     before = rank.weights()
     rank.engine.loss_scale.scale.fill_(2.0**40)
     assert rank.step(0).skipped

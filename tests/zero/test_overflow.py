@@ -111,12 +111,14 @@ def check(job: Job, precision: Precision, bad: tuple[int, ...], at: tuple[int, i
 
 
 QUICK = [
-    job_on(1, 2, stage=1, gradient_bits=8),
-    job_on(1, 2, accumulation=2, stage=2, gradient_bits=4, error_feedback=True),
-    job_on(1, 2, stage=1, gradient_bits=8, error_feedback=True),
-    job_on(1, 4, stage=3, gradient_bits=8, parameter_bits=8, error_feedback=True, secondary_ranks=2),
+    job_on(1, 2, stage=1, quantize_gradients="int8"),
+    job_on(1, 2, accumulation=2, stage=2, quantize_gradients="int4", error_feedback=True),
+    job_on(1, 2, stage=1, quantize_gradients="int8", error_feedback=True),
+    job_on(
+        1, 4, stage=3, quantize_gradients="int8", quantize_parameters="int8", error_feedback=True, secondary_ranks=2
+    ),
     job_on(1, 4, accumulation=2, stage=1, shard_ranks=2),
-    job_on(1, 2, stage=2, offload_optimizer=True, delayed=True),
+    job_on(1, 2, stage=2, offload_optimizer="cpu", delayed=True),
     job_on(2, 1, sequence=True, accumulation=2, stage=0, pipeline=2),
 ]
 
@@ -128,7 +130,7 @@ def test_an_overflow_costs_one_step(job: Job) -> None:
 
 def layouts() -> list[Job]:
     """Each stage with what it may have, and where its state may rest."""
-    host, disk = {"offload_optimizer": True}, {"offload_optimizer": True, "disk_optimizer": True}
+    host, disk = {"offload_optimizer": "cpu"}, {"offload_optimizer": "nvme"}
     found = []
     for stage, accumulation in product(range(4), (1, 2)):
         two = job_on(1, 2, accumulation=accumulation, stage=stage)
@@ -137,13 +139,13 @@ def layouts() -> list[Job]:
         found += [job_on(1, 2, False, accumulation, stage, pipeline=2)]
         if stage == 0:
             continue
-        for bits, feedback in product((8, 4), (False, True)):
-            sent = {"gradient_bits": bits, "error_feedback": feedback}
+        for codes, feedback in product(("int8", "int4"), (False, True)):
+            sent = {"quantize_gradients": codes, "error_feedback": feedback}
             found += [replace(two, **sent), replace(two, **sent, **host)]
             if stage == 3:
                 hops = job_on(1, 4, False, accumulation, stage, secondary_ranks=2)
-                found += [replace(hops, **sent, parameter_bits=8), replace(hops, **sent)]
-    found.append(job_on(1, 2, False, 2, 3, offload_parameters=True, offload_optimizer=True))
+                found += [replace(hops, **sent, quantize_parameters="int8"), replace(hops, **sent)]
+    found.append(job_on(1, 2, False, 2, 3, offload_parameters="cpu", offload_optimizer="cpu"))
     found += [job_on(1, 1, False, 4, 1, pipeline=2, schedule=each) for each in ("gpipe", "zb-h1")]
     return found
 

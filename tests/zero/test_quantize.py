@@ -95,11 +95,11 @@ def test_what_comes_in_two_hops_is_rounded_once_at_each() -> None:
         assert torch.equal(out, 1 + sums[host, host, place] + meant(sums[1 - host, host, place], 8))
 
 
-BITS: dict[str, dict[str, int]] = {
-    "parameters": {"parameter_bits": 8},
-    "gradients, 8 bits": {"gradient_bits": 8},
-    "gradients, 4 bits": {"gradient_bits": 4},
-    "both": {"parameter_bits": 8, "gradient_bits": 4},
+BITS: dict[str, dict[str, str]] = {
+    "parameters": {"quantize_parameters": "int8"},
+    "gradients, 8 bits": {"quantize_gradients": "int8"},
+    "gradients, 4 bits": {"quantize_gradients": "int4"},
+    "both": {"quantize_parameters": "int8", "quantize_gradients": "int4"},
 }
 LAYOUTS: dict[str, tuple[Job, str]] = {
     "stage 1": (job_on(1, 2, False, 2, 1), "gpt"),
@@ -111,11 +111,11 @@ LAYOUTS: dict[str, tuple[Job, str]] = {
     "split backward": (job_on(1, 2, False, 2, 2, pipeline=2, schedule="zb-h1"), "deep"),
     "tensor": (job_on(2, 2, False, 2, 3), "gpt"),
     "tensor, sequence": (job_on(2, 2, True, 2, 3), "gpt"),
-    "offloaded": (job_on(1, 2, False, 2, 3, offload_optimizer=True, offload_parameters=True), "gpt"),
-    "on disks": (job_on(1, 2, False, 2, 3, disk_optimizer=True, disk_parameters=True), "gpt"),
+    "offloaded": (job_on(1, 2, False, 2, 3, offload_optimizer="cpu", offload_parameters="cpu"), "gpt"),
+    "on disks": (job_on(1, 2, False, 2, 3, offload_optimizer="nvme", offload_parameters="nvme"), "gpt"),
 }
 CASES = [(name, what) for name, (job, _) in LAYOUTS.items() for what, bits in BITS.items()]
-CASES = [(name, what) for name, what in CASES if LAYOUTS[name][0].stage == 3 or "parameter_bits" not in BITS[what]]
+CASES = [(name, what) for name, what in CASES if LAYOUTS[name][0].stage == 3 or "quantize_parameters" not in BITS[what]]
 FEW = [("stage 1", "gradients, 8 bits"), ("tensor", "both"), ("hybrid", "parameters"), ("pipeline", "both")]
 MARKED = [pytest.param(*case, marks=() if case in FEW else pytest.mark.full) for case in CASES]
 
@@ -166,7 +166,7 @@ def test_what_is_sent_and_held_is_planned(name: str, what: str) -> None:
 def test_bytes_halve_and_quarter() -> None:
     """Of bf16 parameters to a half and of fp32 gradients to an eighth, and a scale of 4 bytes for each 256 values."""
     job, flavour = job_on(1, 2, False, 1, 3), "deep"
-    coded = planned(replace(job, parameter_bits=8, gradient_bits=4), SHAPES[flavour], MIXED)
+    coded = planned(replace(job, quantize_parameters="int8", quantize_gradients="int4"), SHAPES[flavour], MIXED)
     before, after = traffic(planned(job, SHAPES[flavour], MIXED))["data"], traffic(coded)["data"]
     padded, plain = (
         sum(unit.padded(2) for unit in each.units()) for each in (coded, planned(job, SHAPES[flavour], MIXED))

@@ -27,8 +27,8 @@ LAYOUTS: dict[str, tuple[Job, str]] = {
     "4 ranks, untied": (job_on(1, 4, False, 2, 2), "deep-untied"),
     "hybrid": (job_on(1, 4, False, 2, 3, shard_ranks=2), "deep"),
     "hybrid, one rank a group": (job_on(1, 2, False, 2, 1, shard_ranks=1), "gpt"),
-    "offloaded": (replace(job_on(1, 2, False, 2, 2), offload_optimizer=True), "gpt"),
-    "hybrid, offloaded": (replace(job_on(1, 4, False, 2, 3, shard_ranks=2), offload_optimizer=True), "gpt"),
+    "offloaded": (replace(job_on(1, 2, False, 2, 2), offload_optimizer="cpu"), "gpt"),
+    "hybrid, offloaded": (replace(job_on(1, 4, False, 2, 3, shard_ranks=2), offload_optimizer="cpu"), "gpt"),
     "tied ends": (job_on(1, 1, False, 2, 1, pipeline=2), "deep"),
     "tied ends, stage 2, split backward": (job_on(1, 2, False, 2, 2, pipeline=2, schedule="zb-h1"), "deep"),
     "tensor, sequence": (job_on(2, 2, True, 2, 1), "gpt"),
@@ -65,7 +65,7 @@ def test_stages_give_the_same_bits(stages: tuple[int, int], accumulation: int) -
 @pytest.mark.parametrize("stage", [1, 3])
 def test_offload_changes_no_bit(stage: int) -> None:
     layout = job_on(1, 2, False, 2, stage)
-    equal(train(replace(layout, offload_optimizer=True), "gpt", NARROW), train(layout, "gpt", NARROW))
+    equal(train(replace(layout, offload_optimizer="cpu"), "gpt", NARROW), train(layout, "gpt", NARROW))
 
 
 @pytest.mark.parametrize("precision", [FP32, MIXED], ids=["fp32", "bf16"])

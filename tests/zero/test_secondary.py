@@ -22,8 +22,8 @@ LAYOUTS: dict[str, tuple[Job, str]] = {
     "pipeline": (job_on(1, 4, False, 2, 3, pipeline=2), "deep"),
     "split backward": (job_on(1, 4, False, 2, 3, pipeline=2, schedule="zb-h1"), "deep-untied"),
     "tensor, sequence": (job_on(2, 4, True, 2, 3), "gpt"),
-    "offloaded": (job_on(1, 4, False, 2, 3, offload_optimizer=True, offload_parameters=True), "gpt"),
-    "on disks": (job_on(1, 4, False, 2, 3, disk_optimizer=True, disk_parameters=True), "gpt"),
+    "offloaded": (job_on(1, 4, False, 2, 3, offload_optimizer="cpu", offload_parameters="cpu"), "gpt"),
+    "on disks": (job_on(1, 4, False, 2, 3, offload_optimizer="nvme", offload_parameters="nvme"), "gpt"),
 }
 FEW = ("all are near", "4 ranks", "one micro-batch", "offloaded")
 CASES = [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in LAYOUTS]
@@ -38,7 +38,7 @@ def near(job: Job) -> Job:
 def test_it_changes_no_bit(name: str, dtype: str) -> None:
     job, flavour = LAYOUTS[name]
     found, plain = (train(each, flavour, DTYPES[dtype]) for each in (near(job), job))
-    if job.disk_optimizer:  # an update from disks leaves gradients as they are
+    if job.offload_optimizer == "nvme":  # an update from disks leaves gradients as they are
         found, plain = (replace(each, gradients={}) for each in (found, plain))
     equal(found, plain)
 
@@ -47,15 +47,15 @@ def test_it_changes_no_bit(name: str, dtype: str) -> None:
 def test_it_changes_no_bit_of_quantised_parameters(name: str) -> None:
     """Neighbours keep codes: what they mean is what it meant in the forward."""
     job, flavour = LAYOUTS[name]
-    job = replace(job, parameter_bits=8)
+    job = replace(job, quantize_parameters="int8")
     equal(train(near(job), flavour, DTYPES["bf16"]), train(job, flavour, DTYPES["bf16"]))
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("bits", [(None, None), (8, None), (8, 4)], ids=str)
-def test_what_is_sent_and_held_is_planned(name: str, bits: tuple[int | None, int | None]) -> None:
+@pytest.mark.parametrize("codes", [("none", "none"), ("int8", "none"), ("int8", "int4")], ids=str)
+def test_what_is_sent_and_held_is_planned(name: str, codes: tuple[str, str]) -> None:
     job, flavour = LAYOUTS[name]
-    job = replace(near(job), parameter_bits=bits[0], gradient_bits=bits[1])
+    job = replace(near(job), quantize_parameters=codes[0], quantize_gradients=codes[1])
     plan, across = planned(job, SHAPES[flavour], DTYPES["bf16"]), job.tensor * job.data
     found = run_ranks(
         job.ranks, second_step, job, flavour, DTYPES["bf16"], tensor=job.tensor, pipeline=job.pipeline, shard=2

@@ -189,8 +189,8 @@ def many_steps(
 
 
 PA = {"recompute": "full", "partition": True}
-PA_CPU = PA | {"offload": True}
-THERE = {"offload_optimizer": True, "offload_parameters": True}
+PA_CPU = PA | {"offload": "cpu"}
+THERE = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
 
 
 EVERYTHING = PA_CPU | THERE

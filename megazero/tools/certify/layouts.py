@@ -25,9 +25,14 @@ SCHEDULES = [
 ]
 TENSOR = [{"sequence": sequence, "tensor_chunks": chunks} for sequence, chunks in product((False, True), (1, 2))]
 MEMORY = (*RECOMPUTE, INPUTS_ON_DISKS)
-OFFLOADS = [*OFFLOAD, *({**each, "delayed": True} for each in OFFLOAD if "offload_optimizer" in each), *DISKS[1:]]
-CODES = [{"parameter_bits": 8}, {"gradient_bits": 8}, {"parameter_bits": 8, "gradient_bits": 4}]
-CODES += [{"gradient_bits": 8, "error_feedback": True}]
+OFFLOADS = [
+    *OFFLOAD,
+    *({**each, "delayed": True} for each in OFFLOAD if each.get("offload_optimizer") == "cpu"),
+    *DISKS[1:],
+]
+CODES = [{"quantize_parameters": "int8"}, {"quantize_gradients": "int8"}]
+CODES += [{"quantize_parameters": "int8", "quantize_gradients": "int4"}]
+CODES += [{"quantize_gradients": "int8", "error_feedback": True}]
 # In a sample every two values of these that go together occur.
 _PAIRED = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
 _PAIRED += ("schedule", "recompute", "offloaded", "delayed", "parameter_bits", "gradient_bits", "error_feedback")
@@ -102,7 +107,7 @@ def pairs_missed(layouts: Sequence[Job], chosen: Sequence[Job]) -> tuple[int, in
 
 def one_process(alone: Job, *, delayed: bool) -> Job:
     """Return the job of one process, whose updates may be delayed."""
-    return replace(alone, offload_optimizer=True, delayed=True) if delayed else alone
+    return replace(alone, offload_optimizer="cpu", delayed=True) if delayed else alone
 
 
 def with_one_process(layouts: Sequence[Job]) -> list[Job]:

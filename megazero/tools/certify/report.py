@@ -20,7 +20,8 @@ _COLUMNS = (
 )
 _SHOWN = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
 _SHOWN += ("schedule", "chunks", "recompute", "partition", "parameter_bits", "gradient_bits", "error_feedback")
-_SHOWN += ("inputs_away", "delayed")  # of a layout in JSON
+_SHOWN += ("delayed",)  # of a layout in JSON
+_AWAY = {"cpu": "host", "nvme": "disk"}  # where kept block inputs rest, in JSON
 
 
 def table(rows: Sequence[Row], config: Config, steps: int) -> str:
@@ -70,7 +71,10 @@ def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
 
 
 def _values(row: Row) -> dict[str, Any]:
-    options = {name: getattr(row.layout, name) for name in _SHOWN} | {"offload": row.layout.offloaded}
+    options = {name: getattr(row.layout, name) for name in _SHOWN} | {
+        "offload": row.layout.offloaded,
+        "inputs_away": _AWAY.get(row.layout.offload),
+    }
     times = {measure: times if math.isfinite(times) else None for measure, times in row.times.items()}  # as JSON can
     said = {"bitwise": row.bitwise, "fault": row.fault, "times": times, "layout": options, "name": str(row.layout)}
     return {**said, "ranks": row.layout.ranks, **_numbers(row)}

@@ -1,92 +1,34 @@
-"""The machine as `megazero plan --hardware FILE` reads it: what one device can do, made of what was measured."""
+"""The machine as `megazero plan --hardware FILE` reads it, made of measurements: one device of a node of equal ones.
+
+On a CPU a device is one rank on its share of the cores. The fields are those of `planning/machine_file.py`.
+"""
 
 import json
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from megazero.tools.doctor.ranks import NCCL, SHARED, SOCKETS, Measured
 
-
-@dataclass(frozen=True)
-class Link:
-    """A link from one device to others: bytes/s, and the seconds that an operation takes at least."""
-
-    bandwidth: float
-    latency: float
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """One device of a node of like ones; on a CPU a device is one rank on its share of the cores.
-
-    Attributes:
-        name: as a person would call it.
-        memory_bytes: the device's.
-        peak_flops: FLOP/s of a matrix product, by dtype.
-        memory_bandwidth: bytes/s, read and written ones counted.
-        devices_per_node: how many share a host.
-        in_node: between devices of one host.
-        cross_node: between hosts; this device's share of the host's network.
-        host_link_bandwidth: bytes/s between the device's memory and the host's, one way.
-        host_memory_bytes: this device's share of the host's memory.
-        launch: seconds of an operation with nothing to do.
-        attention: FLOP/s of fused attention over those of a matrix product.
-        nccl_channels: as `plan` counts on them, not measured; 0: a CPU, which computes nothing while it sends.
-    """
-
-    name: str
-    memory_bytes: int
-    peak_flops: dict[str, float]
-    memory_bandwidth: float
-    devices_per_node: int
-    in_node: Link
-    cross_node: Link
-    host_link_bandwidth: float
-    host_memory_bytes: int
-    launch: float | None = None
-    attention: float | None = None
-    nccl_channels: int = 24
-
-    def as_dict(self) -> dict[str, Any]:
-        found = asdict(self)
-        attention = found.pop("attention")
-        reached = {} if attention is None else {"attention": attention}
-        reached |= {} if self.nccl_channels else {"beside": 0.0}
-        optional = {"launch": found.pop("launch"), "reached": reached or None}
-        return found | {name: value for name, value in optional.items() if value is not None}
-
-    def as_yaml(self) -> str:
-        """Return the file, its units in comments."""
-        lines = ["# Measured by `megazero doctor`. Of one device; all devices of the host were busy at once."]
-        lines += [f"name: {json.dumps(self.name)}", f"memory_bytes: {self.memory_bytes}"]
-        lines += ["peak_flops:  # FLOP/s of a large matrix product"]
-        lines += [f"  {dtype}: {rate:.4e}" for dtype, rate in self.peak_flops.items()]
-        lines += [f"memory_bandwidth: {self.memory_bandwidth:.4e}  # bytes/s, read and written"]
-        lines += [f"devices_per_node: {self.devices_per_node}"]
-        for name, link, what in (
-            ("in_node", self.in_node, "bytes/s that a device sends to others of its host"),
-            ("cross_node", self.cross_node, "bytes/s that a device sends to other hosts, all of them sending"),
-        ):
-            lines += [f"{name}:", f"  bandwidth: {link.bandwidth:.4e}  # {what}"]
-            lines += [f"  latency: {link.latency:.4e}  # seconds of an operation on a few bytes"]
-        lines += [f"host_link_bandwidth: {self.host_link_bandwidth:.4e}  # bytes/s to or from the host's memory"]
-        lines += [f"host_memory_bytes: {self.host_memory_bytes}  # a device's share"]
-        lines += [f"nccl_channels: {self.nccl_channels}  # of a collective in a node: not measured; 0: a CPU"]
-        if self.launch is not None:
-            lines += [f"launch: {self.launch:.4e}  # seconds of an operation with nothing to do"]
-        if self.attention is not None or not self.nccl_channels:
-            lines.append("reached:")
-        if self.attention is not None:
-            lines.append(f"  attention: {self.attention:.4f}  # FLOP/s of fused attention, of a product's")
-        if not self.nccl_channels:
-            lines.append("  beside: 0.0  # of the time that a CPU computes, in which bytes move without it")
-        return "\n".join(lines) + "\n"
+NCCL_CHANNELS = 24
+_MEANING = {
+    "name": "as a person calls it",
+    "memory_bytes": "the device's",
+    "peak_flops": "FLOP/s of a large matrix product",
+    "memory_bandwidth": "bytes/s, read and written",
+    "devices_per_node": "devices that share a host",
+    "in_node": "bytes/s that a device sends to others of its host; seconds of an operation on a few bytes",
+    "cross_node": "the same to other hosts, all of them sending",
+    "host_link_bandwidth": "bytes/s to or from the host's memory",
+    "host_memory_bytes": "a device's share",
+    "nccl_channels": "of a collective in a node: not measured; 0: a CPU",
+    "launch": "seconds of an operation with nothing to do",
+    "reached": "attention: FLOP/s over a product's; beside: share of computation in which bytes move (a CPU: none)",
+}
 
 
 def hardware_of(
     name: str, messages: Measured, devices: Measured, memory: int, network: float | None, *, on_gpus: bool
-) -> Hardware | str:
-    """Return a device of this machine, or a text of what was not measured of it.
+) -> dict[str, Any] | str:
+    """Return the fields of a device of this machine, or a text that names what was not measured.
 
     Two hosts cannot be measured on one. Between hosts a device has its share of the network, where that says how fast
     it is, and ranks on a CPU never more than sockets of one host; the latency is that of sockets.
@@ -107,23 +49,42 @@ def hardware_of(
     if not (peaks and copy and host_copy and own_memory and near and far):
         known = {"matmul": peaks, "memory copy": copy, "host copy": host_copy, "messages between ranks": far}
         return f"not measured: {', '.join(what for what, value in known.items() if not value)}"
-    bandwidth = network / size if network else far.bandwidth
-    cross = Link(bandwidth if on_gpus else min(bandwidth, far.bandwidth), far.latency)
-    attention = [
-        min(1.0, rate / peaks[dtype])
-        for what, rate in values.items()
-        if (dtype := what.removeprefix("attention ")) != what and dtype in peaks
-    ]
-    return Hardware(
-        *(name, int(own_memory), peaks, copy, size, near, cross, host_copy, memory // size),
-        launch=values.get("launch latency"),
-        attention=next(iter(attention), None),
-        nccl_channels=Hardware.nccl_channels if on_gpus else 0,
-    )
+    bandwidth = network / size if network else far["bandwidth"]
+    shares = [min(1.0, values[f"attention {d}"] / peak) for d, peak in peaks.items() if f"attention {d}" in values]
+    reached = {"attention": shares[0]} if shares else {}
+    found = {
+        "name": name,
+        "memory_bytes": int(own_memory),
+        "peak_flops": peaks,
+        "memory_bandwidth": copy,
+        "devices_per_node": size,
+        "in_node": near,
+        "cross_node": far | {"bandwidth": bandwidth if on_gpus else min(bandwidth, far["bandwidth"])},
+        "host_link_bandwidth": host_copy,
+        "host_memory_bytes": memory // size,
+        "nccl_channels": NCCL_CHANNELS if on_gpus else 0,
+        "launch": values.get("launch latency"),
+        "reached": reached | ({} if on_gpus else {"beside": 0.0}),
+    }
+    return {field: value for field, value in found.items() if value or field == "nccl_channels"}
 
 
-def link_of(measured: Measured, road: str) -> Link | None:
+def link_of(measured: Measured, road: str) -> dict[str, float] | None:
     """Return the bandwidth of both collectives together, the latency of the slower one; None: not measured."""
     bandwidth = measured.values.get(f"{road} bandwidth")
     latencies = [value for name, value in measured.values.items() if name.startswith(road) and name.endswith("latency")]
-    return Link(bandwidth, max(latencies)) if bandwidth else None
+    return {"bandwidth": bandwidth, "latency": max(latencies)} if bandwidth else None
+
+
+def as_yaml(hardware: dict[str, Any]) -> str:
+    """Return the file: a field on each line, its meaning behind it. JSON's numbers and mappings are YAML's."""
+    lines = ["# Measured by `megazero doctor`. Of one device; all devices of the host were busy at once."]
+    lines += [f"{field}: {json.dumps(_rounded(value))}  # {_MEANING[field]}" for field, value in hardware.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    """Return a value with its floats at five digits."""
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value

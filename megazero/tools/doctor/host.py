@@ -17,8 +17,7 @@ from megazero.base.machine import cgroup_limits, file_system_of, known_memory, n
 from megazero.tools.doctor.finding import Finding, amount
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
-_LEAST, _FIRST, _MOST = 1 << 20, 16 << 20, 128 << 20  # bytes written to a disk: if little is free, at first, if fast
-_FAST = 0.25  # seconds
+_BLOCK, _MOST = 1 << 20, 64 << 20  # bytes that are written to a disk at once, and in all
 _QUIET = 0.25  # processes a core that leave a measurement alone
 _LITTLE = 2 << 30  # bytes of a disk
 
@@ -29,10 +28,15 @@ def system() -> Iterator[Finding]:
 
 
 def processor() -> Iterator[Finding]:
-    cores = num_cores()
-    features = ", ".join(_features()) or "no wide vectors known"
+    """Yield the processor's name, its usable cores, and the vector instructions that kernels use."""
+    cores, flags = num_cores(), (_cpuinfo("flags") or _cpuinfo("Features")).split()
+    features = ", ".join(feature for feature in _FEATURES if feature in flags) or "no wide vectors known"
     text = f"{processor_name()}, {cores} of {os.cpu_count()} cores usable; {features}"
     yield Finding("processor", text, values={"cores": cores})
+
+
+def processor_name() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def load() -> Iterator[Finding]:
@@ -67,23 +71,15 @@ def limits() -> Iterator[Finding]:
     yield Finding("limits", ", ".join(words) or "none", values=values)
 
 
-def processor_name() -> str:
-    listing = Path("/proc/cpuinfo")
-    lines = listing.read_text().splitlines() if listing.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def disk(folder: Path) -> Iterator[Finding]:
     """Yield the free space where runs are written, and how fast a file is flushed to disk and read back."""
-    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    place = _nearest(folder)
     free = shutil.disk_usage(place).free
-    few = {"do": "a checkpoint takes 12 bytes or more for each parameter"} if free < _LITTLE else {}
-    state = "absent" if few else "there"
+    little = "a checkpoint takes 12 bytes or more for each parameter" if free < _LITTLE else ""
     text = f"{amount(free, 'B')} free ({file_system_of(place)})"
-    yield Finding(f"room in {folder}", text, state, values={"free_bytes": free}, **few)
+    yield Finding(f"room in {folder}", text, "absent" if little else "there", little, {"free_bytes": free})
     try:
-        size, wrote, read = _written_and_read(place, max(min(_MOST, free // 4), _LEAST))
+        size, wrote, read = _written_and_read(place, max(min(_MOST, free // 4), _BLOCK))
     except OSError as error:
         reason = error.strerror or str(error)
         yield Finding(f"disk of {folder}", f"cannot be written: {reason}", "missing", "choose another --run")
@@ -97,9 +93,9 @@ def direct(folder: Path) -> Iterator[Finding]:
     from megazero.kernels.build import BuildError
     from megazero.nvme.measure import best_speed
 
-    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    place = _nearest(folder)
     try:
-        found = best_speed(place, max(min(_MOST, shutil.disk_usage(place).free // 4), _LEAST))
+        found = best_speed(place, max(min(_MOST, shutil.disk_usage(place).free // 4), _BLOCK))
     except (OSError, BuildError) as error:
         yield Finding(f"direct I/O of {folder}", str(error), "unknown")
         return
@@ -110,31 +106,32 @@ def direct(folder: Path) -> Iterator[Finding]:
     yield Finding(f"direct I/O of {folder}", text, values={**values, "depth": found.depth, "block": found.block})
 
 
-def _written_and_read(folder: Path, most: int) -> tuple[int, float, float]:
-    """Return (bytes, bytes/s written and flushed, bytes/s read) of an unnamed file; more bytes on a fast disk."""
-    size = min(_FIRST, most)
-    block = os.urandom(size)  # nothing that a file system could compress
-    while True:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            began = time.perf_counter()
-            for at in range(0, size, len(block)):
-                write_all(file, block[: size - at])
-            os.fsync(file.fileno())
-            wrote = time.perf_counter() - began
-            if wrote < _FAST and size < most:
-                size = min(most, _MOST)
-                continue
-            if hasattr(os, "posix_fadvise"):  # else the read comes from memory
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            file.seek(0)
-            began = time.perf_counter()
-            while file.read(1 << 20):
-                pass
-            return size, size / wrote, size / (time.perf_counter() - began)
+def _written_and_read(folder: Path, size: int) -> tuple[int, float, float]:
+    """Return (bytes, bytes/s written and flushed, bytes/s read) of an unnamed file of about `size` bytes."""
+    block, count = os.urandom(_BLOCK), size // _BLOCK  # nothing that a file system could compress
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        began = time.perf_counter()
+        for _ in range(count):
+            write_all(file, block)
+        os.fsync(file.fileno())
+        written = time.perf_counter()
+        if hasattr(os, "posix_fadvise"):  # else the read comes from memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        reads = time.perf_counter()
+        while file.read(_BLOCK):
+            pass
+        total = count * _BLOCK
+        return total, total / (written - began), total / (time.perf_counter() - reads)
 
 
-def _features() -> list[str]:
+def _nearest(folder: Path) -> Path:
+    """Return a folder that may not exist yet, or the nearest one above it that does."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+def _cpuinfo(field: str) -> str:
+    """Return a field of the first processor in /proc/cpuinfo; "": there is none."""
     listing = Path("/proc/cpuinfo")
     lines = listing.read_text().splitlines() if listing.exists() else []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "").split()
-    return [feature for feature in _FEATURES if feature in flags]
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")

@@ -9,11 +9,11 @@ the time of one over a single number.
 
 import json
 import statistics
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -72,71 +72,6 @@ class _HostWorld(World):
         return torch.device("cpu")
 
 
-def measure(size: int, room: int, *, on_gpus: bool) -> tuple[Measured, Measured]:
-    """Return (messages between ranks on the CPU, what `size` devices compute); the same ranks measure both if they can.
-
-    Args:
-        room: bytes of the host's memory that are free.
-    """
-    if on_gpus:
-        return measure_host(_TALKERS, room, computes=False), measure_gpus(size)
-    devices = measure_host(size, room, computes=True)
-    return (devices if size > 1 else measure_host(_TALKERS, room, computes=False)), devices
-
-
-def measure_host(size: int, room: int, *, computes: bool) -> Measured:
-    """Measure `size` ranks on the CPU: messages through shared memory and through sockets, and how fast they compute.
-
-    Args:
-        room: bytes of memory that are free.
-        computes: ranks train here; on a machine with GPUs the CPU only talks.
-    """
-
-    def main(place: RankContext, notes: "_Notes") -> None:
-        world = place.world
-        on_host = replace(place, world=_HostWorld(world.rank, world.size, world.local_rank, world.launcher))
-        _host_rank(on_host, notes, room // size, computes)
-
-    return _in_ranks(size, main)
-
-
-def measure_gpus(size: int) -> Measured:
-    """Measure `size` ranks with a GPU each: how fast they compute and copy, their memory, collectives through NCCL."""
-    return _in_ranks(size, _gpu_rank)
-
-
-def _in_ranks(size: int, main: Callable[[RankContext, "_Notes"], None]) -> Measured:
-    lines: list[str] = []
-    with TemporaryDirectory(prefix="megazero-doctor-") as folder:
-
-        def rank(place: RankContext) -> None:
-            try:
-                main(place, _Notes(Path(folder) / f"{place.world.rank}"))
-            except (UserError, CollectiveError):
-                raise
-            except Exception as error:  # an odd machine, not a fault of ours
-                raise UserError(340, reason(error), "see `megazero doctor`'s other lines") from None
-
-        code = run_local(size, rank, lambda statuses, line: lines.append(line))
-        if code > 128:  # a signal to this process, passed on
-            raise SystemExit(code)
-        return _slowest(size, [_Notes(Path(folder) / f"{number}").read() for number in range(size)], "".join(lines))
-
-
-def _slowest(size: int, ranks: list[list[tuple[str, float | None, str]]], broken: str) -> Measured:
-    """Return the slowest of what all ranks have measured: the lowest rates, the longest times."""
-    names = list(dict.fromkeys(name for rank in ranks for name, _, _ in rank))
-    values, faults = {}, {}
-    for name in names:
-        found = [(value, fault) for rank in ranks for other, value, fault in rank if other == name]
-        numbers = [value for value, _ in found if value is not None]
-        if len(numbers) == size:
-            values[name] = max(numbers) if name.endswith("latency") else min(numbers)
-        else:
-            faults[name] = next((fault for _, fault in found if fault), broken or "not measured on all ranks")
-    return Measured(size, values, faults, broken)
-
-
 class _Notes:
     """The file of one rank: (name, value or None, why there is none) in each line."""
 
@@ -159,9 +94,68 @@ class _Notes:
         return [(name, value, fault) for name, value, fault in map(json.loads, lines)]
 
 
+def measure(size: int, room: int, *, on_gpus: bool) -> tuple[Measured, Measured]:
+    """Return (messages between ranks on the CPU, what `size` devices compute); the same ranks measure both if they can.
+
+    Args:
+        room: bytes of the host's memory that are free.
+    """
+    if on_gpus:
+        return measure_host(_TALKERS, room, computes=False), _in_ranks(size, _gpu_rank)
+    devices = measure_host(size, room, computes=True)
+    return (devices if size > 1 else measure_host(_TALKERS, room, computes=False)), devices
+
+
+def measure_host(size: int, room: int, *, computes: bool) -> Measured:
+    """Measure `size` ranks on the CPU: messages through shared memory and through sockets, and how fast they compute.
+
+    Args:
+        room: bytes of memory that are free.
+        computes: ranks train here; on a machine with GPUs the CPU only talks.
+    """
+    return _in_ranks(size, lambda place, notes: _host_rank(place, notes, room // size, computes))
+
+
+def _in_ranks(size: int, main: Callable[[RankContext, _Notes], None]) -> Measured:
+    """Run `main` in forked ranks; return the slowest of what they noted, also where they ended early."""
+    lines: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="megazero-doctor-") as folder:
+        notes = [_Notes(Path(folder) / f"{number}") for number in range(size)]
+
+        def rank(place: RankContext) -> None:
+            try:
+                main(place, notes[place.world.rank])
+            except (UserError, CollectiveError):
+                raise
+            except Exception as error:  # an odd machine, not a fault of ours
+                raise UserError(340, reason(error), "see `megazero doctor`'s other lines") from None
+
+        code = run_local(size, rank, lambda statuses, line: lines.append(line))
+        if code > 128:  # a signal to this process, passed on
+            raise SystemExit(code)
+        return _slowest([each.read() for each in notes], "".join(lines))
+
+
+def _slowest(ranks: list[list[tuple[str, float | None, str]]], broken: str) -> Measured:
+    """Return the slowest of what all ranks have measured: the lowest rates, the longest times."""
+    numbers: dict[str, list[float]] = {}
+    faults: dict[str, str] = {}
+    for name, value, fault in (line for rank in ranks for line in rank):
+        numbers.setdefault(name, []).extend([] if value is None else [value])
+        faults[name] = faults.get(name) or fault
+    values = {
+        name: max(found) if name.endswith("latency") else min(found)
+        for name, found in numbers.items()
+        if len(found) == len(ranks)
+    }
+    lacking = {name: faults[name] or broken or "not measured on all ranks" for name in numbers if name not in values}
+    return Measured(len(ranks), values, lacking, broken)
+
+
 def _host_rank(place: RankContext, notes: _Notes, room: int, computes: bool) -> None:
-    device = torch.device("cpu")
-    axis = _axis(place, device)
+    world, device = place.world, torch.device("cpu")
+    on_host = _HostWorld(world.rank, world.size, world.local_rank, world.launcher)
+    axis = _axis(replace(place, world=on_host), device)
     notes.add("threads", torch.get_num_threads())
     if computes:
         _compute(axis, device, notes, min(_COPY["cpu"], room // 8))
@@ -240,12 +234,7 @@ def _median(work: Callable[[], object], device: torch.device, times: int) -> flo
     return statistics.median(seconds_of(work, device) for _ in range(times))
 
 
-def _all_gather(whole: Tensor, axis: Axis) -> Tensor:
-    return start_all_gather_in_place(whole, axis, "doctor").wait()
-
-
-def _all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    return all_reduce(x, axis, "doctor")
-
-
-_OPERATIONS: dict[str, Callable[[Tensor, Axis], Tensor]] = {"all-reduce": _all_reduce, "all-gather": _all_gather}
+_OPERATIONS: dict[str, Callable[[Tensor, Axis], Tensor]] = {
+    "all-reduce": lambda x, axis: all_reduce(x, axis, "doctor"),
+    "all-gather": lambda whole, axis: start_all_gather_in_place(whole, axis, "doctor").wait(),
+}

@@ -45,8 +45,7 @@ from megazero.run.plan_check import expected
 from megazero.schedules.actions import Action, Kind
 from megazero.schedules.repeat import Shortened, shortened
 from megazero.tools.dry_run.idle_disk import IdleDisk
-from megazero.tools.dry_run.repetition import Repeated, Repetition, repeated, sent_since
-from megazero.tools.dry_run.told import Operation, ToldLedger
+from megazero.tools.dry_run.repetition import Operation, RecordingLedger, Repeated, Repetition, repeated, sent_since
 
 CPU = torch.device("cpu")
 
@@ -107,7 +106,7 @@ def simulate(config: Config, rank: int, world: int, device: str) -> Simulated:
             shard_ranks=neighbours_of(config),
             backend="nccl" if device == "cuda" else "gloo",
             bucket=bucket_of(config),
-            ledger=ToldLedger(),
+            ledger=RecordingLedger(),
         )
         dtype = DTYPES[config.precision.dtype]
         ops = choose(config.precision.kernels, torch.device(device), dtype, present=device == "cpu")
@@ -121,10 +120,10 @@ def two_steps(
     """Simulate two steps on a given grid; within a FakeTensorMode.
 
     Args:
-        grid: its ledger is a `ToldLedger`.
+        grid: its ledger is a `RecordingLedger`.
     """
     ledger = grid.comm.ledger
-    assert isinstance(ledger, ToldLedger)
+    assert isinstance(ledger, RecordingLedger)
     with doing("building the rank's model"):
         disks = IdleDisk(ledger)
         built = assemble(config, grid, CPU, ops, host, seed=None, host_ops=host_ops, disks=disks)
@@ -149,7 +148,7 @@ def two_steps(
 def _step(
     config: Config,
     built: Built,
-    ledger: ToldLedger,
+    ledger: RecordingLedger,
     short: Shortened,
     feed: Callable[[MicroBatch, int], StageInputs],
     number: int,

@@ -4,13 +4,47 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 
-from megazero.comm.ledger import Sent
+from megazero.comm.ledger import Ledger, Sent
 from megazero.observe.timeline import MemoryTimeline
 from megazero.schedules.actions import Action
 from megazero.schedules.repeat import Block, Shortened
-from megazero.tools.dry_run.told import Operation, ToldLedger
 
 Traffic = dict[str, dict[str, Sent]]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A transfer to other ranks or to the host.
+
+    Attributes:
+        action, part: those of the step in which it was sent.
+    """
+
+    action: str
+    part: str
+    axis: str
+    purpose: str
+    bytes_sent: int
+
+
+class RecordingLedger(Ledger):
+    """A ledger that also records each operation, and memory into a timeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeline: MemoryTimeline | None = None
+        self.operations: list[Operation] = []
+
+    def hold(self, category: str, size: int) -> None:
+        super().hold(category, size)
+        if self.timeline is not None:
+            self.timeline.hold(category, size)
+
+    def add(self, axis: str, purpose: str, elements: int, item_size: int) -> None:
+        super().add(axis, purpose, elements, item_size)
+        if self.timeline is not None:
+            place = self.timeline.place
+            self.operations.append(Operation(place.action, place.part, axis, purpose, elements * item_size))
 
 
 @dataclass(frozen=True)
@@ -64,7 +98,7 @@ class Repetition:
         timeline: counts memory.
     """
 
-    def __init__(self, short: Shortened, ledger: ToldLedger, timeline: MemoryTimeline):
+    def __init__(self, short: Shortened, ledger: RecordingLedger, timeline: MemoryTimeline):
         self._short, self._ledger, self._timeline = short, ledger, timeline
         self._copies: dict[Block, tuple[_Mark, _Mark, _Mark]] = {}  # begin and end, and the next one's begin
 

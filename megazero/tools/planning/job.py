@@ -16,9 +16,9 @@ from megazero.config.stages import Course
 from megazero.plan.activations import logits
 from megazero.plan.communicators import Communicator, communicators
 from megazero.plan.job import Job
+from megazero.plan.links import split_by_node
 from megazero.plan.machines import Machine
 from megazero.plan.memory import RankMemory, with_uncounted
-from megazero.plan.nodes import split_by_node
 from megazero.plan.search import Found, Search, fits, savings, search, usable
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
@@ -149,7 +149,7 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
     """
     # Delayed updates are another algorithm: for whoever trains to choose, not for a search.
     split = config.parallel.tensor * config.parallel.pipeline
-    job = replace(job_of(with_micro(config, split), split), delayed=False, graphs=False)
+    job = replace(job_of(with_micro(config, split), split), delayed=False, cuda_graphs=False)
     _check_peak(config, machine)
     found = search(job, ranks, machine, allowed_by_rules(config))
     if not found.best:
@@ -235,8 +235,8 @@ def _ranks(job: Job, machine: Machine, system: System) -> Iterator[RankMemory]:
 
 def _settings(job: Job, machine: Machine, system: System) -> Iterator[tuple[str, RankMemory]]:
     """Yield every setting of recompute and Pa that changes something."""
-    for one in next(savings(replace(job, recompute="none", partition=False, offload=False, disk_inputs=False))):
-        words = f"{one.recompute}{', Pa' * one.partition}{'+cpu' * one.offload}"
+    for one in next(savings(replace(job, recompute="none", partition=False, offload="none"))):
+        words = f"{one.recompute}{', Pa' * one.partition}{'+cpu' * (one.offload == 'cpu')}"
         yield words, max(_ranks(one, machine, system), key=lambda found: found.peak)
 
 

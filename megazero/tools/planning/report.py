@@ -9,32 +9,15 @@ from megazero.build.job import options_of
 from megazero.config.file import spelt
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
+from megazero.plan.memory import DISK, HOST
 from megazero.plan.search import Search, usable
 from megazero.plan.systems import OURS, UNCERTAINTY
-from megazero.schedules.actions import Schedule
-from megazero.schedules.catalogue import make
-from megazero.schedules.draw import draw_on
-from megazero.schedules.simulate import Costs, Timeline, simulate
 from megazero.tools.planning.checkpoint import Checkpoint
 from megazero.tools.planning.job import Plan, why
 
 _BESIDE = 4  # pipeline ranks beside each other in a table
-_COLOURS = {
-    "parameters": "#4f86bd",
-    "gradients": "#8fb8de",
-    "optimizer": "#6fa84f",
-    "pool": "#b7b7b7",
-    "secondary": "#7fa7a0",
-    "residuals": "#a8c3bd",
-    "angles": "#c9c9c9",
-    "inputs": "#f2c879",
-    "graphs": "#e6b8af",
-    "activations": "#d99f3b",
-    "communicators": "#8e7cc3",
-    "batch": "#b4a7d6",
-    "scores": "#b5651d",
-    "allocator": "#d9d9d9",
-}
+# Of the categories of memory in a picture, in their order.
+_COLOURS = ("#4f86bd", "#8fb8de", "#6fa84f", "#b7b7b7", "#7fa7a0", "#f2c879", "#d99f3b", "#8e7cc3", "#b4a7d6")
 # What a step computes the gradient of when a rank holds most, by the names of plan/peak.py.
 _GRADIENT_OF = {
     "loss": "the loss",
@@ -46,14 +29,6 @@ _GRADIENT_OF = {
     "up": "a feed-forward layer's first product",
     "norm": "a feed-forward layer's norm",
 }
-_WHERE_THERE_ARE = (
-    "secondary",
-    "residuals",
-    "angles",
-    "graphs",
-    "scores",
-    "allocator",
-)  # of some jobs only: else not drawn
 
 
 def as_text(plan: Plan, columns: int | None = None) -> str:
@@ -97,33 +72,22 @@ def search_as_text(found: Search, machine: Machine, given: Mapping[str, object],
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw memory of each pipeline rank, parts of a step, and what pipeline ranks do when, as SVG or PNG.
+    """Draw the memory of each pipeline rank and the parts of a step, as SVG or PNG by the path's suffix.
 
-    The path's suffix says which. Raises OSError.
+    Raises OSError. What pipeline ranks do when, `megazero schedule --draw` draws.
     """
-    pipeline = plan.job.pipeline
-    with picture(path, 12, 5 if pipeline == 1 else 7 + 0.2 * pipeline) as figure:
-        cells = figure.add_gridspec(1 if pipeline == 1 else 2, 2)
-        left, right = figure.add_subplot(cells[0, 0]), figure.add_subplot(cells[0, 1])
-        if pipeline > 1:
-            schedule, timeline = _timeline(plan)
-            below_both = figure.add_subplot(cells[1, :])
-            draw_on(below_both, schedule, timeline)
-            m = plan.job.micro_batches
-            if schedule.micro_batches < m:
-                words = f"the first {schedule.micro_batches} of {m} micro-batches; bubble of all {plan.time.bubble:.1%}"
-                below_both.set_title(f"{schedule.name}: {words} of the work", fontsize=9, loc="left")
-        places = range(len(plan.ranks))
+    with picture(path, 12, 5) as figure:
+        left, right = figure.subplots(1, 2)
+        left.set_prop_cycle(color=_COLOURS)
         below = [0.0] * len(plan.ranks)
-        for category, colour in _COLOURS.items():
+        for category in dict.fromkeys(name for rank in plan.ranks for name in rank.held):
             sizes = [rank.held.get(category, 0) / 1e9 for rank in plan.ranks]
-            if category in _WHERE_THERE_ARE and not any(sizes):
+            if category.startswith((HOST, DISK)):
                 continue
-            left.bar(places, sizes, bottom=below, color=colour, label=category, width=0.8)
+            left.bar(range(len(sizes)), sizes, bottom=below, label=category, width=0.8)
             below = [under + size for under, size in zip(below, sizes, strict=True)]
         left.axhline(usable(plan.machine) / 1e9, color="#c0392b", linestyle="--", label="what a job can have")
-        left.set(xlabel="pipeline rank", ylabel="GB on the device", title="memory")
-        left.set_xticks(places)
+        left.set(xlabel="pipeline rank", ylabel="GB on the device", title="memory", xticks=range(len(plan.ranks)))
         left.legend(fontsize=8, frameon=False)
         at = 0.0
         for name, part in plan.time.parts.items():
@@ -144,15 +108,6 @@ def _groups(job: Job) -> str:
     return f" over {job.shard} ranks" if job.replicas > 1 else ""
 
 
-def _timeline(plan: Plan) -> tuple[Schedule, Timeline]:
-    """Return the first micro-batches of a step, in seconds."""
-    job, passes = plan.job, plan.time.micro.times(1 / plan.job.chunks)
-    shown = min(job.micro_batches, 2 * job.pipeline)
-    schedule = make(job.schedule, job.pipeline, shown, job.chunks)
-    costs = Costs(passes.forward, passes.input + passes.again, passes.weight)
-    return schedule, simulate(schedule, [costs] * schedule.num_stages)
-
-
 def _head(plan: Plan) -> Iterator[str]:
     job = plan.job
     trained = "" if plan.system == OURS else f", as {plan.system.name} trains"
@@ -162,20 +117,14 @@ def _head(plan: Plan) -> Iterator[str]:
     )
     if plan.stage:
         yield f"planned is {plan.stage}"
-    room, need = usable(plan.machine), plan.fullest.peak
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    yield (
-        f"{verdict}: {need / 1e9:,.2f} GB of {room / 1e9:,.2f} on the fullest rank"
-        + (
-            f", {plan.fullest.host / 1e9:,.2f} GB of {plan.machine.host_memory_bytes / 1e9:,.2f} on the host"
-            if plan.fullest.host
-            else ""
-        )
-        + (
-            f", {plan.fullest.disk / 1e9:,.2f} GB of {plan.machine.disk_bytes / 1e9:,.2f} on disks"
-            * bool(plan.fullest.disk)
-        )
-    )
+    need, machine = plan.fullest, plan.machine
+    words = f"{verdict}: {need.peak / 1e9:,.2f} GB of {usable(machine) / 1e9:,.2f} on the fullest rank"
+    if need.host:
+        words += f", {need.host / 1e9:,.2f} GB of {machine.host_memory_bytes / 1e9:,.2f} on the host"
+    if need.disk:
+        words += f", {need.disk / 1e9:,.2f} GB of {machine.disk_bytes / 1e9:,.2f} on disks"
+    yield words
 
 
 def _memory(plan: Plan, columns: int | None) -> Iterator[str]:
@@ -217,11 +166,9 @@ def spans(numbers: list[int]) -> str:
 def _settings(plan: Plan) -> Iterator[str]:
     yield "GB, recompute  activations    inputs  on device"
     for words, rank in plan.settings:
-        sizes = (rank.held.get("activations", 0), rank.held.get("inputs", 0), rank.peak)
-        first, second, last = (size / 1e9 for size in sizes)
-        yield f"{words:<14}{first:>12,.3f}{second:>10,.3f}{last:>11,.3f}" + (
-            "" if rank.peak <= usable(plan.machine) else "  too much"
-        )
+        kept, inputs = (rank.held.get(category, 0) / 1e9 for category in ("activations", "inputs"))
+        too_much = "" if rank.peak <= usable(plan.machine) else "  too much"
+        yield f"{words:<14}{kept:>12,.3f}{inputs:>10,.3f}{rank.peak / 1e9:>11,.3f}{too_much}"
 
 
 def _traffic(plan: Plan) -> Iterator[str]:

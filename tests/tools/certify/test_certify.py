@@ -68,14 +68,14 @@ def test_a_cover_of_all_layouts_is_certified(tiny_data: TinyData, tmp_path: Path
     assert faults_of(config, layouts, 2) == []
 
 
-LATE = {"offload_optimizer": True, "delayed": True}
+LATE = {"offload_optimizer": "cpu", "delayed": True}
 FEW: list[dict[str, Any]] = [
     {"tensor": 2, "sequence": True, "tensor_chunks": 2, "recompute": "full"},
-    {"data": 2, "stage": 2, "offload_optimizer": True},
+    {"data": 2, "stage": 2, "offload_optimizer": "cpu"},
     {"pipeline": 2, "schedule": "zb-v", "chunks": 2} | LATE,
-    {"data": 2, "stage": 3, "recompute": "selective", "offload_parameters": True} | LATE,
-    {"tensor": 2, "recompute": "full", "partition": True, "offload": True, "offload_optimizer": True},
-    {"tensor": 2, "recompute": "full", "partition": True, "disk_inputs": True},
+    {"data": 2, "stage": 3, "recompute": "selective", "offload_parameters": "cpu"} | LATE,
+    {"tensor": 2, "recompute": "full", "partition": True, "offload": "cpu", "offload_optimizer": "cpu"},
+    {"tensor": 2, "recompute": "full", "partition": True, "offload": "nvme"},
     {"data": 2, "stage": 3, "recompute": "full"},
 ]
 
@@ -146,7 +146,7 @@ def test_sums_in_another_dtype_have_a_tolerance_of_their_own(tiny_data: TinyData
     config = config_of(tiny_data, tmp_path, *SMALL, f"precision.dtype={dtype}", "zero.reduce_dtype=bf16")
     layouts: list[dict[str, Any]] = [
         {"data": 2, "stage": 0},
-        {"data": 4, "stage": 3, "shard_ranks": 2, "offload_optimizer": True},
+        {"data": 4, "stage": 3, "shard_ranks": 2, "offload_optimizer": "cpu"},
         {"data": 2, "stage": 2, "pipeline": 2, "schedule": "zb-h1"},
     ]
     rows = list(certify(config, laid_out(config, *layouts), 4))
@@ -190,9 +190,9 @@ def test_one_process_is_what_the_reference_is(
 
 
 OVERFLOWS: list[dict[str, Any]] = [
-    {"data": 2, "stage": 3, "gradient_bits": 8},
+    {"data": 2, "stage": 3, "quantize_gradients": "int8"},
     {"pipeline": 2},
-    {"data": 2, "stage": 1, "gradient_bits": 8},
+    {"data": 2, "stage": 1, "quantize_gradients": "int8"},
 ]
 
 

@@ -135,7 +135,11 @@ def test_no_compiler_is_a_line(measured, capsys, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("module", "probe", "state", "code"),
-    [(host, "processor", "unknown", 0), (software, "packages", "missing", 1), (software, "backends", "missing", 1)],
+    [
+        (host, "processor", "unknown", 0),
+        (software, "packages", "missing", 1),
+        (software, "torch_backends", "missing", 1),
+    ],
 )
 def test_probe_that_raises_is_a_line(
     measured, capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module, probe: str, state: str, code: int
@@ -148,7 +152,7 @@ def test_probe_that_raises_is_a_line(
     assert main(["doctor", "--run", str(tmp_path), "--json"]) == code
     out, err = capsys.readouterr()
     found = {finding["name"]: finding for finding in findings(json.loads(out))}
-    name = "torch" if probe == "backends" else probe
+    name = "torch" if probe == "torch_backends" else probe
     assert found[name]["text"] == "OSError: [Errno 5] the sensor is gone" and found[name]["state"] == state
     assert found["before"]["state"] == "there" and err == ""
 
@@ -157,7 +161,7 @@ def test_without_torch_nothing_is_measured(capsys, monkeypatch: pytest.MonkeyPat
     def no_torch() -> Iterator[Finding]:
         raise ModuleNotFoundError("No module named 'torch'")
 
-    monkeypatch.setattr(software, "backends", no_torch)
+    monkeypatch.setattr(software, "torch_backends", no_torch)
     monkeypatch.setattr(ranks, "measure", None)
     assert main(["doctor", "--run", str(tmp_path), "--write", str(tmp_path / "a.yaml")]) == 1
     out, err = capsys.readouterr()
@@ -207,7 +211,7 @@ def test_parts_of_the_page_are_those_of_the_answer(measured, tmp_path: Path):
         "bandwidth": 2.5e9,
         "latency": 1e-4,
     }
-    assert found.missing == [] and "apex" in found.absent
+    assert found.missing == [] and "apex" in found.names("absent")
 
 
 def test_a_reason_is_one_short_line():

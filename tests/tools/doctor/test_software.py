@@ -54,26 +54,21 @@ def program(folder: Path, name: str, text: str) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_compiler_that_works():
     (finding,) = cpp_compiler()
-    assert finding.state == "there" and re.match(r"\d+\.\d+.* compiles C\+\+20", finding.text)
+    assert finding.state == "there" and re.match(r"\d+\.\d+", finding.text)
 
 
-def test_compilers_that_fail_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def both() -> dict[str, Finding]:
-        found = [*examine("g++", cpp_compiler), *examine("nvcc", cuda_compiler)]
-        return {finding.name: finding for finding in found}
+def test_compilers_that_answer_and_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def both() -> list[Finding]:
+        return [*examine("g++", cpp_compiler), *examine("nvcc", cuda_compiler)]
 
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}")
-    program(tmp_path / "bin", "g++", "echo 'x.cpp:1: fatal error: vector: No such file' >&2; exit 1")
+    program(tmp_path / "bin", "g++", "echo 13.3.0")
     program(tmp_path / "bin", "nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.1'")
-    found = both()
-    assert found["g++"].state == "absent" and found["g++"].text.endswith("fatal error: vector: No such file")
-    assert found["nvcc"].text == "13.0"
+    assert [finding.text for finding in both()] == ["13.3.0", "13.0"]
     program(tmp_path / "bin", "g++", "exec /bin/sleep 60")
-    monkeypatch.setattr(software, "_COMPILE_SECONDS", 0.2)
     program(tmp_path / "bin", "nvcc", "exec /bin/sleep 60")
-    found = both()
-    assert found["g++"].state == "absent" and "does not end" in found["g++"].text
-    assert found["nvcc"].state == "unknown" and found["nvcc"].text.startswith("TimeoutExpired")
+    monkeypatch.setattr(software, "_SECONDS", 0.2)
+    assert all(found.state == "unknown" and found.text.startswith("TimeoutExpired") for found in both())
 
 
 APEX = {

@@ -1,16 +1,49 @@
-"""Find how ranks of several hosts can reach each other: network interfaces with their rates, and RDMA ports."""
+"""Find the GPUs that torch can compute on, and how ranks of several hosts reach each other: interfaces and RDMA ports.
+
+Looking for GPUs touches them: only after all ranks have been forked.
+"""
 
 import re
+import shutil
 import socket
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+from megazero.base.this_copy import here
 from megazero.launcher.environment import interfaces_named
 from megazero.launcher.store import address_of
+from megazero.plan.hardware import peak_flops
 from megazero.tools.doctor.finding import Finding, amount
 
-_NET, _RDMA = Path("/sys/class/net"), Path("/sys/class/infiniband")
+_DRIVER, _NET, _RDMA = Path("/proc/driver/nvidia/version"), Path("/sys/class/net"), Path("/sys/class/infiniband")
 _RATE = re.compile(r"([\d.]+) Gb/sec")
+
+
+def gpus() -> Iterator[Finding]:
+    """Yield each GPU with its memory and its data sheet's FLOP/s, or why there is none."""
+    with warnings.catch_warnings(record=True) as caught:  # why not, if not
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if not usable:
+        why = " ".join(str(caught[-1].message).split())[:160] if caught else f"torch {torch.__version__} sees none"
+        if _DRIVER.exists() or shutil.which("nvidia-smi"):
+            do = "take a build of torch for this driver's CUDA: "
+            do += here("make setup TORCH=...", "pip install torch==...")
+            yield Finding("GPUs", f"there is an NVIDIA driver, but {why}", "absent", do)
+        else:
+            yield Finding("GPUs", "none; each rank computes on its share of the CPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        sheet = peak_flops(properties.name, "bf16") or peak_flops(properties.name, "fp16")
+        known = f"data sheet {amount(sheet, 'FLOP/s')} in 16 bits" if sheet else "not in our table of data sheets"
+        text = f"{properties.name}, {amount(properties.total_memory, 'B')}, "
+        text += f"compute capability {properties.major}.{properties.minor}; {known}"
+        values = {"memory_bytes": properties.total_memory} | ({"sheet_flops": sheet} if sheet else {})
+        yield Finding(f"GPU {index}", text, values=values)
 
 
 def interfaces() -> Iterator[Finding]:
@@ -23,9 +56,8 @@ def interfaces() -> Iterator[Finding]:
             continue
         rate = interface_rate(name)
         outside += not address.startswith("127.")
-        values = {"bandwidth": rate} if rate else {}
         text = f"{address}, {amount(rate, 'B/s') if rate else 'rate unknown'}"
-        yield Finding(f"interface {name}", text, values=values)
+        yield Finding(f"interface {name}", text, values={"bandwidth": rate} if rate else {})
     named = interfaces_named()
     if named:
         yield Finding("interface chosen", ", ".join(f"{name}={value}" for name, value in named.items()))
@@ -35,6 +67,7 @@ def interfaces() -> Iterator[Finding]:
 
 
 def rdma(root: Path = _RDMA) -> Iterator[Finding]:
+    """Yield the active RDMA ports with their rates."""
     ports = rdma_ports(root)
     if not ports:
         yield Finding("RDMA", "no active port; other hosts are reached by TCP")

@@ -1,0 +1,118 @@
+"""The links between ranks: how many bytes cross nodes, and the seconds that operations take.
+
+A ring of N ranks, k of them in each node, is as fast as its slowest link: the node's own where k = N, else k times a
+device's part of the network, because the other rings of the node's N' / k share it. Its steps cost a latency each.
+Of an all-to-all (quantised gradients; on CPUs everything) (k - 1) / (N - 1) of the bytes stay in the node, and the
+others leave it beside them through a device's own part of the network.
+"""
+
+from megazero.plan.job import Job
+from megazero.plan.machines import Machine
+
+AWAY = ("host", "disk")  # the ways to what is offloaded, told like axes
+
+
+def split_by_node(job: Job, found: dict[str, dict[str, int]], devices: int) -> dict[str, dict[str, int]]:
+    """Return the `in_node` and `cross_node` bytes of each axis.
+
+    A ring with k ranks in each node crosses nodes on every k-th of its links, so 1 / k of what the ranks send crosses.
+    Of quantised gradients each rank sends each other its part (all-to-all): what is for ranks of other nodes crosses.
+    The ranks of an axis are `stride` apart, tensor fastest.
+
+    Args:
+        devices: their number in a node.
+    """
+    result: dict[str, dict[str, int]] = {}
+    for axis, purposes in found.items():
+        if axis in AWAY:
+            continue
+        together, ranks = ranks_in_node(job, axis, devices), axis_size(job, axis)
+        size, cross = sum(purposes.values()), 0
+        for purpose, part in purposes.items() if together < ranks else ():
+            each = exchanged(job, axis, purpose)
+            cross += part * (ranks - together) // (ranks - 1) if each else part // together
+        result[axis] = {"in_node": size - cross, "cross_node": cross}
+    return result
+
+
+def exchanged(job: Job, axis: str, purpose: str) -> bool:
+    """Return whether each rank of an axis sends each other a part of its own: an all-to-all, no ring."""
+    if job.gradient_bits is None or purpose != "gradients":
+        return False
+    return axis in (("shard", "replica") if job.gradient_hops is not None else (job.shard_axis,))
+
+
+def axis_size(job: Job, axis: str) -> int:
+    neighbours = job.neighbours or job.data
+    sizes = {"tensor": job.tensor, "shard": neighbours, "replica": job.data // neighbours, "data": job.data}
+    return {**sizes, "pipeline": job.pipeline, "ends": 2, "world": job.ranks}[axis]
+
+
+def ranks_in_node(job: Job, axis: str, devices: int) -> int:
+    """Return how many ranks of one axis lie in one node of so many devices.
+
+    Where groups straddle nodes, about half of the worst group.
+    """
+    if job.ranks <= devices:
+        return axis_size(job, axis)
+    across = job.tensor * job.data
+    strides = {
+        "tensor": 1,
+        "shard": job.tensor,
+        "data": job.tensor,
+        "replica": job.tensor * (job.secondary_ranks or job.shard),
+    }
+    stride = {**strides, "pipeline": across, "ends": across * (job.pipeline - 1), "world": 1}[axis]
+    size, together = axis_size(job, axis), max(1, devices // stride)
+    if together >= size and devices % (size * stride):
+        return max(1, size // 2)
+    return min(size, together)
+
+
+class Links:
+    """The seconds that operations between ranks take."""
+
+    def __init__(self, job: Job, machine: Machine):
+        self.job, self.machine = job, machine
+
+    def bandwidth(self, axis: str) -> float:
+        """Return the bytes a second that a ring moves through each rank."""
+        reached, together = self.machine.reached, self._together(axis)
+        node = self.machine.in_node_bandwidth * reached.in_node
+        if together == axis_size(self.job, axis):
+            return node
+        cross = self.machine.cross_node_bandwidth * reached.cross_node * together
+        return min(node, cross)
+
+    def seconds(self, axis: str, size: float, ops: float) -> float:
+        """Return the seconds of `ops` rings in which a rank sends `size` bytes in all."""
+        if not size:
+            return 0.0
+        if not self.machine.nccl_channels:  # our own messages, which go from each to each
+            return self.exchange(axis, size, ops)
+        return size / self.bandwidth(axis) + ops * (axis_size(self.job, axis) - 1) * self._latency(axis)
+
+    def exchange(self, axis: str, size: float, ops: float) -> float:
+        """Return the seconds of `ops` all-to-alls in which a rank sends `size` bytes in all."""
+        if not size:
+            return 0.0
+        reached, others, together = self.machine.reached, axis_size(self.job, axis) - 1, self._together(axis)
+        inside = (together - 1) / others / (self.machine.in_node_bandwidth * reached.in_node)
+        outside = (others + 1 - together) / others / (self.machine.cross_node_bandwidth * reached.cross_node)
+        return size * max(inside, outside) + ops * others * self._latency(axis)
+
+    def message(self, size: float) -> float:
+        """Return the seconds of a message to the next rank of the pipeline."""
+        if not size:
+            return 0.0
+        return size / self.bandwidth("pipeline") + self._latency("pipeline")
+
+    def _together(self, axis: str) -> int:
+        return ranks_in_node(self.job, axis, self.machine.devices_per_node)
+
+    def _latency(self, axis: str) -> float:
+        """Return the mean latency of a ring's steps, in seconds."""
+        together = self._together(axis)
+        if together == axis_size(self.job, axis):
+            return self.machine.in_node_latency
+        return self.machine.in_node_latency * (1 - 1 / together) + self.machine.cross_node_latency / together
