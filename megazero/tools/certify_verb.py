@@ -61,7 +61,7 @@ def _certified(options: argparse.Namespace, interruption: Interruption) -> int:
     missed, pairs = pairs_missed(allowed, layouts)
     if missed:
         tell(f"{len(layouts)} of {len(allowed)} layouts: {missed} of {pairs} pairs of values are in none of them")
-    ACTIVITIES.now("comparing layouts", "")
+    ACTIVITIES.now("comparing layouts")
     compared, rows = with_one_process(layouts), []
     for row in certify(config, compared, options.steps, interruption):
         rows.append(row)
