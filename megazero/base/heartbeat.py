@@ -116,22 +116,12 @@ class Heartbeat:
 
     def _draw(self) -> None:
         """Draw the live line; not again once the terminal is gone."""
-        from rich.console import Console  # takes 0.1 s, and most commands end sooner
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        self._wrote, current = self._clock(), self._activities.current
+        current, self._wrote = self._activities.current, self._clock()
         try:
             if self._line is None:
-                columns, console = (
-                    (BarColumn(12), TextColumn("{task.description}", markup=False)),
-                    Console(file=self._stream),
-                )
-                self._line = Progress(*columns, console=console, auto_refresh=False, transient=True)
-                self._line.add_task("")
-            words = current.words(self._wrote)
-            self._line.update(
-                self._line.task_ids[0], description=words, completed=current.done, total=current.total or 1
-            )
+                self._line = _live_line(self._stream)
+            words, total = current.words(self._wrote), current.total or 1
+            self._line.update(self._line.task_ids[0], description=words, completed=current.done, total=total)
             if self._drawn:
                 self._line.refresh()
             else:
@@ -152,6 +142,19 @@ class Heartbeat:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals are for the main thread
         while not self._stop.wait(_LOOK):
             self.tick()
+
+
+def _live_line(stream: TextIO | None):
+    """Return a line of rich's with one task."""
+    from rich.console import Console  # takes 0.1 s, and most commands end sooner
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns, console = (BarColumn(12), TextColumn("{task.description}", markup=False)), Console(file=stream)
+    line = Progress(
+        *columns, console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+    )
+    line.add_task("")
+    return line
 
 
 HEART = Heartbeat(ACTIVITIES)

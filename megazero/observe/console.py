@@ -2,8 +2,8 @@
 
     step 120/1000  loss 4.3127  norm 1.31  lr 3.000e-04  18,204 tok/s  1.21 TFLOP/s  0.112 s/step  12:31 left
 
-On a terminal the heartbeat's live line stays below these lines (`base/heartbeat.py`). Time left is (steps to go) x (mean
-seconds of a step in this invocation, so far). Our text is ASCII, for logs in any locale. When the reader goes away
+On a terminal the heartbeat's live line stays below these lines (`base/heartbeat.py`). Time left is (steps to go) x
+(mean seconds of a step in this invocation, so far). Rows are ASCII, for logs in any locale. When the reader goes away
 (`| head`, a dropped terminal) the console falls silent and training goes on.
 """
 

@@ -10,7 +10,8 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-from megazero.kernels import build, ptxas
+from megazero.kernels import build
+from scripts import ptxas
 from tests.kernels.test_cuda_build import SOURCE, needs_nvcc
 
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}

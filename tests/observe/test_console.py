@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megazero.observe.console import ConsoleSink, clock_text
-from megazero.observe.sinks import Sinks
 
 ROOT = Path(__file__).parents[2]
 
