@@ -12,8 +12,8 @@ follows, so that stages 0 and 1 reduce once a step.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import UserError
-from megazero.base.packages import refuse_without
 from megazero.library.assembly import Assembly
 from megazero.library.backward import Backwards, run_backward
 from megazero.library.built import refuse_compiled
@@ -309,22 +308,6 @@ class Sharded:
         """
         self._watch = (every, out) if every else None
         self._events.listen(on=bool(every))
-
-    @contextmanager
-    def timeline(self, path: str | Path) -> Iterator[None]:
-        """Draw what happens to each unit inside the context, on rank 0, as an SVG or PNG file: one step, say.
-
-        Raises:
-            UserError: 121, matplotlib is not installed; 405, the file cannot be written.
-        """
-        refuse_without("matplotlib")
-        with self._events.recording() as events:
-            yield
-        if self.rank == 0:
-            try:
-                self._events.draw(Path(path), events)
-            except OSError as error:
-                raise UserError(405, f"cannot be written: {error.strerror}", where=path) from None
 
     def describe(self) -> str:
         """Return a table of the parts: parameters, and the bytes of each kind that rest on this rank."""

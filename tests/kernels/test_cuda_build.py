@@ -107,7 +107,7 @@ def test_a_spill_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @needs_nvcc
 def test_an_architecture_that_nvcc_does_not_know() -> None:
-    with pytest.raises(BuildError, match="nvcc failed on .*_999"):
+    with pytest.raises(BuildError, match=r"nvcc failed on .*_999"):
         build.build_cuda(SOURCE, [90, 999])
 
 
