@@ -73,7 +73,14 @@ print("done", file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("stdout", ["pipe without a reader", "closed before the start", "full disk"])
+@pytest.mark.parametrize(
+    "stdout",
+    [
+        "pipe without a reader",
+        pytest.param("closed before the start", marks=pytest.mark.full),
+        pytest.param("full disk", marks=pytest.mark.full),
+    ],
+)
 def test_process_outlives_its_standard_output(stdout):
     command = [sys.executable, "-c", SCRIPT]
     redirect = {"closed before the start": " >&-", "full disk": " >/dev/full"}.get(stdout)

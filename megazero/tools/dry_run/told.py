@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megazero.comm.ledger import Ledger
-from megazero.observe.timeline import MemoryTimeline
+from megazero.tools.dry_run.timeline import MemoryTimeline
 
 
 @dataclass(frozen=True)
