@@ -31,8 +31,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from data_tools.chat import Chat
 from data_tools.command import Parser, add_inputs, add_output, part, positive, run
@@ -132,18 +130,8 @@ def _files(options: argparse.Namespace) -> list[Path]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal, the heartbeat anywhere else; yield what is called with the bytes that were done."""
-    console, done = Console(stderr=True), 0
-    if console.is_terminal:
-        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        HEART.show_on(lambda words: None)
-        try:
-            with Progress(*columns, console=console, transient=True) as progress:
-                bar = progress.add_task("", total=total)
-                yield lambda count: progress.advance(bar, count)
-        finally:
-            HEART.show_on(None)
-        return
+    """Show how far the work is; yield what is called with the bytes that were done."""
+    done = 0
     began = time.monotonic()
     with doing("encoding, MB", total // 1_000_000) as beat:
 

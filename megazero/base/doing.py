@@ -1,6 +1,6 @@
 """Name what this process is doing that may take long; the heartbeat (`heartbeat.py`) shows it.
 
-There is one list for a process, and it is reached from everywhere as a logger is: see there.
+A process has one list of activities, `ACTIVITIES`, which code reaches from everywhere as it reaches a logger.
 """
 
 import threading
@@ -16,67 +16,57 @@ class Doing:
 
     Attributes:
         what: the words to print: "validating".
-        detail: the current part of it; one line shows several.
-        done, total: the progress, where it is known.
-        began, changed: by the clock, when it began, and when its part did.
+        detail: its phase.
+        done, total: its progress; total None: unknown.
+        since: when it began, in seconds of the list's clock.
     """
 
     what: str
-    detail: str = ""
-    done: int = 0
-    total: int | None = None
-    began: float = 0.0
-    changed: float = 0.0
+    detail: str
+    done: int
+    total: int | None
+    since: float
 
     def advance(self, count: int = 1) -> None:
-        """Add `count` to what is done."""
+        """Add `count` to the progress."""
         self.done += count
 
-    @property
-    def progress(self) -> str:
-        return f" {self.done:,}/{self.total:,}" if self.total else ""
+    def words(self, now: float) -> str:
+        """Return the activity as text: "step 121/1,000 backward  31 s"."""
+        progress = f" {self.done:,}/{self.total:,}" if self.total else ""
+        return f"{self.what}{progress} {self.detail}".rstrip() + f"  {now - self.since:.0f} s"
 
 
 class Activities:
-    """The activities of a process, the innermost last."""
+    """The activities of a process, the innermost last. The outermost is always there, and `now` sets it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
-        self._entries: list[Doing] = []
-
-    def restart(self, what: str) -> None:
-        """Forget all, and begin with an activity that lasts until another one is named."""
-        self._entries = [self._new(what)]
+        self._entries = [Doing("", "", 0, None, clock())]
 
     @property
-    def current(self) -> Doing | None:
+    def current(self) -> Doing:
         """Return the innermost activity."""
-        return self._entries[-1] if self._entries else None
+        return self._entries[-1]
+
+    def now(self, what: str, detail: str = "", done: int = 0, total: int | None = None) -> None:
+        """Set the outermost activity, until the next call."""
+        self._entries[0] = Doing(what, detail, done, total, self.clock())
 
     @contextmanager
     def doing(self, what: str, total: int | None = None) -> Iterator[Doing]:
-        """Name an activity that may take long while the context is open; yield its progress counter."""
-        entry = self._new(what, total)
-        if threading.current_thread() is threading.main_thread():  # others work beside what the process waits for
+        """Name an activity that may take long while the context is open; yield it, to count its progress."""
+        entry, waited_for = (
+            Doing(what, "", 0, total, self.clock()),
+            threading.current_thread() is threading.main_thread(),
+        )
+        if waited_for:
             self._entries.append(entry)
         try:
             yield entry
         finally:
-            if entry in self._entries:  # `restart` forgets all
+            if waited_for:
                 self._entries.remove(entry)
-
-    def now(self, what: str, detail: str) -> None:
-        """Set what the process does from here on, until the next call."""
-        if not self._entries:
-            self._entries.append(self._new(""))
-        base, now = self._entries[0], self.clock()
-        if base.what != what:
-            base.what, base.began = what, now
-        base.detail, base.changed = detail, now
-
-    def _new(self, what: str, total: int | None = None) -> Doing:
-        now = self.clock()
-        return Doing(what, total=total, began=now, changed=now)
 
 
 ACTIVITIES = Activities()

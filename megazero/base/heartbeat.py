@@ -2,26 +2,25 @@
 
 Code that may take long names its work with `doing` (`doing.py`). A thread shows it:
 
-    compiling the CPU kernels  12 s          a terminal: one live line, redrawn every second, cleared afterwards
-    validating 40/120  35 s                  anywhere else: one line in 30 s of silence, in a phase that is as long
+    ━━━━━╺━━━━━━ validating 40/120  1 s    a terminal: one live line below all others, removed at the end
+    validating 40/120  35 s                anywhere else: one line in 30 s of silence, in a phase that is as long
 
-There is one heartbeat for a process, `HEART`, as there is one standard output, and it is reached from everywhere as a
-logger is: handing it through every constructor between a command and a compiler would put it into forty signatures. It
-is silent until `begin`, which only commands call, and only on rank 0. Other writers write inside `paused`, so that
-lines do not tear each other. This file needs the standard library alone: importing torch is among the slow work.
+A process has one heartbeat, `HEART`, which code reaches from everywhere as it reaches a logger. It is silent until
+`begin`, which only commands call, and only on rank 0. Other writers write inside `paused`, so that lines do not tear
+each other. Without rich a terminal is served as a file is: scripts/install.py runs before anything is installed.
 """
 
 import atexit
-import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import TextIO
 
-from megazero.base.doing import ACTIVITIES, Activities, Doing
+from megazero.base.doing import ACTIVITIES, Activities
 
-FIRST, SECOND = 0.6, 1.0  # on a terminal: seconds of silence before the words, and between two looks of the line
+FIRST, SECOND = 0.6, 1.0  # on a terminal: seconds of silence before the line, and between two looks of it
 QUIET = 30.0  # anywhere else: seconds of silence, and of a phase, before it is named
 _LOOK = 0.2
 _PATIENCE = 1.0  # seconds for a write under way
@@ -33,8 +32,8 @@ class Heartbeat:
     def __init__(self, activities: Activities):
         self._activities, self._clock, self._lock = activities, activities.clock, threading.RLock()
         self._stream: TextIO | None = None
-        self._redraws = self._drawn = False  # it is a terminal; the words stand on its line
-        self._live: Callable[[str], object] | None = None
+        self._redraws = self._drawn = False  # it is a terminal; the live line stands on it
+        self._line = None
         self._wrote = 0.0
         self._promised = ""
         self._stop = threading.Event()
@@ -47,10 +46,9 @@ class Heartbeat:
             stream: the output; None (it was closed before the start): stay silent.
             what: the activity until another one is named.
         """
-        self._stream = stream
-        self._redraws = stream is not None and stream.isatty()
-        self._wrote = self._clock()
-        self._activities.restart(what)
+        self._stream, self._line, self._wrote = stream, None, self._clock()
+        self._redraws = stream is not None and stream.isatty() and find_spec("rich") is not None
+        self._activities.now(what)
         atexit.register(self.end)
         self.resume()
 
@@ -60,107 +58,103 @@ class Heartbeat:
         self._stream = None
 
     def pause(self) -> None:
-        """Clear the line and end the thread: before a fork, which copies no threads and would copy a taken lock."""
+        """Remove the line and end the thread: a fork copies no threads, but would copy a lock that one holds."""
         thread, self._thread = self._thread, None
         self._stop.set()
         if thread is not None:
-            thread.join(_PATIENCE)
-        if (thread is None or not thread.is_alive()) and self._lock.acquire(timeout=_PATIENCE):
-            try:  # a thread that hangs in a write has a reader who does not read: there is no line to clear
-                self._clear()
-            finally:
-                self._lock.release()
+            thread.join(_PATIENCE)  # a signal handler may have interrupted a writer whose lock the thread waits for
+        if self._lock.acquire(timeout=_PATIENCE):  # the thread may hang in a write to a stopped terminal
+            self._clear()
+            self._lock.release()
 
     def resume(self) -> None:
         """Start the thread, if there is a stream to write to."""
-        if self._stream is None or self._thread is not None:
-            return
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        # Inherited: a signal that the main thread holds back must not be taken here instead.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
+        if self._stream is not None and self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
             self._thread.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let other code write to the stream: the line is cleared first, and stays so before the context closes."""
+        """Let other code write lines: the live line is removed first, and drawn again below them."""
         with self._lock:
+            drawn = self._drawn
             self._clear()
             try:
                 yield
             finally:
                 self._wrote = self._clock()
+                if drawn:
+                    self._draw()
 
     def say(self, text: str) -> None:
         """Write a line at the next beat; for a signal handler, which may not write itself."""
         self._promised = text
 
-    def show_on(self, live: Callable[[str], object] | None) -> None:
-        """Pass the words to `live`, which redraws a line of its own; None: show them here again."""
-        with self._lock:
-            self._clear()
-            self._live = live
-
     def tick(self) -> None:
         """Show the activity if it is due."""
         with self._lock:
-            if self._stream is None:
-                return
+            if self._promised:
+                text, self._promised = self._promised, ""
+                with self.paused():
+                    self._write(text)
             now, current = self._clock(), self._activities.current
-            if self._promised and self._live is None:
-                self._clear()
-                self._write(self._promised + "\n")
-                self._promised = ""
-            if current is None:
-                return
-            if self._redraws or self._live is not None:
+            if self._redraws:
                 if now - self._wrote >= (SECOND if self._drawn else FIRST):
-                    self._redraw(current)
-            elif min(now - self._wrote, now - current.changed) >= QUIET:
-                self._write(self._words(current) + "\n")
-
-    def _words(self, current: Doing) -> str:
-        seconds = f"{self._clock() - current.began:.0f} s"
-        return f"{current.what} {current.detail}".rstrip() + f"{current.progress}  {seconds}"
-
-    def _redraw(self, current: Doing) -> None:
-        words, self._drawn = self._words(current), True
-        if self._live is None:
-            self._write(f"\r\x1b[2K{words[: self._columns() - 1]}")
-            return
-        self._wrote = self._clock()
-        try:
-            self._live(self._promised or words)
-        except (OSError, ValueError):  # nobody reads any more
-            self._live = None
-
-    def _clear(self) -> None:
-        """Clear the line on a terminal."""
-        drawn, self._drawn = self._drawn, False
-        if drawn and self._live is None:
-            self._write("\r\x1b[2K")
+                    self._draw()
+            elif min(now - self._wrote, now - current.since) >= QUIET:
+                self._write(current.words(now))
+                self._wrote = now
 
     def _write(self, text: str) -> None:
-        """Write a text; stop writing for good once the stream is closed."""
-        self._wrote = self._clock()
+        """Write a line; nothing more once the stream is closed."""
         try:
             if self._stream is not None:
-                self._stream.write(text)
-                self._stream.flush()
+                print(text, file=self._stream, flush=True)
         except (OSError, ValueError):
             self._stream = None
 
-    def _columns(self) -> int:
-        with suppress(OSError, ValueError, AttributeError):
-            return max(20, os.get_terminal_size(self._stream.fileno()).columns)  # type: ignore[union-attr]
-        return 80
+    def _draw(self) -> None:
+        """Draw the live line; not again once the terminal is gone."""
+        current, self._wrote = self._activities.current, self._clock()
+        try:
+            if self._line is None:
+                self._line = _live_line(self._stream)
+            words, total = current.words(self._wrote), current.total or 1
+            self._line.update(self._line.task_ids[0], description=words, completed=current.done, total=total)
+            if self._drawn:
+                self._line.refresh()
+            else:
+                self._line.start()
+                self._line.console.show_cursor()  # rich hides it, which would outlast a process that is killed
+            self._drawn = True
+        except (OSError, ValueError):
+            self._redraws = False
+
+    def _clear(self) -> None:
+        """Remove the live line."""
+        drawn, self._drawn = self._drawn, False
+        if drawn and self._line is not None:
+            with suppress(OSError, ValueError):
+                self._line.stop()
 
     def _beat(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals are for the main thread
         while not self._stop.wait(_LOOK):
             self.tick()
+
+
+def _live_line(stream: TextIO | None):
+    """Return a line of rich's with one task."""
+    from rich.console import Console  # takes 0.1 s, and most commands end sooner
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns, console = (BarColumn(12), TextColumn("{task.description}", markup=False)), Console(file=stream)
+    line = Progress(
+        *columns, console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+    )
+    line.add_task("")
+    return line
 
 
 HEART = Heartbeat(ACTIVITIES)

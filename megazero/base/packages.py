@@ -78,12 +78,10 @@ def refuse_without(module: str) -> None:
 
 def refuse_sinks(*, wandb: bool = False, tensorboard: bool = False) -> None:
     """Refuse to log to what is asked for where its package is not installed. Raises UserError 160, 161."""
-    if wandb and not is_installed("wandb"):
-        do = "run `pip install wandb`, or set observe.wandb=null"
-        raise UserError(160, "the wandb package is not installed", do, where="observe.wandb")
-    if tensorboard and not is_installed("tensorboard"):
-        do = "run `pip install tensorboard`, or set observe.tensorboard=false"
-        raise UserError(161, "the tensorboard package is not installed", do, where="observe.tensorboard")
+    for name, asked, code, off in (("wandb", wandb, 160, "null"), ("tensorboard", tensorboard, 161, "false")):
+        if asked and not is_installed(name):
+            do = f"run `pip install {name}`, or set observe.{name}={off}"
+            raise UserError(code, f"the {name} package is not installed", do, where=f"observe.{name}")
 
 
 def require() -> None:

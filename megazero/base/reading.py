@@ -16,14 +16,13 @@ from typing import Any, NoReturn
 
 MIB = 1 << 20
 _MOST_FOLDER = 80  # characters of a folder in an error, which has 300 in all
-_KINDS = (
-    (stat.S_ISLNK, "a symbolic link"),
-    (stat.S_ISFIFO, "a FIFO"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISDIR, "a folder"),
-)
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
 
 
 class UnexpectedFileError(OSError):
@@ -44,11 +43,12 @@ def open_regular(path: Path, *, follow: bool = True) -> Iterator[int]:
         UnexpectedFileError: it is no regular file.
         OSError: it cannot be opened.
     """
-    _require_regular(path, os.stat(path, follow_symlinks=follow).st_mode)  # opening a device may already do something
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
     try:
-        _require_regular(path, os.fstat(descriptor).st_mode)  # it may have been replaced in between
+        kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+        if kind != stat.S_IFREG:
+            raise UnexpectedFileError(f"expected a regular file, got {_KINDS.get(kind, 'something else')}", path)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -64,16 +64,12 @@ def read_file(path: Path, limit: int, *, follow: bool = True) -> bytes:
         UnexpectedFileError: it is no regular file, or larger.
         OSError: it cannot be opened or read.
     """
-    with open_regular(path, follow=follow) as descriptor:
-        if (size := os.fstat(descriptor).st_size) > limit:
+    with open_regular(path, follow=follow) as descriptor, open(descriptor, "rb", closefd=False) as file:
+        content = file.read(limit + 1)
+        if len(content) > limit:
+            size = max(os.fstat(descriptor).st_size, len(content))  # those of /proc have a size of 0
             raise UnexpectedFileError(f"expected at most {limit:,} bytes, got {size:,}", path)
-        parts, read = [], 0
-        while part := os.read(descriptor, min(MIB, limit + 1 - read)):
-            parts.append(part)
-            read += len(part)
-            if read > limit:  # it grew, or is one of /proc, whose sizes are 0
-                raise UnexpectedFileError(f"expected at most {limit:,} bytes, got more", path)
-    return b"".join(parts)
+    return content
 
 
 def exists(path: Path) -> bool:
@@ -116,12 +112,6 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, got {type(found).__name__}")
     return found
-
-
-def _require_regular(path: Path, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        kind = next((name for test, name in _KINDS if test(mode)), "something else")
-        raise UnexpectedFileError(f"expected a regular file, got {kind}", path)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -3,7 +3,6 @@
 The first run on a machine compiles them, for seconds to minutes, while all its ranks wait. A job of many ranks runs
 this once per node before it starts them (scripts/slurm/train.sbatch).
 
-    python -m megazero.kernels --registers      # of every CUDA kernel, on each architecture of a release; needs no GPU
     python -m megazero.kernels --archs 80 90    # for such GPUs, not those that are here: to be copied to their hosts
 """
 
@@ -14,18 +13,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megazero.kernels import cpu, cuda, ptxas
-from megazero.kernels.build import BuildError, compiler_report, find_nvcc, release_archs
+from megazero.kernels import cpu, cuda
+from megazero.kernels.build import BuildError
 
 
 def main(arguments: Sequence[str] = ()) -> int:
     """Build for the CPU, and for the GPUs that are named or here; return 1 if one of them cannot be built."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--registers", action="store_true", help="print registers and spills of the CUDA kernels")
     parser.add_argument("--archs", type=int, nargs="+", metavar="ARCH", help="compute capabilities, 90 for 9.0")
     options = parser.parse_args(arguments)
-    if options.registers:
-        return registers()
     builders: dict[str, Callable[[], object]] = {"cpu": cpu.load}
     if options.archs:
         builders["cuda"] = lambda: cuda.library(options.archs)
@@ -40,18 +36,6 @@ def main(arguments: Sequence[str] = ()) -> int:
             print(f"{kind} kernels: not built, {error}; runs take the reference instead", file=sys.stderr, flush=True)
             code = 1
     return code
-
-
-def registers() -> int:
-    """Print what ptxas reports of each CUDA kernel; return 1 if the kernels cannot be built."""
-    try:
-        print("compiling for every architecture of a release: some minutes", file=sys.stderr, flush=True)
-        library = cuda.library(release_archs(find_nvcc()))
-    except BuildError as error:
-        print(f"cuda kernels: not built, {error}", file=sys.stderr, flush=True)
-        return 1
-    print(ptxas.table(ptxas.resources(compiler_report(library))))
-    return 0
 
 
 if __name__ == "__main__":

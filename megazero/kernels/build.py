@@ -1,18 +1,14 @@
-"""The builder that makes a shared library of C++ or CUDA sources, once per machine.
+"""Build a shared library of C++ or CUDA sources, once per machine.
 
-The library's name is made of hashes of what decides its code (sources, flags, torch, machine; then the compiler), so a
-stale one is never loaded and nothing needs cleaning. Where torch and the compiler lie does not decide it: two
-environments with the same torch share one library. Nor does it carry a path to torch's libraries: these are loaded
-before it and the loader knows them by their names, and the path would be of an environment that may be gone.
+The library's name carries a hash of its sources, flags, torch and machine, so that a stale one is never loaded and
+nothing needs cleaning. Where torch and the compiler lie is no part of the hash: two environments with the same torch
+share one library. Nor does the library carry a path to torch's libraries, which are loaded before it and found by name.
 
-What is loaded is checked against the hash of its own content too (`cache.py`). Many ranks may start at once: one
-compiles under a file lock while the others wait, and the finished library appears by a rename, so a half-written one is
-never loaded either. It lives in the user's cache folder (XDG_CACHE_HOME, else ~/.cache), with what the compiler said
-beside it: nvcc's is the report of the resources that each kernel takes (`ptxas`).
+Libraries lie in the user's cache folder (XDG_CACHE_HOME, else ~/.cache). The folder that MEGAZERO_KERNELS names comes
+first: a machine without a compiler takes from there, or from the cache, a library that another machine has built.
 
-A machine without a compiler takes a library that another one has made: from the folder that MEGAZERO_KERNELS names,
-which comes first, or from the cache. Of its name all must fit but the compiler; it must be made for these GPUs, and
-trusted as one of the cache is.
+Many ranks may start at once: one compiles under a file lock while the others wait. torch.utils.cpp_extension would also
+compile, but it needs ninja, and a killed process leaves its lock behind for ever.
 """
 
 import fcntl
@@ -20,21 +16,18 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import xxhash
 
 from megazero.base.doing import doing
-from megazero.base.files import flush_file, modified_at
-from megazero.base.private_folder import UntrustedCacheError, cache_folder, make_private_folder, refuse_shared
-from megazero.base.reading import read_file
 from megazero.kernels.cache import is_sealed, seal
-from megazero.kernels.compiler import compile_with
 
 _LOG = logging.getLogger("megazero")
 FOLDER_VARIABLE = "MEGAZERO_KERNELS"
@@ -53,10 +46,6 @@ _NO_SPILLS = "-Xptxas=-Werror"
 _CUDA_NEEDS = "-Xlinker=--no-as-needed," + (
     "-ltorch_cuda" if (_TORCH / "lib" / "libtorch_cuda.so").exists() else "-ltorch"
 )
-_OLDEST_ARCH = 70  # Volta: older ones have no tensor cores, and nobody trains on them
-_REASON_BYTES = 4096
-_LOCK_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO is an error at once
-_RELEASE_ARCHS = (80, 90, 100, 120)
 
 
 class BuildError(RuntimeError):
@@ -64,91 +53,74 @@ class BuildError(RuntimeError):
 
 
 def build_cpu(source: Path) -> Path:
-    """Return the shared library of a C++ source, one that lies ready or is compiled with g++ now.
+    """Return the shared library of a C++ source; compile it with g++ unless it was built before.
 
     Args:
         source: may include headers from the folder beside it that has its name, and no others of ours.
 
     Raises:
-        BuildError: none lies ready, and there is no compiler, it failed, or the cache folder cannot be written.
+        BuildError: it was not built before, and there is no compiler, it failed, or the cache cannot be written.
     """
-    return _ready_or_built(
-        _key(source, (), [*_CPU_FLAGS, *_TORCH_FLAGS]),
-        (),
-        lambda: build_library(source, [find_gcc(), *_CPU_FLAGS], _TORCH_FLAGS, folders=_TORCH_FOLDERS),
-    )
+    return build_library(source, find_gcc, [*_CPU_FLAGS, *_TORCH_FLAGS], folders=_TORCH_FOLDERS)
 
 
 def build_cuda(source: Path, archs: Sequence[int], *, spills: bool = False) -> Path:
-    """Return the shared library of a CUDA source, one that lies ready or is compiled with nvcc now.
+    """Return the shared library of a CUDA source; compile it with nvcc unless it was built before.
 
     Args:
         source: may include headers from the folder beside it that has its name, and no others of ours.
         archs: compute capabilities, 90 for 9.0.
-        spills: take a kernel that spills registers, too. A run does: with a compiler or a GPU that nobody has tried,
-            one slow kernel is better than none.
+        spills: accept a kernel that spills registers. A run does: with an untested compiler or GPU, one slow kernel is
+            better than none.
 
     Raises:
-        BuildError: none lies ready, and there is no compiler, it does not know one of `archs`, it failed, a kernel
-            spills registers, or the cache folder cannot be written.
+        BuildError: as `build_cpu` does; also where the compiler does not know one of `archs`, or a kernel spills.
     """
-    options, libraries = [*_CUDA_FLAGS, *([] if spills else [_NO_SPILLS])], [*_TORCH_FLAGS, _CUDA_NEEDS]
-
-    def build() -> Path:
-        nvcc = find_nvcc()
-        known = known_archs(nvcc)
-        if unknown := sorted(set(archs) - set(known)):
-            raise BuildError(f"{nvcc} does not know sm_{unknown[0]}; it knows sm_{known[0]} to sm_{known[-1]}")
-        return build_library(source, [nvcc, *options], libraries, folders=_TORCH_FOLDERS, archs=archs)
-
-    return _ready_or_built(_key(source, (), [*options, *libraries]), archs, build)
+    options = [*_CUDA_FLAGS, *([] if spills else [_NO_SPILLS]), *_TORCH_FLAGS, _CUDA_NEEDS]
+    return build_library(source, find_nvcc, options, folders=_TORCH_FOLDERS, archs=archs)
 
 
 def build_library(
     source: Path,
-    command: Sequence[str],
-    libraries: Sequence[str],
+    find_compiler: Callable[[], str],
+    options: Sequence[str],
+    *,
     headers: Sequence[Path] = (),
     folders: Sequence[str] = (),
     archs: Sequence[int] = (),
 ) -> Path:
-    """Return the shared library that `command` makes of a source; run it if that has not been done before.
-
-    A read-only cache is enough if it holds the library. A process that waited while another process' compiler failed
-    raises that compiler's error and does not try again: eight ranks would fail one after the other.
+    """Return the shared library that a compiler makes of a source; run the compiler unless it was built before.
 
     Args:
-        command: the compiler and its options.
-        libraries: options that follow the source.
-        headers: what the source includes beside the headers in the folder that has its name.
-        folders: options that name folders of torch's version, and so are no part of the library's name.
-        archs: compute capabilities to compile for; the name says which, beside the hashes.
+        find_compiler: returns the path of the compiler; raises BuildError where there is none.
+        options: of the compiler, libraries to link included.
+        headers: files that the source includes, besides those in the folder that has its name.
+        folders: options that name folders of torch, and so are no part of the library's name.
+        archs: compute capabilities to compile for; a library that was built for more of them will do.
 
     Raises:
-        BuildError: the compiler failed, or the cache folder cannot be written.
+        BuildError: as `build_cpu` does.
     """
-    # A compiler is told by what it says of itself.
-    made_by = xxhash.xxh3_64_hexdigest(_said([command[0], "--version"]).encode())
-    key = _key(source, headers, [*command[1:], *libraries])
-    name = "-".join([key, *(f"sm{arch}" for arch in sorted(archs)), made_by]) + ".so"
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in sorted(archs)]
-    folder = _cache_folder()
-    library, failed = folder / name, (folder / name).with_suffix(".failed")
+    name, targets = _name(source, headers, options), [f"sm{arch}" for arch in sorted(archs)]
+    places = [Path(named)] if (named := os.environ.get(FOLDER_VARIABLE)) else []
+    places.append(_cache_folder())
+    if library := _built_before(places, name, targets):
+        return library
     try:
-        make_private_folder(folder)
-        if is_sealed(library):
-            return library
-        earlier = modified_at(failed)
-        with _locked(library.with_suffix(".lock")):
-            if modified_at(failed) not in (None, earlier) and (reason := _reason(failed)):
-                raise BuildError(reason)
-            if not is_sealed(library):
-                with doing(f"compiling {source.name}"):
-                    _compile(source, [*command, *targets], [*folders, *libraries], library, failed)
-    except UntrustedCacheError as error:
-        raise BuildError(f"the kernel cache is not used: {error}") from None
+        compiler = find_compiler()
+    except BuildError as error:
+        raise BuildError(f"{error}, nor is its library in {' or '.join(map(str, places))}") from None
+    library = places[-1] / ("-".join([name, *targets]) + ".so")
+    generate = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in sorted(archs)]
+    command = [compiler, str(source), *generate, *options, *folders]
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with library.with_suffix(".lock").open("w") as lock, doing(f"compiling {source.name}"):
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also when this process is killed
+            if not is_sealed(library):  # another process may have built it in the meantime
+                _compile(command, library)
     except OSError as error:
-        raise BuildError(f"the kernel cache {folder} cannot be used: {error}") from None
+        raise BuildError(f"the kernel cache {library.parent} cannot be used: {error}") from None
     return library
 
 
@@ -161,34 +133,17 @@ def find_gcc() -> str:
 
 
 def find_nvcc() -> str:
-    """Return the path of nvcc: in CUDA_HOME, else on the PATH, else the newest in /usr/local.
+    """Return the path of nvcc: in CUDA_HOME if that is set, else on the PATH or in /usr/local/cuda.
 
     Raises:
         BuildError: there is none.
     """
     home = os.environ.get("CUDA_HOME")
-    installed = sorted(
-        Path("/usr/local").glob("cuda*/bin"), key=lambda folder: _numbers(folder.parent.name), reverse=True
-    )
-    for folder in [f"{home}/bin"] if home else [None, *map(str, installed)]:
-        if nvcc := shutil.which("nvcc", path=folder):
-            return nvcc
-    raise BuildError(f"no nvcc in {home}/bin (CUDA_HOME)" if home else "no nvcc on the PATH or in /usr/local/cuda*")
-
-
-def known_archs(nvcc: str) -> list[int]:
-    """Return the compute capabilities that nvcc compiles for, ascending, from 70 on."""
-    lines = _said([nvcc, "--list-gpu-arch"]).split()
-    archs = sorted(int(line.removeprefix("compute_")) for line in lines if line.startswith("compute_"))
-    if not archs:
-        raise BuildError(f"{nvcc} does not say what it compiles for")
-    return [arch for arch in archs if arch >= _OLDEST_ARCH]
-
-
-def release_archs(nvcc: str) -> list[int]:
-    """Return the architectures of a library for any machine: the oldest that nvcc knows, 80, 90, 100 and 120."""
-    known = known_archs(nvcc)
-    return sorted({known[0], *(arch for arch in _RELEASE_ARCHS if arch in known)})
+    folders = f"{home}/bin" if home else f"{os.environ.get('PATH', os.defpath)}:/usr/local/cuda/bin"
+    compiler = shutil.which("nvcc", path=folders)
+    if compiler is None:
+        raise BuildError(f"no nvcc in {home}/bin (CUDA_HOME)" if home else "no nvcc on the PATH or in /usr/local/cuda")
+    return compiler
 
 
 @cache
@@ -201,107 +156,56 @@ def open_library(library: Path) -> None:
 
 
 def compiler_report(library: Path) -> str:
-    """Return what the compiler said when it made `library`; raise FileNotFoundError if it said nothing."""
+    """Return the compiler's messages about `library`; raise FileNotFoundError if it had none."""
     return library.with_suffix(".log").read_text(encoding="utf-8")
 
 
-def _key(source: Path, headers: Sequence[Path], options: Sequence[str]) -> str:
-    """Return the name of a source with a hash of what decides the code of its library, but for the compiler."""
+def _name(source: Path, headers: Sequence[Path], options: Sequence[str]) -> str:
+    """Return the name of a library, with a hash of all that decides its code."""
     machine = [platform.machine(), *platform.libc_ver()]  # a home folder may be shared by unlike machines
-    of_torch = [torch.__version__, str(torch.version.git_version)]  # the commit that it was built from
-    parts = [*_texts(source, headers), *options, *of_torch, *machine]
+    of_torch = [torch.__version__, str(torch.version.git_version)]
+    files = [source, *sorted(source.with_suffix("").glob("*.*h")), *sorted(headers)]
+    parts = [*(path.read_text(encoding="utf-8") for path in files), *options, *of_torch, *machine]
     return f"{source.stem}-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}"
 
 
-def _ready_or_built(key: str, archs: Sequence[int], build: Callable[[], Path]) -> Path:
-    """Return the library of the folder that is named, else of `build`, or without a compiler of the cache."""
-    named = os.environ.get(FOLDER_VARIABLE)
+def _cache_folder() -> Path:
     try:
-        if named and (library := _ready(Path(named), key, archs)):
-            return library
-    except OSError as error:
-        raise BuildError(f"the libraries of {FOLDER_VARIABLE} are not used: {error}") from None
-    try:
-        return build()
-    except BuildError as error:
-        with suppress(OSError, BuildError):
-            if library := _ready(_cache_folder(), key, archs):
-                return library
-        raise BuildError(
-            f"{error}, nor is its library in {named} ({FOLDER_VARIABLE})" if named else str(error)
-        ) from None
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazero"
+    except RuntimeError:  # no HOME, and a user without an entry in the password file
+        raise BuildError("there is no home folder for the kernel cache; set XDG_CACHE_HOME") from None
 
 
-def _ready(folder: Path, key: str, archs: Sequence[int]) -> Path | None:
-    """Return a trusted library of a folder that fits, whichever compiler made it; None: there is none.
-
-    Raises:
-        OSError: the folder cannot be read, or others could put something into it.
-    """
-    refuse_shared(folder)
-    for library in sorted(folder.glob(f"{key}-*.so")):
-        made_for = {word for word in library.stem.split("-") if word.startswith("sm")}
-        if {f"sm{arch}" for arch in archs} <= made_for and is_sealed(library):
+def _built_before(places: Sequence[Path], name: str, targets: Sequence[str]) -> Path | None:
+    """Return the first whole library of a name that was built for all targets; None: there is none."""
+    for library in (path for folder in places for path in sorted(folder.glob(f"{name}*.so"))):
+        if set(targets) <= set(library.stem.split("-")) and is_sealed(library):
             return library
     return None
 
 
-def _said(command: Sequence[str]) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    except OSError as error:
-        raise BuildError(f"{command[0]} cannot be run: {error}") from None
-
-
-def _numbers(name: str) -> tuple[int, ...]:
-    """Return the version in a folder's name: (13, 0) of cuda-13.0."""
-    return tuple(int(part) for part in name.removeprefix("cuda").strip("-").split(".") if part.isdigit())
-
-
-def _texts(source: Path, headers: Sequence[Path]) -> list[str]:
-    """Return the text of the source and of each of its headers."""
-    own = source.with_suffix("").glob("*.*h")
-    return [path.read_text(encoding="utf-8") for path in (source, *sorted(own), *sorted(headers))]
-
-
-def _cache_folder() -> Path:
-    if (folder := cache_folder()) is None:
-        raise BuildError("there is no home folder for the kernel cache; set XDG_CACHE_HOME")
-    return folder
-
-
-def _reason(failed: Path) -> str:
-    """Return why the compiler failed, as another process has put it down."""
-    return read_file(failed, _REASON_BYTES, follow=False).decode(errors="replace")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(os.open(path, _LOCK_FLAGS, 0o600), "w") as lock:
-        # Released when the file closes, also when this process dies.
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with doing("waiting for another process that compiles the kernels"):
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _compile(source: Path, command: Sequence[str], libraries: Sequence[str], library: Path, failed: Path) -> None:
-    _LOG.info("compiling %s (%s)", source.name, library.name)
-    unfinished = library.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        code, said = compile_with([*command, str(source), *libraries, "-o", str(unfinished)], unfinished)
+def _compile(command: Sequence[str], library: Path) -> None:
+    """Run a compiler, and give its output the library's name once it is whole."""
+    _LOG.info("compiling %s", library.name)
+    with TemporaryDirectory(dir=library.parent, prefix="compiling-") as folder:
+        made = Path(folder) / library.name
+        code, said = _run([*command, "-o", str(made)])
         if code:
-            errors = [line for line in said.splitlines() if "error" in line or "spill" in line] or ["no message"]
-            reason = f"{command[0]} failed on {source.name}: {errors[0][:200]}"
-            with suppress(OSError):  # a full disk: the others will see for themselves
-                failed.write_text(reason, encoding="utf-8")
-            raise BuildError(reason)
+            lines = [line for line in said.splitlines() if any(word in line for word in ("error", "fatal", "spill"))]
+            raise BuildError(f"{command[0]} failed on {Path(command[1]).name}: {(lines or ['no message'])[0][:200]}")
         if said:
             library.with_suffix(".log").write_text(said, encoding="utf-8")
-        flush_file(unfinished)  # a power cut must not leave a name without its content
-        seal(unfinished, library)
-        failed.unlink(missing_ok=True)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        seal(made, library)
+
+
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    """Run a compiler; return its exit code and its messages. An exception ends it with all that it has started."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", process_group=0
+    ) as compiler:
+        try:
+            said = compiler.communicate()[0]
+        except BaseException:
+            os.killpg(compiler.pid, signal.SIGTERM)
+            raise
+    return compiler.returncode, said

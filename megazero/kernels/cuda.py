@@ -23,7 +23,10 @@ def load() -> str:
     archs = present_archs()
     found = library(archs)
     open_library(found)
-    start_one(torch.device("cuda"))
+    try:
+        start_one(torch.device("cuda"))
+    except BuildError as error:  # built by another nvcc, perhaps
+        raise BuildError(f"{error} (`rm {found}` lets it be built again)") from None
     return f"built with nvcc for {', '.join(f'sm_{arch}' for arch in archs)}, in {found.parent}"
 
 

@@ -142,7 +142,7 @@ def usable_engines() -> list[Engine]:
 @cache
 def _library() -> ctypes.CDLL:
     """Build the library (once per machine) and load it. Raises BuildError."""
-    path = build_library(_SOURCE, [find_gcc(), *_FLAGS], [])
+    path = build_library(_SOURCE, find_gcc, _FLAGS)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -1,11 +1,10 @@
 """Draw the loss curve of a run as a picture.
 
-The training loss of single batches is noise around a trend: it is drawn thin, with its trend on top. The trend at a
-step is the value there of the straight line that fits the rows around it best (local linear regression with tricube
-weights: Cleveland 1979, "Robust locally weighted regression and smoothing scatterplots"), always as many rows, WIDTH of
-all and at least LEAST. A mean would lag behind a falling loss where the rows lie to one side only; a window that
-shrinks towards the ends would end on the noise of the last batch. A line has neither fault, so both ends mean what the
-middle means. Validation losses are joined points: few, and each one a measurement.
+The training loss is drawn through at most POINTS points: each is the mean over the rows of its interval, at their mean
+step. What is left of the noise of single batches is thin, with its trend on top: the mean over a window of WIDTH of the
+points, at least LEAST, drawn at the middle of the window and only where a whole window fits. So a straight line is its
+own trend, and both ends mean what the middle means: no end follows the last batches. Validation losses are joined
+points: few, and each one a measurement.
 """
 
 import math
@@ -18,8 +17,8 @@ import numpy as np
 from megazero.base.picture import picture
 from megazero.observe.metrics import VALID_LOSS, valid_losses
 
-WIDTH, LEAST = 0.1, 15  # of the rows, and in rows: the window of the trend
-POINTS = 1000  # that the trend is drawn through, at most
+POINTS = 400
+WIDTH, LEAST = 0.1, 5  # of the points, and in points: the window of the trend
 TRAIN, TREND = "#9db7d5", "#1f4e8c"
 VALID = ("#d1495b", "#2a9d6f", "#e08a2c", "#7b4fa3", "#6b6b6b", "#b08968")
 
@@ -40,8 +39,8 @@ def draw_loss(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
     with picture(path, 8, 4.5) as figure:
         axes = figure.add_subplot()
         if train:
-            steps = [step for step, _ in train]
-            losses, marker = [loss for _, loss in train], "o" if len(train) == 1 else ""
+            steps, losses = means(train)
+            marker = "o" if len(train) == 1 else ""
             axes.plot(steps, losses, color=TRAIN, linewidth=0.8, marker=marker, label="training")
             axes.plot(*trend(steps, losses), color=TREND, linewidth=1.8, label="training, trend")
         for number, (name, points) in enumerate(valid.items()):
@@ -62,27 +61,24 @@ def draw_loss(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
             axes.text(0.5, 0.5, "no finite loss was logged", transform=axes.transAxes, ha="center", color="#777777")
 
 
-def trend(steps: Sequence[float], losses: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return steps, and at each the value of the line that best fits the rows around it.
+def means(points: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean step and the mean loss of at most POINTS intervals, each of about as many rows.
 
     Args:
-        steps: ascending; as many as losses. Fewer than LEAST are returned unchanged.
+        points: (step, loss), steps ascending.
     """
-    if len(steps) < LEAST:
-        return list(steps), list(losses)
-    x, y = np.asarray(steps, np.float64), np.asarray(losses, np.float64)
-    width = max(LEAST, round(WIDTH * len(x)))
-    places = np.unique(np.linspace(0, len(x) - 1, min(POINTS, len(x))).round().astype(int))
-    return x[places].tolist(), [_line_at(x, y, int(place), width) for place in places]
+    intervals = np.array_split(np.asarray(points, np.float64), min(POINTS, len(points)))
+    steps, losses = np.array([interval.mean(0) for interval in intervals]).T
+    return steps, losses
 
 
-def _line_at(x: np.ndarray, y: np.ndarray, place: int, width: int) -> float:
-    first = min(max(place - width // 2, 0), len(x) - width)  # as many rows at the ends as in the middle
-    near, values = x[first : first + width] - x[place], y[first : first + width]
-    weights = (1 - (np.abs(near) / (1.001 * np.abs(near).max())) ** 3) ** 3
-    mean, height = np.average(near, weights=weights), np.average(values, weights=weights)
-    slope = (weights * (near - mean) * (values - height)).sum() / (weights * (near - mean) ** 2).sum()
-    return float(height - slope * mean)
+def trend(steps: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the means of steps and of losses over a moving window, where a whole window fits."""
+    width = max(LEAST, round(WIDTH * len(steps)))
+    if len(steps) < width:
+        return steps[:0], losses[:0]
+    window = np.full(width, 1 / width)
+    return np.convolve(steps, window, "valid"), np.convolve(losses, window, "valid")
 
 
 def _points(rows: list[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:

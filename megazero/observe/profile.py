@@ -1,6 +1,6 @@
 """Record a torch profiler trace of a few chosen steps.
 
-The trace answers "what ran when, and what waited for what"; the table beside it answers "what took the time" without a
+The trace answers "what ran when, and what waited for what"; the table next to it answers "what took the time" without a
 viewer. Both are of this process only. Open the trace in https://ui.perfetto.dev or chrome://tracing.
 
     profile_step_00000010.json     Chrome trace, one range per step on top
@@ -10,32 +10,25 @@ The steps themselves run slower while they are recorded, so their `step_time` is
 asked for) nothing is started or written.
 """
 
-import logging
-import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
-from megazero.base.held_stderr import stderr_held
 from megazero.observe.sinks import warn
 
 TABLE_ROWS = 25
-_LOG = logging.getLogger("megazero")
-_OF_THE_LIBRARY = re.compile(r"[A-Z]+:\d{4}-\d{2}-\d{2} ")  # how the lines of kineto, torch's recorder, begin
 
 
 class Profile:
-    """A recorder of steps first_step .. first_step + num_steps - 1; as a context it also ends a run cut short.
+    """A recorder of steps first_step .. first_step + num_steps - 1.
 
-        with Profile(10, 3, folder) as profile:
-            for step in ...:
-                with profile.step(step):
-                    train(step)
+        for step in ...:
+            with profile.step(step):
+                train(step)
+        profile.close()    # writes the trace of a run that was cut short
 
     Args:
         first_step: the first step to record, numbered as in metrics.jsonl (from 1).
@@ -47,7 +40,6 @@ class Profile:
         self._steps = range(first_step, first_step + num_steps)
         self._folder = folder
         self._profiler: profile | None = None
-        self._recorded: list[int] = []
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -56,8 +48,9 @@ class Profile:
             yield
             return
         if self._profiler is None:
-            self._start()
-        self._recorded.append(step)
+            self._steps = range(step, self._steps.stop)  # a resumed run may begin between them
+            self._profiler = profile(record_shapes=True)  # on the CPU, and on a GPU if there is one
+            self._profiler.start()
         with record_function(f"step {step}"):
             yield
         if step == self._steps[-1]:
@@ -68,49 +61,13 @@ class Profile:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
-        with _library_lines_in_log():
-            profiler.stop()
-        base = self._folder / f"profile_step_{self._recorded[0]:08d}"
+        profiler.stop()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        base = self._folder / f"profile_step_{self._steps.start:08d}"
         try:
             self._folder.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(base.with_suffix(".json")))
-            base.with_suffix(".txt").write_text(self._table(profiler), encoding="utf-8")
+            table = profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=TABLE_ROWS)
+            base.with_suffix(".txt").write_text(f"operators by their own {device} time\n{table}\n", encoding="utf-8")
         except (OSError, RuntimeError) as error:
             warn(f"profile: {error}; training goes on without it")
-
-    def __enter__(self) -> "Profile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _start(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        with _library_lines_in_log():
-            self._profiler = profile(activities=activities, record_shapes=True)
-            self._profiler.start()
-
-    def _table(self, profiler: profile) -> str:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        events = profiler.key_averages()
-        title = f"steps {self._recorded[0]} to {self._recorded[-1]}, operators by their own {device} time\n"
-        return title + events.table(sort_by=f"self_{device}_time_total", row_limit=TABLE_ROWS) + "\n"
-
-
-@contextmanager
-def _library_lines_in_log() -> Iterator[None]:
-    """Move the lines that torch's recorder writes to standard error into the log; other lines stay there."""
-    lines: list[str] = []
-    try:
-        with stderr_held(lines):
-            yield
-    finally:
-        for line in lines:
-            if _OF_THE_LIBRARY.match(line):
-                _LOG.info("profiler: %s", line)
-            else:
-                print(line, file=sys.stderr)

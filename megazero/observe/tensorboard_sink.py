@@ -8,7 +8,7 @@ thread of that package; no server is involved while training.
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megazero.base.errors import UserError
+from megazero.base.packages import refuse_sinks
 from megazero.observe.metrics import Value, scalars
 
 
@@ -20,15 +20,9 @@ class TensorboardSink:
     """
 
     def __init__(self, folder: Path):
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # imported only when asked for: it takes a second
-        except ImportError as error:
-            raise UserError(
-                161,
-                f"the tensorboard package cannot be imported ({error})",
-                "run `pip install tensorboard`, or set observe.tensorboard=false",
-                where="observe.tensorboard",
-            ) from None
+        refuse_sinks(tensorboard=True)
+        from torch.utils.tensorboard import SummaryWriter  # takes a second
+
         self._open: Callable[[], SummaryWriter] = lambda: SummaryWriter(str(folder))
         self._writer: SummaryWriter | None = None
 

@@ -128,7 +128,7 @@ def build_trainer(
         """Record what this rank does where the others can read it, and on the terminal if it takes long."""
         comm.status_slot.now(step, phase)
         phases.now(phase)
-        ACTIVITIES.now(f"step {step}/{config.run.steps}", phase.partition(" of ")[0])
+        ACTIVITIES.now("step", phase.partition(" of ")[0], step, config.run.steps)
 
     def score_batches(many: list[MicroBatch]) -> list[Tensor]:
         return pipeline.evaluate(many, lambda batch: feed(batch, 0, False))

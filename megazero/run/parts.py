@@ -200,7 +200,7 @@ def _train_on(rank: _Rank, part: Part, first: int, began: float) -> Outcome:
         part, rank.site = course.part(done), replace(rank.site, job=job)
         del ready, trainer
         place.status_slot.now(done, _BETWEEN)  # not before the first step: a signal is noted, and the step is saved
-        ACTIVITIES.now(f"step {done + 1}/{config.run.steps}", _BETWEEN)
+        ACTIVITIES.now("step", _BETWEEN, done + 1, config.run.steps)
         rank.drop()
         ready = rank.build(part, time.monotonic() - began)
         found = _loaded(rank)

@@ -44,9 +44,7 @@ def draw_on(axes: Any, schedule: Schedule, timeline: Timeline) -> None:
             kind, width = timed.action.kind, timed.end - timed.start
             used[kind] = None
             shade = COLOURS[kind][min(chunks.index(timed.action.stage), 1)]
-            axes.broken_barh(
-                [(timed.start, width)], (rank - 0.4, 0.8), facecolor=shade, edgecolor="white", linewidth=0.4
-            )
+            axes.barh(rank, width, 0.8, timed.start, color=shade, edgecolor="white", linewidth=0.4)
             if numbered:
                 place = (timed.start + width / 2, rank)
                 axes.annotate(str(timed.action.micro_batch), place, ha="center", va="center", fontsize=6)

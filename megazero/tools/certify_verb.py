@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     missed, pairs = pairs_missed(allowed, layouts)
     if missed:
         tell(f"{len(layouts)} of {len(allowed)} layouts: {missed} of {pairs} pairs of values are in none of them")
-    ACTIVITIES.now("comparing layouts", "")
+    ACTIVITIES.now("comparing layouts")
     compared, rows = with_one_process(layouts), []
     for row in certify(config, compared, options.steps):
         rows.append(row)

@@ -6,8 +6,9 @@ from dataclasses import asdict
 
 import torch
 
-from megazero.kernels import cpu, cuda, ptxas, schema
+from megazero.kernels import cpu, cuda, schema
 from megazero.kernels.build import BuildError, compiler_report, find_gcc, find_nvcc
+from scripts import ptxas
 from scripts.gpu_check.findings import Asked, Row
 
 _ = schema  # defines the operations

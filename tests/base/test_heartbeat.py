@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
 import threading
@@ -41,6 +42,21 @@ class Beating:
             self.heart.tick()
         return self.stream.getvalue()
 
+    def screen(self) -> list[str]:
+        """The lines that a terminal shows of what was written."""
+        lines, row = [""], 0
+        for part in re.split(r"(\x1b\[[?0-9;]*[a-zA-Z]|\n|\r)", self.stream.getvalue()):
+            if part == "\n":
+                row += 1
+                lines += [""] * (row == len(lines))
+            elif part == "\x1b[1A":
+                row -= 1
+            elif part in ("\r", "\x1b[2K"):
+                lines[row] = ""
+            elif not part.startswith("\x1b"):
+                lines[row] += part
+        return [line for line in lines if line]
+
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
@@ -74,7 +90,7 @@ def test_in_a_log_shorter_phases_are_not_named(beating: Beating) -> None:
     """However long the whole of them is, and however short the silence: rows come in between, or do not."""
     for step in range(20):
         for phase in ("data", "forward", "backward", "update"):
-            beating.activities.now(f"step {step}/20", phase)
+            beating.activities.now("step", phase, step, 20)
             beating.after(7.0)
         if step > 10:
             with beating.heart.paused():
@@ -100,23 +116,26 @@ def test_the_inner_of_two_is_named(beating: Beating) -> None:
         assert beating.after(QUIET) == "compiling  30 s\nbuilding  60 s\n"
 
 
-def test_a_terminal_has_one_line_that_is_cleared(on_terminal: Beating) -> None:
-    with on_terminal.activities.doing("compiling", 3) as progress:
+def test_a_terminal_has_one_line_below_the_rows(on_terminal: Beating) -> None:
+    with on_terminal.activities.doing("compiling", 4) as progress:
         on_terminal.after(1.0)
         progress.advance()
         on_terminal.after(1.0)
-    with on_terminal.heart.paused():
-        on_terminal.stream.write("a row\n")
-    assert on_terminal.stream.getvalue() == ("\r\x1b[2Kcompiling 0/3  1 s\r\x1b[2Kcompiling 1/3  2 s\r\x1b[2Ka row\n")
+        with on_terminal.heart.paused():
+            on_terminal.stream.write("a row\n")
+    on_terminal.heart.end()
+    assert on_terminal.screen() == ["a row"]
+    text = on_terminal.stream.getvalue()
+    before, after = text.split("a row\n")
+    assert before.index("compiling 0/4  1 s") < before.index("compiling 1/4  2 s") and "compiling 1/4  2 s" in after
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is there"
 
 
-def test_a_line_that_somebody_else_redraws_takes_the_words(on_terminal: Beating) -> None:
-    shown: list[str] = []
-    on_terminal.heart.show_on(shown.append)
-    with on_terminal.activities.doing("saving"):
-        on_terminal.after(1.0)
-    on_terminal.heart.show_on(None)
-    assert shown == ["saving  1 s"] and on_terminal.stream.getvalue() == ""
+def test_a_short_command_has_no_line(on_terminal: Beating) -> None:
+    with on_terminal.activities.doing("loading"), on_terminal.heart.paused():
+        on_terminal.after(0.3)
+        on_terminal.stream.write("an answer\n")
+    assert on_terminal.after(0.3) == "an answer\n"
 
 
 def test_what_a_handler_of_signals_says_comes_at_the_next_beat(beating: Beating) -> None:
@@ -179,4 +198,4 @@ def test_on_a_real_terminal_the_words_fit_its_width() -> None:
     finally:
         os.close(ours)
         os.close(theirs)
-    assert shown.startswith("\r\x1b[2Kwww") and len(shown) < 100 and cleared == "\r\x1b[2K"
+    assert "\n" not in shown and 20 < shown.count("w") <= 80 and cleared.endswith("\x1b[2K")

@@ -200,7 +200,7 @@ def test_kinds_and_sizes_of_the_file(tmp_path: Path) -> None:
     path.unlink()
     (tmp_path / "elsewhere").write_bytes(manifest().to_bytes())
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"MZ-410 .*expected a regular file, got a symbolic link"):
+    with pytest.raises(UserError, match=r"MZ-410 .*symbolic link"):
         read_manifest(tmp_path)
     path.unlink()
     path.mkdir()

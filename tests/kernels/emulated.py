@@ -27,8 +27,9 @@ _FLAGS = ["-O1", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-Wall",
 @cache
 def library() -> ctypes.CDLL:
     """Built once for each state of the sources. Raises BuildError."""
-    command = [build.find_gcc(), *_FLAGS, f"-I{_SOURCE.with_suffix('')}", f"-I{_KERNELS}"]
-    loaded = ctypes.CDLL(str(build.build_library(_SOURCE, command, [], list(_KERNELS.glob("*.cuh")))))
+    folders, headers = [f"-I{_SOURCE.with_suffix('')}", f"-I{_KERNELS}"], list(_KERNELS.glob("*.cuh"))
+    path = build.build_library(_SOURCE, build.find_gcc, _FLAGS, headers=headers, folders=folders)
+    loaded = ctypes.CDLL(str(path))
     loaded.last_error.restype = ctypes.c_char_p
     loaded.norm_blocks.restype = ctypes.c_int64
     return loaded

@@ -62,6 +62,7 @@ def test_a_value_does_not_depend_on_the_interval(threads: int) -> None:
         assert torch.equal(counter.normal(1, "w", start, stop), whole[start:stop])
 
 
+@pytest.mark.full
 def test_values_are_standard_normal_and_independent() -> None:
     n = 1 << 20
     a, b = counter.normal(0, "a", 0, n), counter.normal(0, "b", 0, n)

@@ -19,7 +19,15 @@ fused = torch.ops.megazero
 # Of the largest number in a tensor: a few fp32 roundings of an exponential, a sum, a quotient. What is rounded to 16
 # bits may be off by half a unit of its last place on top.
 TOLERANCE = 1e-6
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+DTYPES = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, marks=pytest.mark.full),
+        torch.bfloat16,
+        pytest.param(torch.float16, marks=pytest.mark.full),
+    ],
+    ids=["fp32", "bf16", "fp16"],
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -243,7 +251,7 @@ def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, bad: float) -> 
         assert rows[1][7].isnan().any() or not math.isnan(bad), name
 
 
-@pytest.mark.parametrize("bits", [0x7F81, 0x7FFF, 0xFF81, 0xFFFF])
+@pytest.mark.parametrize("bits", [0x7F81, 0xFFFF])
 def test_no_nan_of_bfloat16_is_rounded_away(bits: int) -> None:
     """Of any payload and sign: rounding adds to the bits of a number, and must not carry out of a NaN's."""
     bad = torch.tensor([bits], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)

@@ -10,7 +10,10 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-from megazero.kernels import build, ptxas
+import pytest
+
+from megazero.kernels import build
+from scripts import ptxas
 from tests.kernels.test_cuda_build import SOURCE, needs_nvcc
 
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
@@ -67,6 +70,7 @@ def compiled(source: Path, folder: Path, *options: str) -> dict[str, Counter[tup
     return accesses(out.read_text())
 
 
+@pytest.mark.full
 @needs_nvcc
 def test_packs_are_whole(tmp_path: Path) -> None:
     kernels = compiled(SOURCE, tmp_path, *build._TORCH_FOLDERS, "-DTORCH_TARGET_VERSION=0x020a000000000000")
@@ -81,6 +85,7 @@ template __global__ void megazero::bias_gelu_forward<__nv_bfloat16, 8>(
 """
 
 
+@pytest.mark.full
 @needs_nvcc
 def test_a_split_store_is_found(tmp_path: Path) -> None:
     """A struct that is copied as such is split in this kernel."""

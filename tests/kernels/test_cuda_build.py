@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.kernels import build, cpu, cuda, ptxas, schema
+from megazero.kernels import build, cpu, cuda, schema
 from megazero.kernels.build import BuildError
+from scripts import ptxas
 
 SOURCE = Path(build.__file__).parent / "csrc" / "cuda.cu"
 _ = schema  # defines the operations
@@ -26,7 +27,8 @@ needs_nvcc = pytest.mark.skipif(_nvcc() is None, reason="no nvcc on this machine
 
 def check(archs: list[int]) -> None:
     library = build.build_cuda(SOURCE, archs)
-    rows = ptxas.resources(build.compiler_report(library))
+    found = ptxas.resources(build.compiler_report(library))
+    rows = [row for row in found if row.arch in archs]  # a library for more may lie ready
     print(ptxas.table(rows))
     kernels = {row.kernel for row in rows}
     assert {row.arch for row in rows} == set(archs)
@@ -80,10 +82,11 @@ def test_kernels_that_do_not_start_are_known_before_they_are_chosen(monkeypatch:
 @needs_nvcc
 @pytest.mark.full
 def test_all_architectures() -> None:
-    check(build.release_archs(build.find_nvcc()))
+    check(ptxas.release_archs(build.find_nvcc()))
 
 
 @needs_nvcc
+@pytest.mark.full
 def test_a_spill_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = tmp_path / "spilling.cu"
@@ -104,7 +107,7 @@ def test_a_spill_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @needs_nvcc
 def test_an_architecture_that_nvcc_does_not_know() -> None:
-    with pytest.raises(BuildError, match="sm_999"):
+    with pytest.raises(BuildError, match=r"nvcc failed on .*_999"):
         build.build_cuda(SOURCE, [90, 999])
 
 
@@ -121,8 +124,8 @@ def test_nvcc_of_cuda_home_comes_first(tmp_path: Path, monkeypatch: pytest.Monke
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert build.find_nvcc() == str(nvcc)
-    assert build.known_archs(str(nvcc)) == [70, 80, 90, 120]
-    assert build.release_archs(str(nvcc)) == [70, 80, 90, 120]
+    assert ptxas.known_archs(str(nvcc)) == [70, 80, 90, 120]
+    assert ptxas.release_archs(str(nvcc)) == [70, 80, 90, 120]
 
 
 REPORT = """\

@@ -46,6 +46,7 @@ def errors(emulated: Emulated, name: str, arguments: tuple) -> float:
     return max(distances(name, arguments, results(emulated, name, arguments)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=7)
 @given(
@@ -64,6 +65,7 @@ def test_operation(
 
 
 # Where a launcher changes to another kernel: a row held in fewer or more registers, or not at all.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "dtype", "columns"),
     [
@@ -83,12 +85,14 @@ def test_wide_rows(name: str, dtype: torch.dtype, columns: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_order_of_threads_changes_nothing(name: str) -> None:
-    """Bit for bit: no barrier is missing where the two orders would show it, and sums have one order."""
+    """Results are right, and equal bit for bit: no barrier is missing where the two orders show it."""
     arguments = sample(name, torch.bfloat16, SMALL)
+    assert errors(Emulated(), name, arguments) <= 1
     up, down = (results(Emulated(descending=descending), name, arguments) for descending in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(up, down, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["bias_gelu", "bias_gelu_backward"])
 def test_gelu_without_a_bias(name: str, dtype: torch.dtype) -> None:
@@ -104,6 +108,7 @@ def test_rotary_of_every_sample_s_own_positions(inverse: bool) -> None:
     assert errors(Emulated(), "rotary", (x, angles.cos(), angles.sin(), inverse)) <= 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drop", [0.0, 0.1, 0.5, 0.999, 1 - 2**-33])
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(0, 2**31))
 @settings(max_examples=5)
@@ -117,6 +122,7 @@ def test_the_mask_is_the_counter_s(drop: float, key: int, columns: int, seed: in
     assert torch.equal(found != 0, keep)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_that_are_not_finite(poison: float, dtype: torch.dtype) -> None:
@@ -205,6 +211,7 @@ def test_a_value_that_is_not_finite_reaches_its_own_sum(poison: float) -> None:
     assert Emulated().sums_of_squares(flats).isfinite().tolist() == [True, False, True]
 
 
+@pytest.mark.full
 def test_sums_of_squares_of_more_tensors_than_one_launch_takes() -> None:
     """Empty ones at every place, also at both ends of a launch; each sum has the bits that it has alone."""
     generator, sizes = torch.Generator().manual_seed(0), [0, 1, 40_000, 0, 32_768, 7, 0, 32_769]
@@ -330,6 +337,7 @@ def _loss_gradient(x: Tensor, y: Tensor) -> Tensor:
     return expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", [_gelu, _swiglu, _dropout, _norm, _cast, _loss_gradient])
 def test_more_than_2_to_the_31_elements(run: Callable[[Tensor, Tensor], Tensor]) -> None:
     x = big(torch.randn(TAIL, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16())
@@ -338,6 +346,7 @@ def test_more_than_2_to_the_31_elements(run: Callable[[Tensor, Tensor], Tensor])
     assert distance(tail(y), expected) <= 1
 
 
+@pytest.mark.full
 def test_the_last_parts_of_a_long_sum() -> None:
     flat = big(torch.randn(TAIL, COLUMNS).bfloat16())
     blocks = FLAT // (1 << 15)

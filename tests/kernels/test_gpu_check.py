@@ -293,6 +293,7 @@ def test_other_losses_are_a_failure() -> None:
     assert steps.agreed({"name": "x", "absent": "no memory"}, losses) == {"name": "x", "absent": "no memory"}
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_a_line_and_peers_try_half(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
@@ -406,6 +407,7 @@ def test_what_is_carried_is_in_the_lock_file() -> None:
     assert set(carry.LOCKED) <= names
 
 
+@pytest.mark.full
 def test_steps_take_the_run_s_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are watched, and those that are timed."""
     models = []

@@ -16,6 +16,7 @@ from tests.kernels.test_gpu_check import needs_gcc
 CPU = Asked(torch.device("cpu"), tiny=True)
 
 
+@pytest.mark.full
 @needs_gcc
 def test_ranks_and_fused_kernels_compute_what_one_process_does(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

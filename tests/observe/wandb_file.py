@@ -32,6 +32,10 @@ def read(path: Path) -> Recorded:
         if kind == "run":
             found.name = record.run.display_name
             found.config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        elif kind == "config":
+            found.config |= {
+                item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.config.update
+            }
         elif kind == "history":
             items = record.history.item
             found.history.append({item.key or item.nested_key[0]: json.loads(item.value_json) for item in items})

@@ -21,13 +21,13 @@ from megazero.data.windows import MicroBatch
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.kernels.select import choose
 from megazero.observe.allocations import Allocations
-from megazero.observe.timeline import by_origin
 from megazero.plan.job import Job
 from megazero.run.session import launch
 from megazero.schedules.repeat import unshortened
 from megazero.tools.dry_run.dry_run import Simulated, simulate, two_steps
 from megazero.tools.dry_run.repetition import RecordingLedger
 from megazero.tools.dry_run.report import as_planned
+from megazero.tools.dry_run.timeline import by_origin
 from megazero.zero.placement import Precision
 from tests.layouts import CPU, SHAPES, Wires, config_of, disks_of, ids, job_on, pairwise, rewired
 from tests.ranks import run_ranks
@@ -93,7 +93,7 @@ def check_plan(found: Simulated) -> None:
     An update's own working memory, which the formulas leave out, is the most only in models as small as these. Over
     sockets messages are kept until the step ends.
     """
-    most = max(as_planned(s.highest) for s in found.steady.timeline.stretches() if s.action != "update")
+    most = max(as_planned(s.highest) for s in found.steady.timeline.stretches() if s.highest.place.action != "update")
     messages = sum(sent.bytes_sent for sent in found.steady.traffic.get("pipeline", {}).values())
     assert 0.97 * found.planned.peak <= most <= 1.03 * found.planned.peak + messages
     sent = {axis: {p: s.bytes_sent for p, s in of.items() if s.bytes_sent} for axis, of in found.steady.traffic.items()}
@@ -181,7 +181,7 @@ def test_many_micro_batches_need_what_the_formulas_say(options: tuple[str, ...])
     config = load("tiny", [*sizes, *options])
     for rank in (0, 7):
         found = simulate(config, rank, 8, "cuda")
-        moments = [s.highest for s in found.steady.timeline.stretches() if s.action != "update"]
+        moments = [s.highest for s in found.steady.timeline.stretches() if s.highest.place.action != "update"]
         assert found.planned.peak == pytest.approx(max(map(as_planned, moments)), rel=0.03)
 
 

@@ -37,7 +37,6 @@ from megazero.config.schema import Config
 from megazero.data.windows import MicroBatch
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose, for_host
-from megazero.observe.timeline import MemoryTimeline
 from megazero.pipeline.executor import BACKWARDS, Pipeline
 from megazero.plan.memory import DISK, HOST, RankMemory
 from megazero.plan.traffic import traffic
@@ -46,6 +45,7 @@ from megazero.schedules.actions import Action, Kind
 from megazero.schedules.repeat import Shortened, shortened
 from megazero.tools.dry_run.idle_disk import IdleDisk
 from megazero.tools.dry_run.repetition import Operation, RecordingLedger, Repeated, Repetition, repeated, sent_since
+from megazero.tools.dry_run.timeline import MemoryTimeline
 
 CPU = torch.device("cpu")
 

@@ -5,9 +5,9 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 from megazero.comm.ledger import Ledger, Sent
-from megazero.observe.timeline import MemoryTimeline
 from megazero.schedules.actions import Action
 from megazero.schedules.repeat import Block, Shortened
+from megazero.tools.dry_run.timeline import MemoryTimeline
 
 Traffic = dict[str, dict[str, Sent]]
 

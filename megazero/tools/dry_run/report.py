@@ -9,11 +9,11 @@ from typing import Any
 from megazero.base.picture import picture
 from megazero.base.terminal import WIDEST_TABLE, megabytes, wrapped
 from megazero.comm.grid import Grid
-from megazero.observe.timeline import MemoryMoment, by_origin
 from megazero.plan.memory import DISK, HOST
 from megazero.run.plan_check import NOT_PLANNED
 from megazero.tools.dry_run.dry_run import Simulated, StepRecord
 from megazero.tools.dry_run.repetition import Repeated
+from megazero.tools.dry_run.timeline import MemoryMoment, by_origin
 
 _SHOWN = 8  # origins of what is there at the peak
 
@@ -131,8 +131,8 @@ def _step(record: StepRecord) -> dict[str, Any]:
     ]
     timeline = [
         {
-            "action": stretch.action,
-            "part": stretch.part,
+            "action": stretch.highest.place.action,
+            "part": stretch.highest.place.part,
             "peak_bytes": stretch.highest.total,
             "end_bytes": stretch.end,
             "bytes": {category: size for category, size in stretch.highest.bytes.items() if size},

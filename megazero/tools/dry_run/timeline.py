@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -76,8 +77,6 @@ class MemoryMoment:
 class Stretch:
     """A part of the model in one action: its peak, and the bytes held at its end."""
 
-    action: str
-    part: str
     highest: MemoryMoment
     end: int
 
@@ -93,9 +92,8 @@ class MemoryTimeline(Allocations):
         super().__init__()
         self.allocations: list[Allocation] = []
         self._held = {category: size for category, size in held.items() if size}
-        self._events: list[
-            tuple[int, AllocationSite, str]
-        ] = []  # number from 1, negative when it goes; where; operation
+        # Number from 1, negative when it goes; where; operation.
+        self._events: list[tuple[int, AllocationSite, str]] = []
         self._place, self._operation = AllocationSite("", ""), ""
         self._counted: list[int] = []  # sizes that the ledger was told of, and that have not been seen yet
         self._repeated: dict[_Kind, list[int]] = {}  # numbers of what `repeat` counted and has not freed yet
@@ -167,17 +165,14 @@ class MemoryTimeline(Allocations):
 
     def stretches(self) -> Iterator[Stretch]:
         """Yield the stretches of the step from its beginning to its end."""
-        highest: MemoryMoment | None = None
-        end = 0
-        for moment in self._moments():
-            if highest is not None and _stretch(highest) != _stretch(moment):
-                yield Stretch(*_stretch(highest), highest, end)
-                highest = None
-            end = moment.total
-            if highest is None or end > highest.total:
-                highest = MemoryMoment(moment.place, moment.operation, dict(moment.bytes))
-        if highest is not None:
-            yield Stretch(*_stretch(highest), highest, end)
+        for _, moments in groupby(self._moments(), lambda moment: (moment.place.action, moment.place.part)):
+            highest, end = None, 0
+            for moment in moments:
+                end = moment.total
+                if highest is None or end > highest.total:
+                    highest = MemoryMoment(moment.place, moment.operation, dict(moment.bytes))
+            assert highest is not None, "a group is not empty"
+            yield Stretch(highest, end)
 
     def peak_live(self) -> tuple[MemoryMoment, list[Allocation]]:
         """Return the peak, and the allocations live then that the ledger does not count."""
@@ -236,7 +231,3 @@ def by_origin(live: list[Allocation]) -> list[tuple[int, int, str, str]]:
 
 def _kind(allocation: Allocation) -> _Kind:
     return _Kind(allocation.category, allocation.size, allocation.operation)
-
-
-def _stretch(moment: MemoryMoment) -> tuple[str, str]:
-    return moment.place.action, moment.place.part

@@ -1,9 +1,16 @@
-"""The resources that each CUDA kernel takes of a multiprocessor, as ptxas reported them when it was built."""
+"""The resources that each CUDA kernel takes of a multiprocessor, as ptxas reported them when it was built.
+
+python -m scripts.ptxas      # of every kernel, on each architecture of a release: some minutes, needs no GPU
+"""
 
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass, replace
+
+from megazero.kernels import cuda
+from megazero.kernels.build import BuildError, compiler_report, find_nvcc
 
 _ENTRY = re.compile(r"Compiling entry function '(\S+)' for 'sm_(\d+)[a-z]*'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -17,6 +24,8 @@ _REGISTERS = 65_536
 _REGISTER_UNIT = 256
 _WARP = 32
 _THREADS = {70: 2048, 75: 1024, 80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 103: 2048, 120: 1536}
+_OLDEST_ARCH = 70  # Volta: older ones have no tensor cores
+_RELEASE_ARCHS = (80, 90, 100, 120)
 _BLOCKS = {70: 32, 75: 16, 80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 103: 32, 120: 24}
 
 
@@ -101,3 +110,31 @@ def _short(line: str) -> str:
     line = line.removeprefix("void ").replace("megazero::", "")
     line = line.replace("__nv_bfloat16", "bf16").replace("__half", "fp16").replace("float", "fp32")
     return line.split("(")[0]
+
+
+def known_archs(nvcc: str) -> list[int]:
+    """Return the compute capabilities that nvcc compiles for, ascending, from 70 on."""
+    lines = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
+    archs = sorted(int(line.removeprefix("compute_")) for line in lines if line.startswith("compute_"))
+    return [arch for arch in archs if arch >= _OLDEST_ARCH]
+
+
+def release_archs(nvcc: str) -> list[int]:
+    """Return the architectures of a library for any machine: the oldest that nvcc knows, 80, 90, 100 and 120."""
+    known = known_archs(nvcc)
+    return sorted({known[0], *(arch for arch in _RELEASE_ARCHS if arch in known)})
+
+
+def main() -> int:
+    """Print the registers and spills of each CUDA kernel; return 1 if the kernels cannot be built."""
+    try:
+        library = cuda.library(release_archs(find_nvcc()))
+    except BuildError as error:
+        print(f"cuda kernels: not built, {error}", file=sys.stderr)
+        return 1
+    print(table(resources(compiler_report(library))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
