@@ -15,18 +15,18 @@ Prompt and answer are encoded apart, as they are when text is generated; so are 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from data_tools.marks import BEGIN, BREAK, END
 from data_tools.selection import MISSING, Condition, Refuse, Run, passes, value_at
-from data_tools.templates import RenderError, Template
+from data_tools.templates import BEGIN, END, RenderError, Template
 from megazero.base.errors import UserError
 
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ANSWERS = "assistant"  # the role, as transformers' templates have it
+_BREAK = "\ufdd2"  # inside a name that is text; like BEGIN and END no character
 _BAD_RECORD = 227
 
 
@@ -46,10 +46,6 @@ class Chat:
     field: str
     where: tuple[Condition, ...] = ()
 
-    def __str__(self) -> str:
-        rendered_by = (self.template.source, sorted(self.template.names.items()), sorted(self.specials.items()))
-        return " ".join([repr(rendered_by), self.field, *map(str, self.where)])
-
     @property
     def paths(self) -> list[str]:
         """Every path that is looked at, once."""
@@ -66,24 +62,15 @@ class Chat:
             return None
         try:
             messages, tools = self._given(record, refuse)
-            size = len(str(messages)) + len(str(tools))
-        except RecursionError:
-            raise refuse("its objects lie in each other too deep") from None
-        if not messages:
-            return []
-        try:
-            with self.template.bounded(size):
-                stretches = self._stretches(messages, tools)
+            stretches = self._stretches(messages, tools) if messages else []
             runs = [run for text, scored in stretches for run in self._runs(text, scored)]
             for run in runs:
                 run.text.encode()
+        except RecursionError:
+            raise refuse("its objects lie in each other too deep") from None
         except RenderError as error:
-            what, do = f"the template raises: {error}", "mend the record or the template, or give --skip-bad"
-            raise UserError(_BAD_RECORD, what, do, where=refuse("").where) from None
-        except _OtherwiseError as error:
-            what = f"message {error.message} is not rendered as a prompt and what follows, so its answer cannot be told"
-            do = "mark answers by {% generation %} in the template, or give --skip-bad"
-            raise UserError(_BAD_RECORD, what, do, where=refuse("").where) from None
+            do = "repair the record, mark answers by {% generation %} in the template, or give --skip-bad"
+            raise UserError(_BAD_RECORD, str(error), do, where=refuse("").where) from None
         except UnicodeEncodeError as error:
             raise refuse(f"character {error.start:,} of a text is half a surrogate pair, not a character") from error
         return runs if any(run.scored for run in runs) else []
@@ -103,18 +90,11 @@ class Chat:
                 raise refuse(f'message {number}: expected under "role" a name such as user, got {role!r:.40}')
             if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
                 raise refuse(f'message {number}: expected text under "content", got {type(content).__name__}')
-            given = self._guard.value(message, refuse) | {"role": role}
-            if content is not None:
-                given["content"] = self._guard.text(content, refuse, inside=True)
-            messages.append(given)
-        return messages, self._guard.value(record.get("tools"), refuse)
+            messages.append(self._broken(message, refuse) | {"role": role})
+        return messages, self._broken(record.get("tools"), refuse)
 
     def _stretches(self, messages: list[dict[str, Any]], tools: Any) -> list[tuple[str, bool]]:
-        """Return the rendered text in stretches, with whether each is an answer.
-
-        Raises:
-            RenderError, _OtherwiseError: the template does not suit the record.
-        """
+        """Return the rendered text in stretches, with whether each is an answer. Raises RenderError."""
         whole = self.template.render(messages, tools, prompt=False)
         if self.template.marks_answers:
             return _marked(whole)
@@ -123,7 +103,8 @@ class Chat:
             before = self.template.render(messages[:i], tools, prompt=True)
             behind = whole if i + 1 == len(messages) else self.template.render(messages[: i + 1], tools, prompt=False)
             if not (whole.startswith(behind) and behind.startswith(before) and at <= len(before)):
-                raise _OtherwiseError(i + 1)
+                what = f"message {i + 1} is not rendered as a prompt and what follows, so its answer cannot be told"
+                raise RenderError(what)
             text = whole[len(before) : len(behind)]
             end = self._ends.search(text)
             size = len(text) if end is None else end.end()
@@ -133,87 +114,62 @@ class Chat:
 
     def _runs(self, text: str, scored: bool) -> list[Run]:
         """Return a stretch as runs: the names of special tokens, and the text between them."""
-        parts = self._guard.names.split(text)
+        parts = self._names.split(text)
         runs = [Run(part, scored, self.specials[part] if at % 2 else None) for at, part in enumerate(parts) if part]
-        return [Run(run.text.replace(BREAK, ""), run.scored, run.id) for run in runs]
+        return [Run(run.text.replace(_BREAK, ""), run.scored, run.id) for run in runs]
+
+    def _broken(self, value: Any, refuse: Refuse) -> Any:
+        """Return a value whose strings, at any depth, have no name of a special token. Raises what `refuse` makes.
+
+        A name is broken by a mark behind its first character. A mark at the end, or the beginning, of a string without
+        its white space, which templates take off, breaks a name that text beside it would complete.
+        """
+        if isinstance(value, list):
+            return [self._broken(each, refuse) for each in value]
+        if isinstance(value, dict):
+            return {self._starts.sub(rf"\1{_BREAK}", key): self._broken(each, refuse) for key, each in value.items()}
+        if not isinstance(value, str):
+            return value
+        if odd := next((mark for mark in (BEGIN, END, _BREAK) if mark in value), None):
+            raise refuse(f"U+{ord(odd):04X} stands in a text, which Unicode gives to no character")
+        text = self._starts.sub(rf"\1{_BREAK}", value)
+        body, start = text.strip(), len(text) - len(text.lstrip())
+        before, behind = self._parts
+        last = _BREAK if body.endswith(before) else ""
+        first = _BREAK if body.startswith(behind) else ""
+        return f"{text[:start]}{first}{body}{last}{text[start + len(body) :]}"
 
     @cached_property
-    def _guard(self) -> "_Guard":
-        return _Guard([name for name in self.specials if len(name) > 1])
+    def _name(self) -> str:
+        """Return the pattern of a special token's name, the longest of several."""
+        names = sorted((name for name in self.specials if len(name) > 1), key=lambda name: (-len(name), name))
+        return "|".join(map(re.escape, names)) or "(?!)"
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        """Return what finds a name; a group, as `split` wants it."""
+        return re.compile(f"({self._name})")
+
+    @cached_property
+    def _starts(self) -> re.Pattern[str]:
+        """Return what finds the first character of each name, also of names that overlap."""
+        return re.compile(f"(?=(?:{self._name}))(.)", re.DOTALL)
 
     @cached_property
     def _ends(self) -> re.Pattern[str]:
-        """Return what finds a special token with nothing but white space behind it."""
-        return re.compile(rf"{self._guard.names.pattern}(?=\s*\Z)")
+        """Return what finds a name with nothing but white space behind it."""
+        return re.compile(rf"(?:{self._name})(?=\s*\Z)")
 
-
-class _OtherwiseError(Exception):
-    """An error for a message whose rendering changes with what follows it."""
-
-    def __init__(self, message: int):
-        super().__init__(message)
-        self.message = message
+    @cached_property
+    def _parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the beginnings of names, and their endings, each without the whole."""
+        cuts = [(name, at) for name in self.specials for at in range(1, len(name))]
+        return tuple({name[:at] for name, at in cuts}), tuple({name[at:] for name, at in cuts})
 
 
 def _marked(text: str) -> list[tuple[str, bool]]:
     """Return a rendered text in stretches, those between BEGIN and END as answers. Raises RenderError."""
-    found: list[tuple[str, bool]] = []
-    inside = False
-    for part in re.split(f"([{BEGIN}{END}])", text):
-        if part in (BEGIN, END):
-            if inside != (part == END):
-                raise RenderError("{% generation %} blocks lie in each other, or are cut")
-            inside = not inside
-        elif part:
-            found.append((part, inside))
-    if inside:
-        raise RenderError("a {% generation %} block is cut")
-    return found
-
-
-class _Guard:
-    """Breaks the names of special tokens in the strings of a record, so that they are text where they are rendered.
-
-    Attributes:
-        names: finds a name, the longest of several; a group, as `split` wants it.
-    """
-
-    def __init__(self, names: Sequence[str]):
-        either = "|".join(map(re.escape, sorted(names, key=lambda name: (-len(name), name)))) or "(?!)"
-        self.names = re.compile(f"({either})")
-        self._begins = re.compile(f"(?=(?:{either}))(.)", re.DOTALL)  # also of names that overlap
-        self._beginnings = {name[:size] for name in names for size in range(1, len(name))}
-        self._endings = {name[size:] for name in names for size in range(1, len(name))}
-        self._names, self._longest = names, max(map(len, names), default=1)
-
-    def value(self, value: Any, refuse: Refuse) -> Any:
-        """Return a value with its strings broken, at any depth. Raises what `refuse` makes."""
-        if isinstance(value, str):
-            return self.text(value, refuse)
-        if isinstance(value, list):
-            return [self.value(each, refuse) for each in value]
-        if isinstance(value, dict):
-            return {self._begins.sub(rf"\1{BREAK}", key): self.value(each, refuse) for key, each in value.items()}
-        return value
-
-    def text(self, text: str, refuse: Refuse, *, inside: bool = False) -> str:
-        """Return a text whose names are broken, also those that what is before or behind it would complete.
-
-        Args:
-            inside: also where all of it is the inside of a name. (Only of messages: a template compares other values.)
-
-        Raises:
-            UserError: made by `refuse`: it has a character that is none.
-        """
-        if odd := next((mark for mark in (BEGIN, END, BREAK) if mark in text), None):
-            raise refuse(f"U+{ord(odd):04X} stands in a text, which Unicode gives to no character")
-        text = self._begins.sub(rf"\1{BREAK}", text)
-        body = text.strip()  # as templates do
-        sizes = range(1, min(self._longest, len(body) + 1))
-        start = len(text) - len(text.lstrip())
-        if any(body[-size:] in self._beginnings for size in sizes):
-            text = text[: start + len(body)] + BREAK + text[start + len(body) :]
-        middle = inside and body and any(body in name for name in self._names)
-        if middle or any(body[:size] in self._endings for size in sizes):
-            text = text[:start] + BREAK + text[start:]
-        return text
+    parts = re.split(f"([{BEGIN}{END}])", text)
+    if parts[1::2] != [BEGIN, END] * (len(parts) // 4):
+        raise RenderError("{% generation %} blocks lie in each other, or are cut")
+    return [(part, at % 2 == 1) for at, part in enumerate(parts[::2]) if part]

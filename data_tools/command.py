@@ -31,7 +31,12 @@ class Parser(argparse.ArgumentParser):
     """A parser whose faults are one line with a code, like all others."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(190, message, f"see `{self.prog} --help`", where=self.prog.removeprefix("megazero "))
+        raise UserError(190, message, f"see `{self.prog} --help`", where=self.verb)
+
+    @property
+    def verb(self) -> str:
+        """Return the name of the command, without that of the program."""
+        return self.prog.removeprefix("megazero ")
 
 
 def prefix(text: str) -> Path:
@@ -105,7 +110,7 @@ def run(
     except OSError as error:
         if error.errno == errno.ENOSPC:
             _silence_stdout()
-        where = error.filename or parser.prog.removeprefix("megazero ")
+        where = error.filename or parser.verb
         what = f"the system refused: {error.strerror}"
         tell(UserError(218, what, "check the disk and the permissions", where=where))
         return 1

@@ -18,14 +18,14 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from io import BufferedIOBase
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
 
 import xxhash
 
 from data_tools.files import COMPRESSED, TABLES, DamagedError, kind_of, open_text
-from data_tools.places import Mark, Part, Span
+from data_tools.places import Part, Span
 from data_tools.selection import Run, Select, Taken
 from data_tools.skipped import Skipped
 from data_tools.tables import most_text, rows
@@ -58,8 +58,6 @@ class Piece:
         last: it ends its document.
         cut: it ends where the ids may not be those of the whole document.
         bytes_read: how much of the file was read for it, to show progress.
-        record: the number of its record in the file, from 1.
-        mark: the place behind it; only of a last piece.
         digest: of the document, where duplicates are looked for; only of a last piece.
         scored: its tokens are trained on.
         id: of the special token that it is; None: its text is to be encoded.
@@ -69,9 +67,7 @@ class Piece:
     last: bool
     bytes_read: int
     cut: bool = False
-    record: int = 1
-    mark: Mark | None = None
-    digest: bytes | None = None
+    digest: str | None = None
     scored: bool = True
     id: int | None = None
 
@@ -105,33 +101,22 @@ def _walk(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
         yield from (path for path in paths if path.is_file())  # a FIFO would block for ever
 
 
-_TEXT_FIELD, _ALL, _BEGINNING = Select(), Part(), Mark()
-
-
-class Known:
-    """The documents that have been there, by a hash of 128 bits of their text."""
-
-    def __init__(self, digests: Sequence[bytes] = ()):
-        self._digests = set(digests)
-
-    def is_new(self, digest: bytes) -> bool:
-        """Return whether it has not been there, and remember it."""
-        before = len(self._digests)
-        self._digests.add(digest)
-        return len(self._digests) > before
+_TEXT_FIELD, _ALL = Select(), Part()
 
 
 class Reader:
-    """A reader of the documents of a corpus, in order, from a place in it.
+    """A reader of the documents of a corpus, in order.
 
     Args:
         files: all files of the corpus.
         select: what is taken of records.
         skipped: takes what is bad; None: that is refused.
         part: what is read of them.
-        known: documents that have been there are left out; None: nobody asks.
-        start: the place to begin behind.
+        known: hashes of documents that have been there, which are left out; None: those that come again are read again.
         whole: no document is to be cut, as a cut anywhere may change ids.
+
+    Attributes:
+        filtered, duplicates: records that did not pass, or have been there before, so far.
 
     Raises:
         UserError: 162, a package is missing; 211 unreadable file, 212 not UTF-8 (file and byte), 213 not the expected
@@ -145,25 +130,21 @@ class Reader:
         skipped: Skipped | None = None,
         *,
         part: Part = _ALL,
-        known: Known | None = None,
-        start: Mark = _BEGINNING,
+        known: set[str] | None = None,
         whole: bool = False,
     ):
-        self._files, self._select, self._skipped, self._known, self._start = files, select, skipped, known, start
+        self._files, self._select, self._skipped, self._known = files, select, skipped, known
         self._whole = whole
         self._spans = part.spans([path.stat().st_size for path in files])
-        self._filtered, self._duplicates = start.filtered, start.duplicates
+        self.filtered = self.duplicates = 0
         self._pending = 0  # bytes of records without a piece
 
     def __iter__(self) -> Iterator[Piece]:
-        for index in range(self._start.file, len(self._files)):
-            path, span = self._files[index], self._spans[index]
-            done = self._start.record if index == self._start.file else 0
+        for path, span in zip(self._files, self._spans, strict=True):
             try:
-                for piece in self._pieces(path, span, done):
+                for piece in self._pieces(path, span):
                     if piece.last:
-                        mark = self._mark(index, piece.record)
-                        piece = replace(piece, mark=mark, bytes_read=piece.bytes_read + self._pending)
+                        piece = replace(piece, bytes_read=piece.bytes_read + self._pending)
                         self._pending = 0
                     yield piece
             except DamagedError as error:
@@ -171,25 +152,15 @@ class Reader:
             except OSError as error:
                 raise _unreadable(path, error) from error
 
-    def end(self) -> Mark:
-        """Return the place behind all files, once they have been read."""
-        return self._mark(len(self._files), 0)
-
-    def _mark(self, file: int, record: int) -> Mark:
-        rejected = self._skipped.count if self._skipped is not None else 0
-        return Mark(file, record, rejected, self._filtered, self._duplicates)
-
-    def _pieces(self, path: Path, span: Span, done: int) -> Iterator[Piece]:
+    def _pieces(self, path: Path, span: Span) -> Iterator[Piece]:
         kind = kind_of(path)
         if kind == ".jsonl" and path.suffix == kind:
-            return self._lines(path, span.start, span.stop, done) if span.start < span.stop else iter(())
+            return self._lines(path, span.start, span.stop) if span.start < span.stop else iter(())
         if not span.begins:
             return iter(())
         if kind == ".jsonl":
-            return self._lines(path, 0, None, done)
-        if kind in TABLES and path.suffix == kind:
-            return self._rows(path, done)
-        return iter(()) if done else self._text(path)
+            return self._lines(path, 0, None)
+        return self._rows(path) if path.suffix in TABLES else self._text(path)
 
     def _refuse(self, error: UserError) -> None:
         """Count what is bad, where the user has asked for that; else, and of a bad template, raise the error."""
@@ -197,22 +168,29 @@ class Reader:
             raise error
         self._skipped.add(error)
 
-    def _take(self, runs: list[Run] | None, size: int, record: int) -> Iterator[Piece]:
+    def _take(self, runs: list[Run] | None, size: int) -> Iterator[Piece]:
         """Yield the document of a record, unless it did not pass, or has been there."""
         digest = None
         if self._known is not None and (text := "".join(run.text for run in runs or ())):
-            digest = xxhash.xxh3_128_digest(text.encode())
-            if not self._known.is_new(digest):
-                self._duplicates += 1
+            digest = xxhash.xxh3_128_hexdigest(text.encode())
+            if not self._is_new(digest):
                 self._pending += size
                 return
         if runs is None:
-            self._filtered += 1
+            self.filtered += 1
             self._pending += size
             return
         *pieces, end = chain.from_iterable(map(self._pieces_of, runs or [Run("")]))
-        yield from (replace(piece, record=record) for piece in pieces)
-        yield replace(end, last=True, bytes_read=size, record=record, digest=digest)
+        yield from pieces
+        yield replace(end, last=True, bytes_read=size, digest=digest)
+
+    def _is_new(self, digest: str) -> bool:
+        """Return whether a document has not been there, and remember it."""
+        if self._known is None or digest in self._known:
+            self.duplicates += 1
+            return False
+        self._known.add(digest)
+        return True
 
     def _pieces_of(self, run: Run) -> Iterator[Piece]:
         """Yield a run that is whole in memory in pieces; no piece ends its document."""
@@ -237,16 +215,15 @@ class Reader:
                 self._refuse(error if isinstance(error, UserError) else _unreadable(path, error))
                 return
             if self._known is not None and size:
-                digest = hashed.digest()
-                if not self._known.is_new(digest):
-                    self._duplicates += 1
+                digest = hashed.hexdigest()
+                if not self._is_new(digest):
                     return
         with open_text(path) as file:
             for piece in _cut(_blocks(file, path), self._whole):
                 yield replace(piece, digest=digest) if piece.last else piece
 
-    def _lines(self, path: Path, start: int, stop: int | None, done: int) -> Iterator[Piece]:
-        """Yield the documents of lines that begin in [start, stop) of a file of JSON lines, but the first `done`."""
+    def _lines(self, path: Path, start: int, stop: int | None) -> Iterator[Piece]:
+        """Yield the documents of lines that begin in [start, stop) of a file of JSON lines."""
         with open_text(path) as file:
             offset = start
             if start:
@@ -255,24 +232,22 @@ class Reader:
             for number in range(1, 2**62):
                 if (stop is not None and offset >= stop) or not (line := file.readline(LINE_BYTES + 1)):
                     return
-                size = len(line)
-                if number > done:
-                    where = f"{path}, byte {offset:,}" if start else f"{path}:{number}"
-                    try:
-                        record = _json_record(line, path, where, number == 1 and not start, offset)
-                        if record is not _BLANK:
-                            yield from self._take(self._select.runs(record, _refuser(where)), size, number)
-                    except UserError as error:
-                        self._refuse(UserError(error.code, error.what, error.do, where=error.where))
-                        self._pending += size
+                size, where = len(line), f"{path}, byte {offset:,}" if start else f"{path}:{number}"
+                try:
+                    record = _json_record(line, where, number == 1 and not start, offset)
+                    if record is not _BLANK:
+                        yield from self._take(self._select.runs(record, _refuser(where)), size)
+                except UserError as error:
+                    self._refuse(error)
+                    self._pending += size
                 if size > LINE_BYTES and not line.endswith(b"\n"):  # the rest of it is no line
                     size += len(_rest_of_line(file, line))
                 offset += size
 
-    def _rows(self, path: Path, done: int) -> Iterator[Piece]:
-        """Yield the documents of the rows of a table, but the first `done`."""
+    def _rows(self, path: Path) -> Iterator[Piece]:
+        """Yield the documents of the rows of a table."""
         text, most = 0, most_text(path)
-        for number, row in enumerate(rows(path, self._select, done), start=done + 1):
+        for number, row in enumerate(rows(path, self._select), start=1):
             refuse = _refuser(f"{path}, row {number}")
             try:
                 if isinstance(row, Exception):
@@ -285,7 +260,7 @@ class Reader:
             text += size
             if text > most:
                 raise DamagedError(f"expands to more than {most:,} characters of text")
-            yield from self._take(runs, size, number)
+            yield from self._take(runs, size)
 
 
 def check_files(reader: Reader, total: int) -> None:
@@ -297,7 +272,7 @@ def check_files(reader: Reader, total: int) -> None:
             progress.done = read // 1_000_000
 
 
-def _blocks(file: BinaryIO, path: Path) -> Iterator[str]:
+def _blocks(file: BufferedIOBase, path: Path) -> Iterator[str]:
     """Yield the text of a file in blocks, without a byte order mark. Raises UserError 212: it is not UTF-8."""
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     block = b"\0"
@@ -335,17 +310,10 @@ def _unreadable(path: Path, error: OSError) -> UserError:
     return UserError(211, f"cannot be read: {error.strerror}", "check --input", where=path)
 
 
-def _decode(data: bytes, path: Path, offset: int) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise _not_utf8(error, path, offset) from error
-
-
-def _not_utf8(error: UnicodeDecodeError, path: Path, offset: int) -> UserError:
+def _not_utf8(error: UnicodeDecodeError, where: Path | str, offset: int) -> UserError:
     """Return the error of bytes that begin at `offset` of a file and are not UTF-8."""
     what = f"byte {offset + error.start:,} (0x{error.object[error.start]:02x}) is not UTF-8: {error.reason}"
-    return UserError(212, what, "convert the file, for example with iconv, or give --skip-bad", where=path)
+    return UserError(212, what, "convert the file, for example with iconv, or give --skip-bad", where=where)
 
 
 _BLANK = object()  # in place of the record of a line
@@ -355,7 +323,7 @@ def _refuser(where: str) -> Callable[[str], UserError]:
     return lambda what: UserError(213, what, "mend it, choose another --field, or give --skip-bad", where=where)
 
 
-def _rest_of_line(file: BinaryIO, line: bytes) -> bytearray:
+def _rest_of_line(file: BufferedIOBase, line: bytes) -> bytearray:
     """Return what is left of a line, without keeping more than its length would need."""
     rest = bytearray()
     while not line.endswith(b"\n") and (line := file.readline(LINE_BYTES)):
@@ -363,20 +331,16 @@ def _rest_of_line(file: BinaryIO, line: bytes) -> bytearray:
     return rest
 
 
-def _json_record(line: bytes, path: Path, where: str, first: bool, offset: int) -> object:
-    """Return the record of a line; `_BLANK` for a blank one."""
+def _json_record(line: bytes, where: str, first: bool, offset: int) -> object:
+    """Return the record of a line, the first one of a file or a later one; `_BLANK` for a blank one."""
     refuse = _refuser(where)
     if len(line) > LINE_BYTES:
         raise refuse(f"expected a line of at most {LINE_BYTES:,} bytes, got more")
     try:
-        content = _decode(line, path, offset)
-    except UserError as error:
-        raise UserError(error.code, error.what, error.do, where=where) from error
-    if first:
-        content = content.removeprefix(_BOM)
-    if not content.strip():
-        return _BLANK
-    try:
-        return json.loads(content)
+        content = line.decode()
+        content = content.removeprefix(_BOM) if first else content
+        return json.loads(content) if content.strip() else _BLANK
+    except UnicodeDecodeError as error:
+        raise _not_utf8(error, where, offset) from error
     except (ValueError, RecursionError) as error:
         raise refuse(f"not JSON: {error}") from error

@@ -5,61 +5,91 @@ out in batches of about a quarter of a megabyte; at most a few batches per worke
 memory does not grow with the corpus, and they are taken back in the order in which they went out, so the output is the
 same, byte for byte, whatever the number of workers.
 
-Workers are spawned, not forked: they inherit no threads and no locks. Each talks through a pipe of its own with a
-thread of ours. (Through one queue for all, a worker that is killed in the middle of a message leaves the others waiting
-for the queue's lock, and us for the rest of the message, for ever: Python's process pool hangs so.) They leave Ctrl-C
-to the parent, and end when it does, however it ends: then their pipe does.
+Each worker talks through a pipe of its own with a thread of ours. (Through one queue for all, a worker that is killed
+in the middle of a message leaves the others waiting for the queue's lock, and us for the rest of the message, for ever:
+Python's process pool hangs so.) Workers end when this process does, however it ends: then their pipe does.
 """
 
 import multiprocessing
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import SimpleQueue
+from types import FrameType
 
 import numpy as np
 
 from data_tools.corpus import PIECE_BYTES, Piece
-from data_tools.ctrl_c import ctrl_c_held
 from megazero.base.errors import UserError
-from megazero.data.tokenizer import open_tokenizer
+from megazero.data.tokenizer import Tokenizer, open_tokenizer
 
 _BATCHES_PER_WORKER = 3  # on their way: one at work, one waiting, one done and waiting for its turn
 
 
-def encode_pieces(
-    pieces: Iterable[Piece], tokenizer: Path, dtype: np.dtype, workers: int
-) -> Generator[tuple[Piece, np.ndarray], None, None]:
-    """Yield every piece with its ids [n] of `dtype`, in order. Close the generator to end the workers.
+class Encoder:
+    """Workers that encode; a context manager, which ends them.
 
     One worker is this process: what goes through a pipe, and the start of a process, would cost more than they give.
 
-    Raises:
-        UserError: 216, a worker process died; 209, the tokenizer's library fails over a text; whatever reading the
-            pieces raises.
+    Args:
+        tokenizer: its file.
+        dtype: of the ids.
+        workers: how many.
     """
-    if workers == 1:
-        encode_here = open_tokenizer(tokenizer).encode
-        for piece in pieces:
-            yield piece, _ids(encode_here, _sent(piece), dtype)
-        return
-    under_way: deque[tuple[list[Piece], Future[list[np.ndarray]]]] = deque()
-    processes: list[BaseProcess] = []
-    connections: SimpleQueue[Connection] = SimpleQueue()
-    of_thread = threading.local()
 
-    def take_worker() -> None:
-        of_thread.connection = connections.get()  # there are as many as threads
+    def __init__(self, tokenizer: Path, dtype: np.dtype, workers: int):
+        self._tokenizer, self._dtype, self._workers = tokenizer, dtype, workers
+        self._processes: list[BaseProcess] = []
+        self._connections: SimpleQueue[Connection] = SimpleQueue()
+        self._of_thread = threading.local()
+        self._threads = ThreadPoolExecutor(workers, "encoding", self._take_worker)
 
-    def encode(texts: list[str | int]) -> list[np.ndarray]:
+    def __enter__(self) -> "Encoder":
+        return self
+
+    def encode(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, np.ndarray]]:
+        """Yield every piece with its ids [n] of the type, in order.
+
+        Raises:
+            UserError: 216, a worker process died; 209, the tokenizer's library fails over a text; whatever reading the
+                pieces raises.
+        """
+        if self._workers == 1:
+            tokenizer = open_tokenizer(self._tokenizer)
+            yield from ((piece, _ids(tokenizer, _sent(piece), self._dtype)) for piece in pieces)
+            return
+        for _ in range(self._workers - len(self._processes)):
+            process, connection = _start_worker(self._tokenizer, self._dtype)
+            self._processes.append(process)
+            self._connections.put(connection)
+        under_way: deque[tuple[list[Piece], Future[list[np.ndarray]]]] = deque()
+        for batch in _batches(pieces):
+            under_way.append((batch, self._threads.submit(self._ask, [_sent(piece) for piece in batch])))
+            if len(under_way) > _BATCHES_PER_WORKER * self._workers:
+                yield from _oldest(under_way)
+        while under_way:
+            yield from _oldest(under_way)
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _take_worker(self) -> None:
+        self._of_thread.connection = self._connections.get()  # there are as many as threads
+
+    def _ask(self, texts: list[str | int]) -> list[np.ndarray]:
+        """Return what the worker of this thread makes of texts."""
         try:
-            of_thread.connection.send(texts)
-            found = of_thread.connection.recv()
+            self._of_thread.connection.send(texts)
+            found = self._of_thread.connection.recv()
         except (EOFError, OSError) as error:  # OSError without a number: the pipe ended within a message
             what = "a worker process died (killed, or out of memory)"
             raise UserError(216, what, "try fewer --workers") from error
@@ -67,26 +97,12 @@ def encode_pieces(
             raise UserError(**found)
         return found
 
-    def oldest() -> Iterator[tuple[Piece, np.ndarray]]:
-        batch, future = under_way.popleft()
-        return zip(batch, future.result(), strict=True)
 
-    with ThreadPoolExecutor(workers, "encoding", take_worker) as threads:
-        try:
-            for process, connection in _start_workers(tokenizer, dtype, workers):
-                processes.append(process)
-                connections.put(connection)
-            for batch in _batches(pieces):
-                under_way.append((batch, threads.submit(encode, [_sent(piece) for piece in batch])))
-                if len(under_way) > _BATCHES_PER_WORKER * workers:
-                    yield from oldest()
-            while under_way:
-                yield from oldest()
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.kill()
-                process.join()
+def _oldest(
+    under_way: deque[tuple[list[Piece], Future[list[np.ndarray]]]],
+) -> Iterator[tuple[Piece, np.ndarray]]:
+    batch, future = under_way.popleft()
+    return zip(batch, future.result(), strict=True)
 
 
 def _sent(piece: Piece) -> str | int:
@@ -94,8 +110,8 @@ def _sent(piece: Piece) -> str | int:
     return piece.text if piece.id is None else piece.id
 
 
-def _ids(encode: Callable[[str], list[int]], text: str | int, dtype: np.dtype) -> np.ndarray:
-    return np.array([text] if isinstance(text, int) else encode(text), dtype)
+def _ids(tokenizer: Tokenizer, text: str | int, dtype: np.dtype) -> np.ndarray:
+    return np.array([text] if isinstance(text, int) else tokenizer.encode(text), dtype)
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -111,27 +127,50 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _start_workers(tokenizer: Path, dtype: np.dtype, workers: int) -> Iterator[tuple[BaseProcess, Connection]]:
-    """Yield worker processes, each started while Ctrl-C is held back."""
+def _start_worker(tokenizer: Path, dtype: np.dtype) -> tuple[BaseProcess, Connection]:
+    """Start a worker, spawned, so that it inherits no threads and no locks; return it and our end of its pipe."""
     context = multiprocessing.get_context("spawn")
-    for _ in range(workers):
-        with ctrl_c_held():
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, tokenizer, dtype), daemon=True)
-            process.start()
-            theirs.close()  # ours ends when the worker does
-        yield process, ours
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_work, args=(theirs, tokenizer, dtype), daemon=True)
+    with ctrl_c_held():
+        process.start()
+    theirs.close()  # ours ends when the worker does
+    return process, ours
+
+
+@contextmanager
+def ctrl_c_held() -> Iterator[None]:
+    """Delay Ctrl-C until the end of the context; a process that is started inside inherits that it is blocked.
+
+    Without it an interrupt during the first half second of a new process prints a traceback of its own. Blocking the
+    signal in the main thread, which alone may call this, is not enough: the kernel gives it to another thread then, and
+    Python raises KeyboardInterrupt in the main one. So it is recorded, too.
+    """
+    came: list[int] = []
+
+    def record(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    handler = signal.signal(signal.SIGINT, record)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _work(connection: Connection, path: Path, dtype: np.dtype) -> None:
     """Encode what comes until the other end of the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    encode = open_tokenizer(path).encode
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # unblocked by multiprocessing in the first process that it starts
+    tokenizer = open_tokenizer(path)
     try:
         while True:
             texts = connection.recv()
             try:
-                connection.send([_ids(encode, text, dtype) for text in texts])
+                connection.send([_ids(tokenizer, text, dtype) for text in texts])
             except UserError as error:  # itself it cannot be pickled
                 connection.send({"code": error.code, "what": error.what, "do": error.do, "where": error.where})
     except (EOFError, ConnectionError, MemoryError):

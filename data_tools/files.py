@@ -5,11 +5,9 @@ import io
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
-from typing import BinaryIO
 
-from megazero.base.errors import UserError
+from megazero.data.tokenizers.common import require_extra
 
 COMPRESSED, TABLES = (".gz", ".zst"), (".parquet", ".arrow")
 _BLOCK = 4096  # compressed bytes at a time: even of the densest file a block becomes some 100 MB at most
@@ -27,40 +25,25 @@ def kind_of(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
-def require_package(package: str, path: Path) -> None:
-    """Refuse a file that needs a package which is not installed. Raises UserError 162."""
-    if find_spec(package) is None:
-        what = f"the package {package} is not installed, which reads this file"
-        raise UserError(162, what, f"run `pip install {package}`, or install megazero[text]", where=path)
-
-
 @contextmanager
-def open_text(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to read its text. Raises OSError; reading raises DamagedError, too.
+def open_text(path: Path) -> Iterator[io.BufferedIOBase]:
+    """Open a file to read its text. Raises OSError; reading in the context raises DamagedError, too.
 
     Raises:
         UserError: 162, the package that decompresses it is not installed.
     """
-    with path.open("rb") as file:
-        if path.suffix == ".gz":
-            yield io.BufferedReader(_Unpacked(_gzip(file)), 1 << 17)
-        elif path.suffix == ".zst":
-            require_package("zstandard", path)
-            yield io.BufferedReader(_Unpacked(_zstandard(file)), 1 << 17)
-        else:
-            yield file
-
-
-def _gzip(file: BinaryIO) -> Iterator[bytes]:
     try:
-        with gzip.GzipFile(fileobj=file) as unpacked:
-            while block := unpacked.read1(1 << 17):
-                yield block
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            if path.suffix == ".zst":
+                require_extra("zstandard", "text", path)
+                yield io.BufferedReader(_Unpacked(_zstandard(file)), 1 << 17)
+            else:
+                yield file
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DamagedError(f"damaged or cut off: {error}") from error
 
 
-def _zstandard(file: BinaryIO) -> Iterator[bytes]:
+def _zstandard(file: io.BufferedIOBase) -> Iterator[bytes]:
     """Yield what the frames of a file hold. The library's own reader does not tell a file that is cut off."""
     import zstandard
 

@@ -14,7 +14,6 @@ Sources: huggingface/datatrove, src/datatrove/pipeline/tokens/tokenizer.py; alle
 src/olmo_core/data/utils.py; karpathy/nanoGPT, data/openwebtext/prepare.py; karpathy/llm.c, dev/data/data_common.py.
 """
 
-import io
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -25,14 +24,11 @@ import xxhash
 from megazero.base.errors import UserError
 from megazero.base.reading import looked_up
 from megazero.data.data_file import DataFile
-from megazero.data.document_offsets import HeldOffsets
-from megazero.data.token_dataset import TokenDataset
+from megazero.data.token_dataset import HeldOffsets, TokenDataset
 
-_NPY = b"\x93NUMPY"
 _LLM_C, _LLM_C_BYTES = struct.Struct("<3i"), 1024
 _LLM_C_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 _BLOCK = 1 << 22  # tokens that are read at a time
-_MOST_HEADER = 1 << 16  # bytes of numpy's
 
 
 class Vocabulary(NamedTuple):
@@ -56,8 +52,8 @@ def open_foreign(path: Path, vocabulary: Vocabulary | None) -> TokenDataset:
         vocabulary: of the tokenizer that the files were made with; None: it is not known.
 
     Raises:
-        UserError: 201, a file is missing, or half of a pair; 202 to 204, files contradict each other; 222, the
-            vocabulary is needed; 223, the ids are not of it; 225, a wrong loss.
+        UserError: 201, a file is missing, or half of a pair; 202, no header of numpy; 204, files contradict each other;
+            222, the vocabulary is needed; 223, the ids are not of it; 225, a wrong loss.
     """
     if not path.exists():
         raise UserError(201, f"no such token file{looked_up(path)}", "give a file of token ids", where=path)
@@ -73,46 +69,37 @@ def open_foreign(path: Path, vocabulary: Vocabulary | None) -> TokenDataset:
 
 
 def _open_datatrove(path: Path) -> TokenDataset:
-    index = Path(f"{path}.index")
-    if not index.exists():
-        raise UserError(201, f"no such file{looked_up(index)}", "copy X.ds.index next to X.ds", where=index)
-    file, ends = DataFile(path, "tokens", 204), DataFile(index, "offsets", 203)
-    if ends.size % 8:
-        what = f"expected 8 bytes for each document, got {ends.size:,} bytes"
-        raise UserError(202, what, "copy it again", where=index)
-    offsets = np.concatenate([[0], ends.array("<i8", 0, 0, ends.size // 8)]).astype(np.int64)
-    if (np.diff(offsets) < 0).any():
-        raise UserError(203, "expected rising ends of documents, got falling ones", "copy it again", where=index)
+    file, ends = DataFile(path, "tokens", 204), DataFile(Path(f"{path}.index"), "offsets", 204)
+    offsets = np.concatenate([[0], ends.read(0, ends.size // 8 * 8).view("<i8")])
     count = int(offsets[-1])
-    if file.size not in (2 * count, 4 * count):
-        what = f"expected 2 or 4 bytes for each of {count:,} tokens of its .index, got {file.size:,} bytes"
+    if ends.size % 8 or (np.diff(offsets) < 0).any() or file.size not in (2 * count, 4 * count):
+        what = f"expected 8 bytes for each document, with rising ends, in {ends.path.name}, and 2 or 4 for each of "
+        what += f"{count:,} tokens, got {ends.size:,} and {file.size:,} bytes"
         raise UserError(204, what, "copy its files again, or tokenize again", where=path)
-    dtype = np.dtype("<u4" if count and file.size == 4 * count else "<u2")
-    loss = Path(f"{path}.loss")
-    mask = LossBytes(DataFile(loss, "bits", 225, unreadable=225), count) if loss.exists() else None
+    dtype, loss = np.dtype("<u4" if count and file.size == 4 * count else "<u2"), Path(f"{path}.loss")
+    mask = _LossBytes(loss, count) if loss.exists() else None
     return TokenDataset(path, file, dtype, HeldOffsets(offsets), mask=mask)
 
 
-class LossBytes:
-    """Which tokens are trained on, one byte for each.
-
-    Attributes:
-        digest: 16 hex digits of all bytes.
+class _LossBytes:
+    """A mask of one byte for each token.
 
     Raises:
         UserError: 225, another number of bytes than tokens, or one that is neither 0 nor 1.
     """
 
-    def __init__(self, file: DataFile, num_tokens: int):
-        self._file, digest = file, xxhash.xxh3_64()
-        wrong = file.size != num_tokens
-        for at in range(0, 0 if wrong else num_tokens, _BLOCK):
-            block = file.read(at, min(_BLOCK, num_tokens - at))
-            wrong = wrong or bool(block.max() > 1)
+    def __init__(self, path: Path, num_tokens: int):
+        self._file, digest = DataFile(path, "bits", 225, unreadable=225), xxhash.xxh3_64()
+        wrong = self._file.size != num_tokens
+        for at in range(0, self._file.size, _BLOCK):
+            block = self._file.read(at, min(_BLOCK, self._file.size - at))
+            wrong |= bool(block.max() > 1)
             digest.update(block.data)
         if wrong:
-            what = f"expected a byte of 0 or 1 for each of {num_tokens:,} tokens, got {file.size:,} bytes or others"
-            raise UserError(225, what, "copy it again, or tokenize again", where=file.path)
+            what = (
+                f"expected a byte of 0 or 1 for each of {num_tokens:,} tokens, got {self._file.size:,} bytes or others"
+            )
+            raise UserError(225, what, "copy it again, or tokenize again", where=path)
         self.digest = digest.hexdigest()
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -123,50 +110,44 @@ class LossBytes:
 def _open_headerless(path: Path, vocabulary: Vocabulary) -> TokenDataset:
     file = DataFile(path, "tokens", 204)
     dtype, at, count = (_npy_layout if path.suffix == ".npy" else _bin_layout)(file, vocabulary.size)
-    size = file.size - at
-    if size % dtype.itemsize or count not in (None, size // dtype.itemsize):
-        expected = "a multiple of" if count is None else f"{count:,} x"
-        what = f"expected {expected} {dtype.itemsize} bytes of {dtype} tokens after byte {at:,}, got {size:,}"
+    count = (file.size - at) // dtype.itemsize if count is None else count
+    if at + count * dtype.itemsize != file.size:
+        what = f"expected {count:,} {dtype} tokens after byte {at:,}, got {file.size - at:,} bytes"
         raise UserError(204, what, "copy it again, or give the tokenizer that it was made with", where=path)
-    num_tokens, ends = size // dtype.itemsize, [np.zeros(1, np.int64)]
-    for first in range(0, num_tokens, _BLOCK):
-        block = file.array(dtype, at, first, min(first + _BLOCK, num_tokens))
+    ids, ends = TokenDataset(path, file, dtype, HeldOffsets(np.array([0, count])), at=at), [np.zeros(1, np.int64)]
+    for first in range(0, count, _BLOCK):
+        block = ids.read(first, min(first + _BLOCK, count))
         if first == 0 and len(block) >= 16 and dtype.itemsize < 8 and block.any() and not block[1::2].any():
             bits = 8 * dtype.itemsize
             what = f"expected ids of {bits} bits by the tokenizer, got 0 for every second one: they have {2 * bits}"
             raise UserError(223, what, "give the tokenizer that it was made with (--tokenizer)", where=path)
         ends.append(np.flatnonzero(block == vocabulary.eod) + (first + 1))
-    offsets = np.concatenate(ends).astype(np.int64)
-    if offsets[-1] != num_tokens:
-        offsets = np.append(offsets, num_tokens)
+    offsets = np.concatenate(ends)
+    if offsets[-1] != count:
+        offsets = np.append(offsets, count)
     return TokenDataset(path, file, dtype, HeldOffsets(offsets), at=at)
 
 
 def _npy_layout(file: DataFile, vocab: int) -> tuple[np.dtype, int, int | None]:
     """Return the type of the ids, the byte of the first, and their number as the header says it; None: it does not."""
-    head = file.read(0, min(_MOST_HEADER, file.size)).tobytes()
-    if not head.startswith(_NPY):
+    if file.read(0, min(6, file.size)).tobytes() != np.lib.format.MAGIC_PREFIX:
         kind = next(kind for kind in ("<u1", "<u2", "<u4", "<u8") if vocab - 1 <= np.iinfo(kind).max)
         return np.dtype(kind), 0, None
-    stream, expected = io.BytesIO(head), "one row of integers, little endian"
     try:
-        version = np.lib.format.read_magic(stream)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(stream)
-    except (ValueError, TypeError, SyntaxError, RecursionError) as error:
-        what = f"expected numpy's header of {expected}: {error}"
-        raise UserError(202, what, "write it again with numpy.save", where=file.path) from error
-    if len(shape) != 1 or dtype.kind not in "iu" or dtype.newbyteorder("<") != dtype:
-        what = f"expected {expected}, got {dtype} of shape {shape}"
+        array = np.load(file.path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError, OSError) as error:
+        do = "write it again with numpy.save"
+        raise UserError(202, f"expected a whole file of numpy: {error}", do, where=file.path) from error
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype.newbyteorder("<") != array.dtype:
+        what = f"expected one row of integers, little endian, got {array.dtype} of shape {array.shape}"
         raise UserError(202, what, "write it again with numpy.save of one array of ids", where=file.path)
-    return dtype, stream.tell(), shape[0]
+    return array.dtype, array.offset, array.size
 
 
 def _bin_layout(file: DataFile, vocab: int) -> tuple[np.dtype, int, int | None]:
     """Return what `_npy_layout` returns, of a .bin without an index."""
-    head = file.read(0, min(_LLM_C.size, file.size)).tobytes()
-    if len(head) == _LLM_C.size and file.size >= _LLM_C_BYTES:
-        magic, version, count = _LLM_C.unpack(head)
+    if file.size >= _LLM_C_BYTES:
+        magic, version, count = _LLM_C.unpack(file.read(0, _LLM_C.size).tobytes())
         if (magic, version) in _LLM_C_KINDS:
             return np.dtype(_LLM_C_KINDS[magic, version]), _LLM_C_BYTES, count
     if vocab > 1 << 16:

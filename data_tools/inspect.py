@@ -19,10 +19,8 @@ if __name__ == "__main__":  # as a script: from the repository, not from this fo
 
 import argparse
 import json
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -30,8 +28,6 @@ import numpy as np
 
 from data_tools.command import Parser, positive, prefix, run
 from megazero.base.errors import UserError
-from megazero.data.choice import Everything
-from megazero.data.documents import TokenStream
 from megazero.data.joined import open_files
 from megazero.data.origin import require_mask, require_tokenizer
 from megazero.data.token_dataset import Mask, TokenDataset
@@ -48,16 +44,14 @@ def inspect(options: argparse.Namespace) -> None:
     require_mask(require_tokenizer(options.prefix, tokenizer), dataset.mask, options.prefix)
     vocab = options.vocab or (tokenizer.vocab_size if tokenizer else None)
     low, high, counts = _scan(dataset, vocab, tokenizer)
-    lengths = _lengths(dataset)
+    lengths = np.diff(dataset.document_offsets[:])
+    statistics = {"min": np.min, "median": np.median, "mean": np.mean, "max": np.max}
     report = {
         "prefix": str(options.prefix),
         "dtype": str(dataset.dtype),
         "documents": dataset.num_documents,
         "tokens": dataset.num_tokens,
-        "length_min": min(lengths, default=None),
-        "length_median": _median(lengths),
-        "length_mean": dataset.num_tokens / dataset.num_documents if lengths else None,
-        "length_max": max(lengths, default=None),
+        **{f"length_{name}": of(lengths).item() if len(lengths) else None for name, of in statistics.items()},
         "id_min": low,
         "id_max": high,
         "scored": _count_scored(dataset),
@@ -93,23 +87,6 @@ def _table(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield from (("scored" if each["scored"] else "not scored", repr(each["text"])) for each in value)
         elif name != "answers":  # they are among the stretches
             yield name, _readable(value)
-
-
-def _lengths(dataset: TokenDataset) -> Counter[int]:
-    """Return how many documents there are of each length, in memory for the different lengths alone."""
-    found = Counter[int]()
-    for block in TokenStream(dataset, Everything()).blocks():
-        lengths, counts = np.unique(np.diff(block.starts), return_counts=True)
-        found.update(dict(zip(lengths.tolist(), counts.tolist(), strict=True)))
-    return found
-
-
-def _median(lengths: Counter[int]) -> float | None:
-    """Return the median of lengths of which there are so many; None: there is none."""
-    ordered, total = sorted(lengths), lengths.total()
-    ends = list(accumulate(lengths[length] for length in ordered))
-    middle = [ordered[bisect_right(ends, place)] for place in ((total - 1) // 2, total // 2)] if total else []
-    return sum(middle) / 2 if middle else None
 
 
 def _readable(value: object) -> str:

@@ -18,27 +18,23 @@ if __name__ == "__main__":  # as a script: from the repository, not from this fo
     begin(__file__)  # before the imports, which take a second on a busy machine
 
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
 from data_tools.command import Parser, add_output, prefix, run
 from data_tools.foreign import Vocabulary, is_foreign, open_foreign
 from megazero.base.errors import UserError
-from megazero.base.files import temporary_name
 from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.joined import open_files
-from megazero.data.loss_mask import LossMaskWriter, mask_path
 from megazero.data.origin import Origin, joined, path_of, read_origin, require_counts, require_mask
 from megazero.data.token_dataset import TokenDataset
 from megazero.data.tokenizer import open_tokenizer
 
-BLOCK = 1 << 22  # tokens copied at a time
+BLOCK = 1 << 20  # tokens copied at a time
 _SIGNED = {"uint32": np.dtype(np.int32), "uint64": np.dtype(np.int64)}  # what an index can say instead
 
 
@@ -54,16 +50,14 @@ def merge(options: argparse.Namespace) -> None:
     origins = [_origin(dataset) for dataset in datasets]
     whole = joined(origins, datasets[0].prefix)
     path_of(options.output).unlink(missing_ok=True)  # of token files that are replaced
-    with (
-        _mask(options.output, datasets) as mask,
-        IndexedDatasetWriter(options.output, stored, mask=mask and mask.path) as writer,
-    ):
+    masked = any(dataset.mask is not None for dataset in datasets)
+    with IndexedDatasetWriter(options.output, stored, masked=masked) as writer:
         for dataset in datasets:
-            _copy(dataset, writer)
+            copy_documents(dataset, writer)
         if not writer.num_documents:
             raise UserError(214, "expected documents, got none in any input", "check the inputs", where=options.output)
     if whole is not None:
-        replace(whole, mask=mask and mask.digest).write(options.output)
+        replace(whole, mask=writer.mask_digest).write(options.output)
     print(f"{options.output}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
 
 
@@ -74,37 +68,21 @@ def _origin(dataset: TokenDataset) -> Origin | None:
     return origin
 
 
-@contextmanager
-def _mask(output: Path, datasets: Sequence[TokenDataset]) -> Iterator[LossMaskWriter | None]:
-    """Yield the mask of all data sets, written beside the output; None where none of them has one."""
-    if all(dataset.mask is None for dataset in datasets):
-        yield None
-        return
-    temporary = temporary_name(mask_path(output))
-    try:
-        with LossMaskWriter(temporary) as writer:
-            for dataset in datasets:
-                for start in range(0, dataset.num_tokens, BLOCK):
-                    stop = min(start + BLOCK, dataset.num_tokens)
-                    mask = dataset.mask
-                    writer.append(np.ones(stop - start, bool) if mask is None else mask.read(start, stop))
-        yield writer
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _copy(dataset: TokenDataset, writer: IndexedDatasetWriter) -> None:
-    largest = np.iinfo(writer.dtype).max
+def copy_documents(dataset: TokenDataset, writer: IndexedDatasetWriter) -> None:
+    """Append the documents of a data set that hold a token. Raises UserError 205: ids that the writer's type lacks."""
+    largest, mask = np.iinfo(writer.dtype).max, dataset.mask
     for block in TokenStream(dataset, Everything()).blocks("copying the documents"):
-        for begin, end in pairwise(block.starts.tolist()):
-            for start in range(begin, end, BLOCK):
-                tokens = dataset.read(start, min(start + BLOCK, end))
-                if tokens.max() > largest:
-                    what = f"expected ids of at most {largest:,}, which {writer.dtype} holds, got {tokens.max():,}"
-                    raise UserError(205, what, "was it made with another tokenizer?", where=dataset.bin_path)
-                writer.append(tokens)
-            if end > begin:
-                writer.end_document()
+        begin, end = int(block.starts[0]), int(block.starts[-1])
+        for start in range(begin, end, BLOCK):
+            stop = min(start + BLOCK, end)
+            tokens = dataset.read(start, stop)
+            if tokens.max() > largest:
+                what = f"expected ids of at most {largest:,}, which {writer.dtype} holds, got {tokens.max():,}"
+                raise UserError(205, what, "was it made with another tokenizer?", where=dataset.bin_path)
+            writer.append(tokens, None if mask is None else mask.read(start, stop))
+        for length in np.diff(block.starts).tolist():
+            if length:
+                writer.end_document(length)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

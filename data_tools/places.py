@@ -1,24 +1,7 @@
-"""Say where in a corpus something is: a place behind a record, a part of the whole."""
+"""Say which bytes of a corpus a part of it is."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A place in a corpus, behind a record, and what was left out up to there.
-
-    Attributes:
-        file: the number of the file, from 0.
-        record: how many records of the file (lines, rows, or the file itself) lie before the place.
-        rejected, filtered, duplicates: records or files that were bad, did not pass, had been there before.
-    """
-
-    file: int = 0
-    record: int = 0
-    rejected: int = 0
-    filtered: int = 0
-    duplicates: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,7 +23,11 @@ class Part:
     number: int = 1
     of: int = 1
 
-    def spans(self, sizes: Sequence[int]) -> list["Span"]:
+    def divided(self, count: int) -> list["Part"]:
+        """Return so many smaller parts, end to end."""
+        return [Part((self.number - 1) * count + k, self.of * count) for k in range(1, count + 1)]
+
+    def spans(self, sizes: Sequence[int]) -> list[Span]:
         """Return what is of this part in each file of these sizes."""
         total, at, found = sum(sizes), 0, []
         begin, end = (total * share // self.of for share in (self.number - 1, self.number))

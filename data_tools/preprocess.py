@@ -9,8 +9,9 @@ whole or not at all; PREFIX.json beside it says what it was made of. With --chat
 template renders (`chat.py`): the document is what it renders, nothing is put behind it, and PREFIX.mask says which
 tokens are answers.
 
-The text is checked before the first token is made: encoding takes hours where checking takes minutes. What is done is
-kept (`unfinished.py`): the same line, run again after it was killed, goes on where it was and gives the same bytes.
+The text is checked before the first token is made: encoding takes hours where checking takes minutes. The corpus is
+encoded in parts, as with --part, and joined at the end. Finished parts are kept (`unfinished.py`): the same line, run
+again after it was killed, goes on behind them and gives the same bytes.
 """
 
 import sys
@@ -25,30 +26,32 @@ if __name__ == "__main__":  # as a script: from the repository, not from this fo
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import xxhash
 
 from data_tools.chat import Chat
 from data_tools.command import Parser, add_inputs, add_output, part, positive, run
-from data_tools.corpus import TEXT_SUFFIXES, WHOLE, Known, Piece, Reader, check_files, find_files
-from data_tools.encoding import encode_pieces
+from data_tools.corpus import TEXT_SUFFIXES, WHOLE, Piece, Reader, check_files, find_files
+from data_tools.encoding import Encoder
 from data_tools.files import TABLES, kind_of
+from data_tools.merge import copy_documents
 from data_tools.places import Part
 from data_tools.selection import Select, Taken
 from data_tools.skipped import Skipped
 from data_tools.templates import open_template
-from data_tools.unfinished import State, Unfinished
+from data_tools.unfinished import Counts, Unfinished
 from megazero.base.answers import tell
-from megazero.base.doing import doing
+from megazero.base.doing import Doing, doing
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import HEART
 from megazero.data.indexed_dataset import IndexedDatasetWriter
+from megazero.data.joined import open_files
 from megazero.data.origin import Origin, path_of
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
+
+PART_BYTES, MOST_PARTS = 64_000_000, 100  # of the corpus: what is lost where the command is killed
 
 
 def preprocess(options: argparse.Namespace) -> None:
@@ -61,39 +64,43 @@ def preprocess(options: argparse.Namespace) -> None:
         tell(f"{tokenizer.path}: changes text; bits per byte will be of the text's own bytes")
     with doing("finding files"):
         files = _files(options)
-    started = time.monotonic()
-    skipped = Skipped() if options.skip_bad else None
+    started, masked = time.monotonic(), options.chat is not None
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 65_536 else np.int32)
-    job, masked = _job(options, tokenizer, files, select), options.chat is not None
-    with Unfinished(options.output, job, dtype.itemsize, masked=masked) as unfinished:
-        if unfinished.goes_on:
-            tell(f"{options.output}: going on behind {unfinished.state.documents:,} documents that are done")
-            if skipped is not None:
-                skipped.lines, skipped.count = unfinished.state.rejected, unfinished.state.mark.rejected
-        try:
-            _write(options, tokenizer, files, select, skipped, unfinished, dtype)
-        except BaseException:
-            unfinished.leave(skipped)
-            raise
-        state = unfinished.state
-        unfinished.remove()
-    (skipped or Skipped()).tell(options.output, tell)
+    with Unfinished(options.output, _job(options, tokenizer, files, select)) as unfinished:
+        _make_parts(options, tokenizer, files, select, unfinished, dtype)
+        counts, skipped = Counts(), Skipped()
+        for each in unfinished.done:
+            counts.add(each)
+        skipped.count, skipped.lines = counts.rejected, counts.skipped
+        skipped.tell(options.output, tell)
+        if not counts.documents:
+            what = f"expected text, got {counts.empty:,} empty documents "
+            what += f"and {counts.rejected:,} skipped as bad " if options.skip_bad else ""
+            raise UserError(214, f"{what}in {len(files):,} files", "check --input", where=files[0])
+        path_of(options.output).unlink(missing_ok=True)  # of token files that are replaced
+        with IndexedDatasetWriter(options.output, dtype, masked=masked) as writer:
+            copy_documents(open_files(unfinished.folder), writer)
+        made = (counts.documents, counts.tokens, counts.bytes, counts.id_bytes, counts.longest, writer.mask_digest)
+        Origin(tokenizer.fingerprint, tokenizer.vocab_size, *made).write(options.output)
     with HEART.paused():
-        print(f"{options.output}: {_report(state, masked)}, {time.monotonic() - started:.1f} s")
+        print(f"{options.output}: {_report(counts, masked)}, {time.monotonic() - started:.1f} s")
 
 
-def _report(state: State, masked: bool) -> str:
+def _report(counts: Counts, masked: bool) -> str:
     """Return what went into a data set, and what was left out, in words."""
-    mark = state.mark
-    left_out = {"did not pass": mark.filtered, "duplicates": mark.duplicates, "skipped as bad": mark.rejected}
-    words = f"{state.documents:,} documents ({state.empty:,} {'without an answer' if masked else 'empty ones'} skipped"
+    left_out = {"did not pass": counts.filtered, "duplicates": counts.duplicates, "skipped as bad": counts.rejected}
+    words = (
+        f"{counts.documents:,} documents ({counts.empty:,} {'without an answer' if masked else 'empty ones'} skipped"
+    )
     words += "".join(f", {count:,} {why}" for why, count in left_out.items() if count)
-    words += f"), {state.tokens:,} tokens, {state.bytes:,} bytes, {state.bytes / state.tokens:.3f} bytes per token, "
-    words += f"longest {state.longest:,} tokens"
+    words += (
+        f"), {counts.tokens:,} tokens, {counts.bytes:,} bytes, {counts.bytes / counts.tokens:.3f} bytes per token, "
+    )
+    words += f"longest {counts.longest:,} tokens"
     if masked:
-        words += f", {state.scored:,} tokens of answers"
-    if state.cut:
-        words += f"; {state.cut:,} documents of more than {WHOLE:,} characters were encoded in parts"
+        words += f", {counts.scored:,} tokens of answers"
+    if counts.cut:
+        words += f"; {counts.cut:,} documents of more than {WHOLE:,} characters were encoded in parts"
     return words
 
 
@@ -101,8 +108,8 @@ def _job(options: argparse.Namespace, tokenizer: Tokenizer, files: list[Path], s
     """Return all that the result depends on, in words."""
     looks = [path.stat() for path in files]
     corpus = [(str(path), look.st_size, look.st_mtime_ns) for path, look in zip(files, looks, strict=True)]
-    words = [corpus, tokenizer.fingerprint, str(select), str(options.part)]
-    words += [options.skip_bad, options.deduplicate, WHOLE]
+    words = [corpus, tokenizer.fingerprint, select, options.part, options.skip_bad, options.deduplicate]
+    words += [WHOLE, PART_BYTES]
     return xxhash.xxh3_128_hexdigest(repr(words).encode(errors="surrogateescape"))
 
 
@@ -128,123 +135,76 @@ def _files(options: argparse.Namespace) -> list[Path]:
     return files
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Show how far the work is; yield what is called with the bytes that were done."""
-    done = 0
-    began = time.monotonic()
-    with doing("encoding, MB", total // 1_000_000) as beat:
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            beat.done = done // 1_000_000
-            beat.detail = _left(done, total, time.monotonic() - began)
-
-        yield advance
-
-
-def _left(done: int, total: int, seconds: float) -> str:
-    """Return an estimate of the time that is left, in words; "" as long as there is little to say it by."""
-    if seconds < 5 or done >= total or not done:
-        return ""
-    left = seconds * (total - done) / done
-    return f"({left / 3600:.1f} h left)" if left >= 3600 else f"({left / 60:.0f} min left)"
-
-
-def _write(
+def _make_parts(
     options: argparse.Namespace,
     tokenizer: Tokenizer,
     files: list[Path],
     select: Taken,
-    skipped: Skipped | None,
     unfinished: Unfinished,
     dtype: np.dtype,
 ) -> None:
-    """Encode what is not done yet, and write the token files. Raises UserError."""
-    start, masked = unfinished.state.mark, unfinished.mask is not None
-    how = {"part": options.part, "whole": not tokenizer.cuts_after_newline}
-    spans = options.part.spans([path.stat().st_size for path in files])
-    total = sum(span.stop - span.start for span in spans)
-    if skipped is None and not unfinished.goes_on:
-        check_files(Reader(files, select, **how), total)
-    known = Known(unfinished.digests()) if options.deduplicate else None
-    pieces = Reader(files, select, skipped, known=known, start=start, **how)
-    end, sizes = np.array([] if masked else [tokenizer.eod], dtype), tokenizer.token_bytes()
-    path_of(options.output).unlink(missing_ok=True)  # of token files that are replaced
-    done = {"kept": unfinished.tokens, "lengths": unfinished.lengths(), "mask": unfinished.mask}
-    with IndexedDatasetWriter(options.output, dtype, **done) as writer:
-        left = total - sum(span.stop - span.start for span in spans[: start.file])
-        with (
-            _progress(left) as advance,
-            closing(encode_pieces(pieces, options.tokenizer, dtype, options.workers)) as encoded,
-        ):
-            document = _Document()
-            for piece, ids in encoded:
-                writer.append(ids)
-                unfinished.score(len(ids), piece.scored)
-                document.add(piece, ids, sizes)
-                if piece.last:
-                    if document.tokens:
-                        writer.append(end)
-                        writer.end_document()
-                        document.tokens += len(end)
-                        unfinished.add(document.tokens, piece.digest)
-                    unfinished.state = _behind(unfinished.state, piece, document)
-                    document = _Document()
-                    if unfinished.is_due():
-                        writer.flush()
-                        unfinished.save(skipped)
-                advance(piece.bytes_read)
-        unfinished.state = replace(unfinished.state, mark=pieces.end())
-        if not writer.num_documents:
-            what = f"expected text, got {unfinished.state.empty:,} empty documents "
+    """Encode the parts that are not finished yet, one after the other. Raises UserError."""
+    sizes, whole = [path.stat().st_size for path in files], not tokenizer.cuts_after_newline
+    total = sum(span.stop - span.start for span in options.part.spans(sizes))
+    parts = options.part.divided(max(1, min(MOST_PARTS, total // PART_BYTES)))
+    if unfinished.done:
+        done = sum(counts.documents for counts in unfinished.done)
+        tell(f"{options.output}: going on behind {done:,} documents that are done")
+    elif not options.skip_bad:
+        check_files(Reader(files, select, part=options.part, whole=whole), total)
+    known = {digest for counts in unfinished.done for digest in counts.digests} if options.deduplicate else None
+    with (
+        Encoder(options.tokenizer, dtype, options.workers) as encoder,
+        doing("encoding, MB", total * (len(parts) - len(unfinished.done)) // len(parts) // 1_000_000) as progress,
+    ):
+        for part in parts[len(unfinished.done) :]:
+            skipped = Skipped() if options.skip_bad else None
+            reader = Reader(files, select, skipped, part=part, known=known, whole=whole)
+            with IndexedDatasetWriter(unfinished.prefix(), dtype, masked=options.chat is not None) as writer:
+                counts = _write_part(encoder.encode(reader), tokenizer, writer, progress, end=options.chat is None)
+            counts.filtered, counts.duplicates = reader.filtered, reader.duplicates
             if skipped is not None:
-                skipped.tell(options.output, tell)
-                what += f"and {skipped.count:,} skipped as bad "
-            what += f"in {len(files):,} files"
-            raise UserError(214, what, "check --input", where=files[0])
-        digest = unfinished.write_mask()
-    state = unfinished.state
-    origin = (state.documents, state.tokens, state.bytes, state.id_bytes, state.longest, digest)
-    Origin(tokenizer.fingerprint, tokenizer.vocab_size, *origin).write(options.output)
+                counts.rejected, counts.skipped = skipped.count, skipped.lines
+            unfinished.finish(counts)
 
 
-@dataclass
-class _Document:
-    """The counts of a document, as in `State`."""
+def _write_part(
+    encoded: Iterator[tuple[Piece, np.ndarray]],
+    tokenizer: Tokenizer,
+    writer: IndexedDatasetWriter,
+    progress: Doing,
+    *,
+    end: bool,
+) -> Counts:
+    """Write the documents of encoded pieces, and return their counts.
 
-    tokens: int = 0
-    scored: int = 0
-    bytes: int = 0
-    id_bytes: int = 0
-    cut: bool = False
-
-    def add(self, piece: Piece, ids: np.ndarray, sizes: np.ndarray) -> None:
-        """Count one more piece."""
-        self.tokens += len(ids)
-        self.scored += piece.scored * len(ids)
-        self.bytes += len(piece.text.encode()) if piece.id is None else 0
-        self.id_bytes += int(sizes[ids].sum())
-        self.cut |= piece.cut
-
-
-def _behind(state: State, piece: Piece, document: _Document) -> State:
-    """Return the state behind a document with such counts; one without a token is left out."""
-    assert piece.mark is not None, "the last piece of a document"
-    if not document.tokens:
-        return replace(state, mark=piece.mark, empty=state.empty + 1, bytes=state.bytes + document.bytes)
-    return replace(
-        state,
-        mark=piece.mark,
-        documents=state.documents + 1,
-        tokens=state.tokens + document.tokens,
-        scored=state.scored + document.scored,
-        bytes=state.bytes + document.bytes,
-        id_bytes=state.id_bytes + document.id_bytes,
-        longest=max(state.longest, document.tokens),
-        cut=state.cut + document.cut,
-    )
+    Args:
+        progress: counts the bytes that were done, in MB.
+        end: put the tokenizer's end-of-document id behind each document.
+    """
+    counts, document, sizes, read = Counts(), Counts(), tokenizer.token_bytes(), 1_000_000 * progress.done
+    last = np.array([tokenizer.eod] if end else [], writer.dtype)
+    for piece, ids in encoded:
+        writer.append(ids, np.full(len(ids), piece.scored))
+        document.tokens += len(ids)
+        document.scored += piece.scored * len(ids)
+        document.bytes += len(piece.text.encode()) if piece.id is None else 0
+        document.id_bytes += int(sizes[ids].sum())
+        document.cut = max(document.cut, piece.cut)
+        if piece.last:
+            if document.tokens:
+                writer.append(last)
+                writer.end_document()
+                document.tokens += len(last)
+                document.documents, document.longest = 1, document.tokens
+                document.digests = [] if piece.digest is None else [piece.digest]
+            else:
+                document.empty = 1
+            counts.add(document)
+            document = Counts()
+        read += piece.bytes_read
+        progress.done = read // 1_000_000
+    return counts
 
 
 def _template(text: str) -> Path | str:

@@ -124,9 +124,6 @@ class Select:
     fields: tuple[str, ...] = ("text",)
     where: tuple[Condition, ...] = ()
 
-    def __str__(self) -> str:
-        return " ".join([*self.fields, *map(str, self.where)])
-
     @property
     def paths(self) -> list[str]:
         """Every path that is looked at, once."""

@@ -1,40 +1,32 @@
-"""Read the rows of parquet and arrow files (the package pyarrow), a batch at a time.
-
-A table of kilobytes can hold gigabytes: pages are compressed, and equal or similar values are stored once. A reader
-allocates what the header of a page says, so these headers are read first, and they decide how many rows are decoded at
-a time; the sizes at the end of the file may say anything. The text that comes out is counted as well.
-"""
+"""Read the rows of parquet and arrow files (the package pyarrow), a batch at a time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data_tools.files import DamagedError, require_package
-from data_tools.page_sizes import largest_pages
+from data_tools.files import DamagedError
 from data_tools.selection import Taken
 from megazero.base.errors import UserError
+from megazero.data.tokenizers.common import require_extra
 
-_ROWS, _BATCH_BYTES = 1024, 256 << 20  # decoded at a time, at least one row
-_PAGE_BYTES = 512 << 20  # the largest pages that are written on purpose have 500 MB
+_ROWS = 256  # decoded at a time
 _SMALL, _DENSITY = 1 << 30, 1000  # more characters are text only if the file has a thousandth of them in bytes
 
 
-def rows(path: Path, select: Taken, skip: int) -> Iterator[dict[str, Any] | Exception]:
-    """Yield the rows of a table after the first `skip`, with the columns that are looked at.
+def rows(path: Path, select: Taken) -> Iterator[dict[str, Any] | Exception]:
+    """Yield the rows of a table, with the columns that are looked at.
 
     A row with a value that Python cannot hold, such as text that is not UTF-8, comes as the error.
 
     Raises:
         UserError: 162, pyarrow is not installed; 213, a column is not there.
-        DamagedError: the file is no table, is cut off, or has a page that is too large.
+        DamagedError: the file is no table, or is cut off.
     """
-    require_package("pyarrow", path)
+    require_extra("pyarrow", "text", path)
     with _damage():
         for batch in _batches(path, select):
-            for i in range(skip, batch.num_rows):
-                yield _row(batch, i)
-            skip = max(skip - batch.num_rows, 0)
+            yield from (_row(batch, i) for i in range(batch.num_rows))
 
 
 def most_text(path: Path) -> int:
@@ -58,10 +50,8 @@ def _batches(path: Path, select: Taken) -> Iterator[Any]:
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
-        with path.open("rb") as raw, pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            columns = _columns(file.schema_arrow.names, select, path)
-            for group, largest in enumerate(largest_pages(raw, columns)):
-                yield from file.iter_batches(_rows_at_once(largest), [group], columns)
+        with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+            yield from file.iter_batches(_ROWS, columns=_columns(file.schema_arrow.names, select, path))
         return
     with pyarrow.OSFile(str(path)) as source:
         try:
@@ -73,13 +63,6 @@ def _batches(path: Path, select: Taken) -> Iterator[Any]:
         columns = _columns(reader.schema.names, select, path)
         for batch in batches:
             yield from (batch.select(columns).slice(start, _ROWS) for start in range(0, batch.num_rows, _ROWS))
-
-
-def _rows_at_once(largest: int) -> int:
-    """Return how many rows fit into memory if each is as large as the largest page. Raises DamagedError: not one."""
-    if largest > _PAGE_BYTES:
-        raise DamagedError(f"has a page of {largest:,} bytes, the most that are read are {_PAGE_BYTES:,}")
-    return min(_ROWS, _BATCH_BYTES // max(largest, 1)) or 1
 
 
 def _columns(names: list[str], select: Taken, path: Path) -> list[str]:

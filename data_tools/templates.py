@@ -1,35 +1,32 @@
 """Read and render chat templates, as transformers writes them: Jinja, in its sandbox (the package jinja2).
 
 A template is a program of somebody else's. In Jinja's sandbox it reads what it is given and changes nothing; it reaches
-no file, no module and no attribute with an underscore. Bounded are the processor's time and the length of the text,
-because loops inside loops end too late to wait for, and the length of one repeated text and the size of a power,
-because a single operation cannot be interrupted. What remains is the memory of one call with a huge width (`center`,
-`format`).
+no file, no module and no attribute with an underscore. Its time and memory are not bounded.
 
 What is rendered depends on the record alone, so that the same line gives the same bytes on any day: `strftime_now`,
 `random` and `lipsum` are not there. Else names and settings are those of transformers: `bos_token`, `eos_token` ...,
 `messages`, `tools`, `add_generation_prompt`, `raise_exception`, `tojson`, `break`, `continue`, `{% generation %}`.
 """
 
+import json
 import re
-import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from data_tools.marks import BEGIN, END
 from megazero.base.errors import UserError
 from megazero.base.reading import looked_up, read_file
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizers.common import BESIDE_BYTES, CHAT_TEMPLATE, CONFIG, config_beside
 
+if TYPE_CHECKING:  # a package that may be missing
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 TEMPLATE_FAULT = 226  # the code of what is the template's fault, whatever the record
-_SECONDS, _SECONDS_A_MB = 1.5, 1.0  # of the processor, for one record
-_CHARACTERS = 64 << 20  # of a rendered text
+BEGIN, END = "\ufdd0", "\ufdd1"  # around what a {% generation %} block renders; Unicode gives them to no character
 _JINJA = (3, 1, 6)
 
 
@@ -54,18 +51,19 @@ class Template:
 
     def __init__(self, source: str, where: Path, names: Mapping[str, str]):
         _require_jinja(where)
-        from data_tools.sandbox import ANSWER, new_environment
+        from jinja2 import nodes
 
         self.source, self.where, self.names = source, where, dict(names)
-        if BEGIN in source or END in source:
-            raise self._fault("holds U+FDD0 or U+FDD1, which mark answers")
         try:
-            environment = new_environment(_CHARACTERS)
-            self.marks_answers = any(True for _ in environment.parse(source).find_all(ANSWER))
+            environment = _environment()
+            self.marks_answers = any(True for _ in environment.parse(source).find_all(nodes.ExtensionAttribute))
             self._compiled = environment.from_string(source)
         except Exception as error:  # the library's own, and what Python's compiler says of its code
             line = f"line {lineno}: " if (lineno := getattr(error, "lineno", None)) else ""
             raise self._fault(f"is no Jinja template: {line}{_words(error)}") from None
+
+    def __repr__(self) -> str:
+        return f"Template({self.source!r}, {sorted(self.names.items())})"
 
     def render(self, messages: Sequence[Any], tools: Any, *, prompt: bool) -> str:
         """Return a conversation as text.
@@ -76,49 +74,60 @@ class Template:
 
         Raises:
             RenderError: the template raises an error, or runs into one.
-            UserError: 226, it does what the sandbox forbids, or makes too much text.
+            UserError: 226, it does what the sandbox forbids.
         """
         from jinja2.exceptions import SecurityError
 
         given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-        parts, length = [], 0
         try:
-            for part in self._compiled.generate(**self.names, **given):
-                parts.append(part)
-                length += len(part)
-                if length > _CHARACTERS:
-                    raise SecurityError(f"makes more than {_CHARACTERS:,} characters of one record")
+            return self._compiled.render(**self.names, **given)
         except SecurityError as error:
             raise self._fault(f"does what a template may not: {_words(error)}") from None
         except Exception as error:
-            raise RenderError(_words(error)) from None
-        return "".join(parts)
-
-    @contextmanager
-    def bounded(self, size: int) -> Iterator[None]:
-        """Refuse a template that takes too long for a record of so many bytes. Raises UserError 226."""
-        seconds = _SECONDS + _SECONDS_A_MB * size / 1e6
-
-        def end(number: int, frame: FrameType | None) -> None:
-            raise _TooLongError
-
-        before = signal.signal(signal.SIGVTALRM, end)
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-        try:
-            yield
-        except _TooLongError:
-            what = f"takes more than {seconds:.1f} s of processor time for one record: does it end?"
-            raise self._fault(what) from None
-        finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
+            raise RenderError(f"the template raises: {_words(error)}") from None
 
     def _fault(self, what: str) -> UserError:
-        return UserError(TEMPLATE_FAULT, what, "mend the template, or give another one to --chat", where=self.where)
+        return UserError(TEMPLATE_FAULT, what, "repair the template, or give another one to --chat", where=self.where)
 
 
-class _TooLongError(BaseException):
-    """An end of rendering that nothing inside can catch."""
+def _environment() -> "ImmutableSandboxedEnvironment":
+    """Return Jinja's sandbox, with the names and blocks that transformers adds and without what draws lots."""
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The block {% generation %}: what it renders is an answer, and comes between BEGIN and END."""
+
+        tags = {"generation"}  # noqa: RUF012 - as the library declares it
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{BEGIN}{caller()}{END}"
+
+    def raise_exception(message: object) -> NoReturn:
+        raise TemplateError(str(message))
+
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # nothing is escaped for HTML
+    made.globals["raise_exception"] = raise_exception
+    del made.filters["random"], made.globals["lipsum"]
+    return made
+
+
+def _require_jinja(where: Path) -> None:
+    """Refuse a template where jinja2 is missing, or is one whose sandbox has known holes. Raises UserError 162."""
+    found = version("jinja2") if find_spec("jinja2") is not None else "none"
+    if tuple(map(int, re.findall(r"\d+", found)[:3])) < _JINJA:
+        what = f"expected the package jinja2 {'.'.join(map(str, _JINJA))} or later, whose sandbox is whole, got {found}"
+        raise UserError(162, what, "run `pip install -U jinja2`, or install megazero[chat]", where=where)
 
 
 def open_template(path: Path | None, tokenizer: Tokenizer) -> Template:
@@ -147,18 +156,6 @@ def open_template(path: Path | None, tokenizer: Tokenizer) -> Template:
         what = f"no chat template: there is no {CHAT_TEMPLATE} beside it, and none in {CONFIG}"
         raise UserError(TEMPLATE_FAULT, what, "give one: --chat TEMPLATE.jinja", where=tokenizer.path)
     return Template(source, where, _token_names(config, tokenizer))
-
-
-def _require_jinja(where: Path) -> None:
-    """Refuse a template where jinja2 is missing, or is one whose sandbox has known holes. Raises UserError 162."""
-    if find_spec("jinja2") is None:
-        what = "the package jinja2 is not installed, which renders this template"
-    elif (found := tuple(map(int, re.findall(r"\d+", version("jinja2"))[:3]))) < _JINJA:
-        what = f"expected jinja2 {'.'.join(map(str, _JINJA))} or later, whose sandbox is whole, "
-        what += f"got {'.'.join(map(str, found))}"
-    else:
-        return
-    raise UserError(162, what, "run `pip install -U jinja2`, or install megazero[chat]", where=where)
 
 
 def _of_config(value: Any) -> str | None:

@@ -6,8 +6,6 @@ The text is used as it is: no normalisation, all white space kept, runs of space
 a program), newline and tab are pieces of their own, digits stand alone, and what has no piece is spelt in bytes. Ids:
 <unk> 0, <s> 1, </s> 2 (end of document), newline 3, tab 4, then 256 bytes, then the learned pieces; exactly --vocab of
 them. A large corpus is sampled evenly, so memory does not grow with it.
-
-The library trains in a process of its own (`training.py`), which can be ended: it minds no signal for minutes.
 """
 
 import sys
@@ -20,7 +18,6 @@ if __name__ == "__main__":  # as a script: from the repository, not from this fo
     begin(__file__)  # before the imports, which take a second on a busy machine
 
 import argparse
-import re
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,7 +26,7 @@ from data_tools.command import Parser, add_inputs, positive, run
 from data_tools.corpus import Reader, find_files
 from data_tools.selection import Select
 from data_tools.skipped import Skipped
-from data_tools.training import TrainingError, train_apart
+from data_tools.training import train
 from megazero.base.answers import tell
 from megazero.base.atomic import write_atomically
 from megazero.base.doing import doing
@@ -83,19 +80,10 @@ def _sample(files: list[Path], select: Select, skipped: Skipped | None = None) -
 def _train(sample: list[str], vocab: int) -> bytes:
     try:
         with doing("training the vocabulary"):
-            return train_apart(sample, vocab)
-    except TrainingError as error:
-        raise _training_error(str(error), vocab) from error
-
-
-def _training_error(message: str, vocab: int) -> UserError:
-    """Return the library's complaint with its numbers, in our words."""
-    if found := re.search(r"too high.*<= (\d+)", message):
-        what = f"the text yields {found[1]} pieces, fewer than the {vocab} of --vocab"
-        return UserError(215, what, f"use more text or --vocab {found[1]} or less")
-    if found := re.search(r"required_chars. \d+ vs (\d+)", message):
-        return UserError(215, f"--vocab {vocab} has no room for bytes and characters", f"use more than {found[1]}")
-    return UserError(215, f"no vocabulary could be trained: {message}", "check --input")
+            return train(sample, vocab)
+    except RuntimeError as error:
+        what = f"no vocabulary of {vocab:,} pieces from this text: {str(error).rpartition('] ')[2]}"
+        raise UserError(215, what, "use more text, or another --vocab") from error
 
 
 def _check(model: bytes, sample: list[str]) -> float:

@@ -36,6 +36,7 @@ PACKAGES = (
     Package("ruamel.yaml", "ruamel.yaml", (0, 18)),
     Package("safetensors", "safetensors"),
     Package("sentencepiece", "sentencepiece"),
+    Package("protobuf", "google.protobuf"),
     Package("rich", "rich"),
     Package("xxhash", "xxhash"),
     Package("matplotlib", "matplotlib", use="loss.png and --draw"),

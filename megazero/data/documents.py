@@ -133,32 +133,22 @@ class TokenStream:
                 yield self._make(number)
                 progress.advance(BLOCK)
 
-    def document(self, ordinal: int, most: int | None = None) -> np.ndarray:
-        """Return the tokens of a document by its place among those chosen; the first `most` of them, None: all."""
-        block, at = self._holding(ordinal)
-        first, length = int(block.first_tokens[at]), int(block.starts[at + 1] - block.starts[at])
-        return self.dataset.read(first, first + (length if most is None else min(length, most)))
-
-    def bounds(self, ordinal: int) -> tuple[int, int]:
-        """Return where a document begins and ends in the stream, by its place among those chosen."""
-        block, at = self._holding(ordinal)
-        return int(block.starts[at]), int(block.starts[at + 1])
+    def placed(self, ordinal: int) -> tuple[int, int, int]:
+        """Return (number in the file, begin and end in the stream) of a document by its place among those chosen."""
+        block = self._block(int(np.searchsorted(self._ordinals, ordinal, side="right")) - 1)
+        at = ordinal - block.ordinal
+        return int(block.numbers[at]), int(block.starts[at]), int(block.starts[at + 1])
 
     def ordinal(self, position: int) -> int:
         """Return the place among those chosen of the document that has a token of the stream."""
         return int(self._spread(np.array([position]))[0][0])
 
-    def number(self, ordinal: int) -> int:
-        """Return the number in the file of a document by its place among those chosen."""
-        block, at = self._holding(ordinal)
-        return int(block.numbers[at])
-
     def parts(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (document number in the file, offset in it, tokens) of each document in [start, stop), in order."""
         found = []
         for ordinal in np.unique(self._spread(np.arange(start, stop))[0]).tolist():
-            begin, end = self.bounds(ordinal)
-            found.append((self.number(ordinal), max(start, begin) - begin, min(stop, end) - max(start, begin)))
+            number, begin, end = self.placed(ordinal)
+            found.append((number, max(start, begin) - begin, min(stop, end) - max(start, begin)))
         return found
 
     def span(self, document: int) -> tuple[int, int] | None:
@@ -183,11 +173,6 @@ class TokenStream:
         if len(self._blocks) > _CACHED:
             self._blocks.popitem(last=False)
         return block
-
-    def _holding(self, ordinal: int) -> tuple[Block, int]:
-        """Return the block of a document, and its place in there, by its place among those chosen."""
-        block = self._block(int(np.searchsorted(self._ordinals, ordinal, side="right")) - 1)
-        return block, ordinal - block.ordinal
 
     def _spread(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (ordinal of the document, place in the file) of rising positions of the stream, int64 each."""
@@ -223,7 +208,7 @@ def _before_blocks(dataset: TokenDataset, choice: Choice) -> np.ndarray:
     found = np.zeros((2, len(bounds)), np.int64)
     with doing(f"counting the documents of {dataset.prefix}", total) as progress:
         if isinstance(choice, Everything):
-            return np.stack([bounds, dataset.document_offsets[bounds]])
+            return np.stack([bounds, [dataset.document_offsets[bound] for bound in bounds.tolist()]])
         for number in range(len(bounds) - 1):
             numbers, first_tokens, ends = _chosen(dataset, choice, number)
             found[:, number + 1] = len(numbers), (ends - first_tokens).sum()

@@ -1,8 +1,7 @@
 """Token files: Megatron's indexed data set, a `.bin` of token ids and an `.idx` that says where documents end.
 
 Ids of all documents lie end to end in one file of which only what is needed is read, so opening a terabyte costs
-nothing and ranks on one machine share the page cache. The index is read in the same way, and checked as a whole
-(index_file.py).
+nothing and ranks on one machine share the page cache. The index is mapped, and checked as a whole (index_file.py).
 
     PREFIX.bin   token ids, little endian, no header
     PREFIX.idx   9 bytes   "MMIDIDX", then two zero bytes
@@ -19,7 +18,7 @@ Our writer makes one sequence per document (more only past 2^31 - 1 tokens).
 """
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +30,7 @@ from megazero.base.errors import UserError
 from megazero.base.files import flush, flush_folder, temporary_name
 from megazero.base.reading import looked_up
 from megazero.base.this_copy import here
-from megazero.data.data_file import DataFile, Descriptors
-from megazero.data.document_offsets import held
+from megazero.data.data_file import DataFile
 from megazero.data.index_file import (
     DTYPE_CODES,
     HEADER,
@@ -43,7 +41,7 @@ from megazero.data.index_file import (
     index_path,
     open_index,
 )
-from megazero.data.loss_mask import mask_path, open_mask
+from megazero.data.loss_mask import LossMaskWriter, mask_path, open_mask
 from megazero.data.token_dataset import TokenDataset
 
 MAX_SEQUENCE = 2**31 - 1  # tokens: lengths are int32
@@ -58,9 +56,6 @@ def file_pair(prefix: str | Path) -> tuple[Path, Path]:
 class IndexedDataset(TokenDataset):
     """A validated, read-only data set of a .bin and an .idx.
 
-    Args:
-        descriptors: shared with other files; None: it has its own.
-
     Attributes:
         prefix, bin_path, idx_path: its paths.
 
@@ -69,19 +64,16 @@ class IndexedDataset(TokenDataset):
             225 a mask that is damaged or of other tokens.
     """
 
-    def __init__(self, prefix: str | Path, descriptors: Descriptors | None = None):
+    def __init__(self, prefix: str | Path):
         bin_path, self.idx_path = file_pair(prefix)
         refuse_missing(prefix)
-        index = open_index(DataFile(self.idx_path, "offsets", 203, descriptors))
-        file = DataFile(bin_path, "tokens", 204, descriptors)
+        index, file = open_index(self.idx_path), DataFile(bin_path, "tokens", 204)
         check_index(index)
         expected = index.num_tokens * index.dtype.itemsize
         if file.size != expected:
             what = f"expected {expected:,} bytes ({index.num_tokens:,} {index.dtype} tokens), got {file.size:,}"
             raise UserError(204, what, "copy both files again or rebuild them", where=bin_path)
-        offsets = held(IndexOffsets(index), many_files=descriptors is not None)
-        mask = open_mask(prefix, index.num_tokens, descriptors)
-        super().__init__(prefix, file, index.dtype, offsets, mask=mask)
+        super().__init__(prefix, file, index.dtype, IndexOffsets(index), mask=open_mask(prefix, index.num_tokens))
 
 
 def refuse_missing(prefix: str | Path) -> None:
@@ -105,7 +97,7 @@ def _how_to_make(prefix: Path) -> str:
 class IndexedDatasetWriter:
     """A writer of a pair of files, of which a reader sees the whole or nothing.
 
-    Both files are written under unique temporary names in the target folder, flushed to the disk, and renamed, .idx
+    All files are written under unique temporary names in the target folder, flushed to the disk, and renamed, .idx
     last: a reader accepts nothing without .idx. An old pair keeps working until then; its .idx is removed before its
     .bin is replaced, so that old index and new tokens never meet. Leaving the `with` block by an exception removes the
     temporary files; a killed process leaves them behind, named `NAME.bin.tmp-...`, and no reader looks at those.
@@ -116,38 +108,26 @@ class IndexedDatasetWriter:
 
     Args:
         prefix, dtype: of the files.
-        kept: where the tokens are written in place of a temporary file; an exception does not remove it.
-        lengths: of the documents that are in it already; what is behind them is cut off.
-        mask: a whole file that becomes the data set's mask; None: it has none, and an old one is removed.
+        masked: the data set has a mask; False: it has none, and an old one is removed.
+
+    Attributes:
+        num_tokens, num_documents: written so far.
+        mask_digest: of the mask, once the files are there; None: they have none.
 
     Raises:
         UserError: 208 when the system refuses to write (disk full, no permission).
     """
 
-    def __init__(
-        self,
-        prefix: str | Path,
-        dtype: type[np.integer] | np.dtype,
-        *,
-        kept: Path | None = None,
-        lengths: Iterable[int] = (),
-        mask: Path | None = None,
-    ):
+    def __init__(self, prefix: str | Path, dtype: type[np.integer] | np.dtype, *, masked: bool = False):
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next(code for code, kind in DTYPE_CODES.items() if np.dtype(kind) == np.dtype(dtype))
-        self._targets = file_pair(prefix)
-        self._mask, self._mask_target = mask, mask_path(prefix)
-        self._temporary = tuple(temporary_name(path) for path in self._targets)
-        self._kept = kept is not None
-        if kept is not None:
-            self._temporary = (kept, self._temporary[1])
+        self._targets, self._mask_target = file_pair(prefix), mask_path(prefix)
+        self._temporary = tuple(map(temporary_name, self._targets))
+        self._mask = LossMaskWriter(temporary_name(self._mask_target)) if masked else None
         self._lengths = array("i")  # per sequence; 4 bytes a document is all that the writer holds in memory
         self._documents = array("q", [0])
-        self._open_length = 0  # tokens of the sequence that is being written
-        self.num_tokens = 0
-        for length in lengths:
-            self._grow(length)
-            self.end_document()
+        self._open_length = 0  # tokens that are in no document yet
+        self.num_tokens, self.mask_digest = 0, None
 
     @property
     def num_documents(self) -> int:
@@ -156,35 +136,39 @@ class IndexedDatasetWriter:
     def __enter__(self) -> "IndexedDatasetWriter":
         with self._write_errors():
             self._targets[0].parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._temporary[0].open("ab" if self._kept else "xb")
-            self._file.truncate(self.num_tokens * self.dtype.itemsize)
+            self._file = self._temporary[0].open("xb")
+            if self._mask is not None:
+                self._mask.open()
         return self
 
-    def flush(self) -> None:
-        """Flush the tokens to the disk. Raises UserError 208."""
-        with self._write_errors():
-            flush(self._file)
+    def append(self, tokens: np.ndarray, scored: np.ndarray | None = None) -> None:
+        """Add ids [n], of any integer type.
 
-    def append(self, tokens: np.ndarray) -> None:
-        """Add ids [n], of any integer type, to the document that is being written."""
+        Args:
+            scored: bool [n], which of them are trained on; None: all of them.
+        """
         ids = tokens.astype(self.dtype, copy=False)
         assert np.array_equal(ids, tokens), f"ids do not fit {self.dtype}"
         with self._write_errors():
             self._file.write(ids.tobytes())
-        self._grow(len(ids))
+            if self._mask is not None:
+                self._mask.append(np.ones(len(ids), bool) if scored is None else scored)
+        self.num_tokens += len(ids)
+        self._open_length += len(ids)
 
-    def _grow(self, count: int) -> None:
-        self.num_tokens += count
-        self._open_length += count
-        while self._open_length > MAX_SEQUENCE:
+    def end_document(self, length: int | None = None) -> None:
+        """End a document, which must hold a token.
+
+        Args:
+            length: how many of the tokens that are in no document yet are its; None: all of them.
+        """
+        length = self._open_length if length is None else length
+        assert 0 < length <= self._open_length, "a document needs at least one token"
+        self._open_length -= length
+        while length > MAX_SEQUENCE:
             self._lengths.append(MAX_SEQUENCE)
-            self._open_length -= MAX_SEQUENCE
-
-    def end_document(self) -> None:
-        """Close the document; it must hold a token."""
-        assert self._open_length, "a document needs at least one token"
-        self._lengths.append(self._open_length)
-        self._open_length = 0
+            length -= MAX_SEQUENCE
+        self._lengths.append(length)
         self._documents.append(len(self._lengths))
 
     def __exit__(
@@ -198,28 +182,26 @@ class IndexedDatasetWriter:
         finally:
             with suppress(OSError):  # a full disk fails again when what is buffered is flushed by close
                 self._file.close()
-            for path in self._temporary[self._kept :]:
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
+            for path in self._temporary:
+                path.unlink(missing_ok=True)
+            if self._mask is not None:
+                self._mask.remove()
 
     def _publish(self) -> None:
         flush(self._file)
-        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
-        pointers = np.zeros(len(lengths), np.int64)
-        np.cumsum(lengths[:-1], out=pointers[1:])
-        pointers *= self.dtype.itemsize
-        header = HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._documents))
+        lengths = np.array(self._lengths, "<i4")
+        pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
         with self._temporary[1].open("xb") as file:
-            file.write(header)
-            file.write(lengths.astype("<i4").tobytes())
-            file.write(pointers.astype("<i8").tobytes())
-            file.write(np.frombuffer(self._documents, np.int64).astype("<i8").tobytes())
+            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._documents)))
+            for values in (lengths, pointers.astype("<i8"), np.array(self._documents, "<i8")):
+                file.write(values.tobytes())
             flush(file)
+        self.mask_digest = None if self._mask is None else self._mask.finish()
         self._targets[1].unlink(missing_ok=True)
         if self._mask is None:
             self._mask_target.unlink(missing_ok=True)
         else:
-            self._mask.replace(self._mask_target)
+            self._mask.path.replace(self._mask_target)
         for temporary, target in zip(self._temporary, self._targets, strict=True):
             temporary.replace(target)
         flush_folder(self._targets[0].parent)

@@ -35,21 +35,16 @@ class Interleaving:
         self.period = int(self.weights.sum())
         self._sources = _one_period([int(weight) for weight in weights])  # [P]
         # The slots of each source, one source after the other, and for each slot its place among its source's.
-        self._slots = np.argsort(self._sources, kind="stable")
-        self._firsts = np.cumsum(self.weights) - self.weights
+        slots = np.argsort(self._sources, kind="stable")
+        firsts = np.cumsum(self.weights) - self.weights
         self._places = np.empty(self.period, np.int64)
-        self._places[self._slots] = np.arange(self.period) - np.repeat(self._firsts, self.weights)
+        self._places[slots] = np.arange(self.period) - np.repeat(firsts, self.weights)
 
     def of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (source, number of the sample among that source's, from 0) of samples, int64 of their shape."""
         periods, slots = np.divmod(samples, self.period)
         sources = self._sources[slots]
         return sources, periods * self.weights[sources] + self._places[slots]
-
-    def sample(self, source: int, number: int) -> int:
-        """Return the sample that is a source's `number`-th, from 0: the inverse of `of`."""
-        periods, place = divmod(number, int(self.weights[source]))
-        return periods * self.period + int(self._slots[self._firsts[source] + place])
 
     def counts(self, samples: int) -> np.ndarray:
         """Return how many of the first so many samples come from each source, int64 [sources]."""

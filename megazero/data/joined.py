@@ -1,12 +1,12 @@
 """Read a folder of token files, its shards, as one data set: the shards' documents one after the other.
 
 A shard is whole when its index is there: X.idx with X.bin. Writers put the index last, and ours by renaming it; names
-that begin with a dot or have `.tmp` in them, and files without an index, are not there yet. Thousands of shards share a
-limited number of descriptors (data_file.py).
+that begin with a dot or have `.tmp` in them, and files without an index, are not there yet.
 """
 
 import resource
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +15,9 @@ import xxhash
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.reading import looked_up
-from megazero.data.data_file import Descriptors
-from megazero.data.document_offsets import DocumentOffsets
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.indexed_dataset import refuse_missing as refuse_missing_pair
-from megazero.data.token_dataset import Mask, TokenDataset
-
-_SHARE = 4  # of the descriptors that the system allows one in so many is for shards
-_MOST_OPEN = 1024
-
-
-def _most_open() -> int:
-    """Return so many descriptors that most of those that the system allows are left."""
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _MOST_OPEN if allowed == resource.RLIM_INFINITY else max(8, min(_MOST_OPEN, allowed // _SHARE))
-
-
-_DESCRIPTORS = Descriptors(_most_open)  # of all shards that this process reads, whatever folders they are in
+from megazero.data.token_dataset import DocumentOffsets, Mask, TokenDataset
 
 
 def is_folder(path: str | Path) -> bool:
@@ -73,7 +59,7 @@ def shard_names(folder: Path) -> list[str]:
 
 
 class JoinedDataset(TokenDataset):
-    """The shards of a folder, one after the other, as one data set.
+    """The shards of a folder, one after the other, as one data set. Each keeps two or three descriptors open.
 
     Args:
         folder: where they are.
@@ -89,45 +75,47 @@ class JoinedDataset(TokenDataset):
     def __init__(self, folder: Path):
         self.names = shard_names(folder)
         self.shards = list[TokenDataset]()
+        _raise_descriptor_limit()
         with doing(f"opening the shards of {folder}", len(self.names)) as progress:
             for name in self.names:
-                self.shards.append(IndexedDataset(folder / name, _DESCRIPTORS))
+                self.shards.append(IndexedDataset(folder / name))
                 progress.advance()
         first = self.shards[0]
         for shard in self.shards:
             if shard.dtype != first.dtype:
                 what = f"stores {shard.dtype}, but {first.bin_path.name} stores {first.dtype}"
                 raise UserError(228, what, "tokenize all shards alike", where=shard.bin_path)
-        offsets = _JoinedOffsets([shard.document_offsets for shard in self.shards])
-        self.documents_before, self._tokens_before = offsets.documents_before, offsets.tokens_before
-        mask = _JoinedMask(self.shards, self._tokens_before) if any(shard.mask for shard in self.shards) else None
-        super().__init__(folder, first._file, first.dtype, offsets, mask=mask)
+        self._offsets = _JoinedOffsets([shard.document_offsets for shard in self.shards])
+        masked = any(shard.mask for shard in self.shards)
+        mask = _JoinedMask(self.shards, self._offsets.tokens_before) if masked else None
+        super().__init__(folder, first._file, first.dtype, self._offsets, mask=mask)
         self.bin_path = folder
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return tokens [start, stop) of all shards, in their type. Raises as that of a shard."""
         assert 0 <= start <= stop <= self.num_tokens
-        return _pieces(start, stop, self._tokens_before, lambda k, *span: self.shards[k].read(*span), self.dtype)
+        return _pieces(
+            start, stop, self._offsets.tokens_before, lambda k, *span: self.shards[k].read(*span), self.dtype
+        )
 
-    def place_of(self, document: int) -> tuple[Path, int]:
-        """Return (file of the tokens, document in it) of a document."""
-        shard = self._holding(document)
-        return self.shards[shard].bin_path, document - int(self.documents_before[shard])
-
-    def shard_of(self, document: int) -> str:
-        """Return the name of the shard that holds a document."""
-        return self.names[self._holding(document)]
-
-    def _holding(self, document: int) -> int:
-        return int(np.searchsorted(self.documents_before, document, side="right")) - 1
+    def shard_of(self, document: int) -> tuple[TokenDataset, int]:
+        """Return the shard that holds a document, and the document's number in it."""
+        k = int(np.searchsorted(self._offsets.documents_before, document, side="right")) - 1
+        return self.shards[k], document - int(self._offsets.documents_before[k])
 
     def document_of(self, shard: str, document: int) -> int | None:
         """Return the number of a document of a shard among those of all; None: there is none."""
-        if shard not in self.names:
+        k = self.names.index(shard) if shard in self.names else None
+        if k is None or document >= self.shards[k].num_documents:
             return None
-        place = self.names.index(shard)
-        known = document < self.shards[place].num_documents
-        return int(self.documents_before[place]) + document if known else None
+        return int(self._offsets.documents_before[k]) + document
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise the soft limit on open files, which is 1,024 on many systems, to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # the system has a limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
 
 
 class _JoinedOffsets(DocumentOffsets):
@@ -145,9 +133,6 @@ class _JoinedOffsets(DocumentOffsets):
 
         inside = _pieces(first, min(stop, self.num_documents), self.documents_before, of, np.dtype(np.int64))
         return inside if stop <= self.num_documents else np.append(inside, self.num_tokens)
-
-    def _refuse(self, what: str) -> UserError:
-        raise AssertionError(f"each shard has refused it: {what}")
 
 
 class _JoinedMask:

@@ -7,22 +7,19 @@
               bits behind the last token are 0                                                        [ceil(T / 8)]
 
 Little endian. Of token files without such a file every token counts. It is read where it is needed, like the tokens,
-but once as a whole when it is opened (a large one: the first time, remembered.py): a mask that is cut off or has a
-flipped bit would train on the questions.
+but once as a whole when it is opened: a mask that is cut off or has a flipped bit would train on the questions.
 """
 
 import struct
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import xxhash
 
-from megazero.base.atomic import write_error
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import flush
-from megazero.data.data_file import DataFile, Descriptors
+from megazero.data.data_file import DataFile
 
 MAGIC = b"MZMASK\x00\x01"
 HEADER = struct.Struct("<8sQQ")
@@ -46,21 +43,24 @@ class LossMask:
         UserError: 225, it cannot be read, is damaged, or is of another number of tokens.
     """
 
-    def __init__(self, path: Path, num_tokens: int, descriptors: Descriptors | None = None):
+    def __init__(self, path: Path, num_tokens: int):
         self.path = path
-        self._file = DataFile(path, "bits", 225, descriptors, unreadable=225)
+        self._file = DataFile(path, "bits", 225, unreadable=225)
         size = self._file.size
         header = self._file.read(0, min(HEADER.size, size)).tobytes()
-        magic, tokens, expected = HEADER.unpack(header) if len(header) == HEADER.size else (header, 0, 0)
-        if magic != MAGIC:
-            raise UserError(225, f"expected a mask that begins with {MAGIC!r}, got {magic[:8]!r}", _DO, where=path)
-        if tokens != num_tokens or size != HEADER.size + -(-num_tokens // 8):
-            what = f"expected {HEADER.size + -(-num_tokens // 8):,} bytes for {num_tokens:,} tokens, "
-            raise UserError(225, f"{what}got {size:,} bytes for {tokens:,}", _DO, where=path)
-        found = self._hash(size)
-        if found != expected:
-            raise UserError(225, f"expected xxh3 {expected:016x}, got {found:016x}", _DO, where=path)
-        self.digest = f"{expected:016x}"
+        magic, tokens, digest = HEADER.unpack(header) if len(header) == HEADER.size else (header, 0, 0)
+        expected = (MAGIC, num_tokens, HEADER.size + -(-num_tokens // 8))
+        if (magic, tokens, size) != expected:
+            what = f"expected {expected[0]!r} of {num_tokens:,} tokens in {expected[2]:,} bytes, "
+            raise UserError(225, f"{what}got {magic[:8]!r} of {tokens:,} in {size:,}", _DO, where=path)
+        found = xxhash.xxh3_64()
+        with doing(f"checking {path}", size) as progress:
+            for at in range(HEADER.size, size, _BLOCK):
+                found.update(self._file.read(at, min(_BLOCK, size - at)).data)
+                progress.advance(_BLOCK)
+        self.digest = f"{digest:016x}"
+        if found.hexdigest() != self.digest:
+            raise UserError(225, f"expected xxh3 {self.digest}, got {found.hexdigest()}", _DO, where=path)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return which of tokens [start, stop) count: bool. Raises UserError 225: the disk does not give them."""
@@ -68,46 +68,24 @@ class LossMask:
         packed = self._file.read(HEADER.size + first, -(-stop // 8) - first)
         return np.unpackbits(packed, bitorder="little")[start - 8 * first : stop - 8 * first].astype(bool)
 
-    def _hash(self, size: int) -> int:
-        digest = xxhash.xxh3_64()
-        with doing(f"checking {self.path}", size) as progress:
-            for at in range(HEADER.size, size, _BLOCK):
-                digest.update(self._file.read(at, min(_BLOCK, size - at)).data)
-                progress.advance(_BLOCK)
-        return digest.intdigest()
 
-
-def open_mask(prefix: str | Path, num_tokens: int, descriptors: Descriptors | None = None) -> LossMask | None:
+def open_mask(prefix: str | Path, num_tokens: int) -> LossMask | None:
     """Return the mask of token files; None: they have none. Raises UserError 225."""
     path = mask_path(prefix)
-    return LossMask(path, num_tokens, descriptors) if path.exists() else None
+    return LossMask(path, num_tokens) if path.exists() else None
 
 
 class LossMaskWriter:
-    """A writer of a whole mask to a path of its own, which `IndexedDatasetWriter` renames.
-
-        with LossMaskWriter(path) as writer:
-            writer.append(scored)          # bool [n], any number of times
-
-    Attributes:
-        digest: once it is written.
-
-    Raises:
-        UserError: 208, the system refuses to write.
-    """
+    """A writer of a mask to a temporary path, which `IndexedDatasetWriter` renames. Its methods raise OSError."""
 
     def __init__(self, path: Path):
-        self.path, self.digest = path, ""
+        self.path = path
         self._rest, self._tokens, self._hash = np.empty(0, bool), 0, xxhash.xxh3_64()
 
-    def __enter__(self) -> "LossMaskWriter":
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("wb")
-            self._file.write(bytes(HEADER.size))
-        except OSError as error:
-            raise write_error(self.path, error) from error
-        return self
+    def open(self) -> None:
+        """Begin the file."""
+        self._file = self.path.open("xb")
+        self._file.write(bytes(HEADER.size))
 
     def append(self, scored: np.ndarray) -> None:
         """Add tokens, True where they count."""
@@ -117,25 +95,21 @@ class LossMaskWriter:
         self._write(bits[:whole])
         self._rest = bits[whole:]
 
+    def finish(self) -> str:
+        """Complete the file, flush it to the disk, close it, and return its digest."""
+        with self._file:
+            self._write(self._rest)
+            self._file.seek(0)
+            self._file.write(HEADER.pack(MAGIC, self._tokens, self._hash.intdigest()))
+            flush(self._file)
+        return self._hash.hexdigest()
+
+    def remove(self) -> None:
+        """Close the file, and remove it if it was not renamed."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
     def _write(self, bits: np.ndarray) -> None:
         packed = np.packbits(bits, bitorder="little").tobytes()
         self._hash.update(packed)
-        try:
-            self._file.write(packed)
-        except OSError as error:
-            raise write_error(self.path, error) from error
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._file:
-            if kind is not None:
-                return
-            self._write(self._rest)
-            try:
-                self._file.seek(0)
-                self._file.write(HEADER.pack(MAGIC, self._tokens, self._hash.intdigest()))
-                flush(self._file)
-            except OSError as error_:
-                raise write_error(self.path, error_) from error_
-        self.digest = self._hash.hexdigest()
+        self._file.write(packed)

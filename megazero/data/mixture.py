@@ -12,8 +12,10 @@ import numpy as np
 import xxhash
 
 from megazero.data.interleave import Interleaving
-from megazero.data.sampler import position_of, window_of
+from megazero.data.sampler import window_of
 from megazero.data.windows import MicroBatch, WindowDataset, micro_batch
+
+_SCANNED = 1 << 20  # samples that are looked at together
 
 
 @dataclass(frozen=True)
@@ -110,43 +112,27 @@ class Mixture:
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (place of the source, window of it) of sample ids of any shape."""
-        sources, numbers = self.numbers(samples)
-        return sources, window_of(numbers, self._num_windows[sources], self._seeds[sources])
-
-    def numbers(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (place of the source, number of the sample among that source's, from 0) of sample ids."""
         which = np.searchsorted(self._firsts, samples, side="right") - 1
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
         for part in np.unique(which):
             own = which == part
             sources[own], numbers[own] = self._parts[part].of(samples[own])
-        return sources, numbers
+        return sources, window_of(numbers, self._num_windows[sources], self._seeds[sources])
 
-    def sample_of(self, source: int, window: int, epoch: int) -> int | None:
-        """Return the id of the sample that is a window of a source, by its place, in an epoch of that source.
+    def samples_of(self, source: int, windows: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield (sample id, window) of the samples in [first, end) that are some windows of a source, by its place.
 
-        None: the source gives no sample so late, because its weight is 0 from some id on.
+        It looks at every sample of the source, a million in about a second.
         """
-        chosen = self.sources[source]
-        return self._sample(source, position_of(window, epoch, chosen.windows.num_windows, chosen.seed))
-
-    def samples_of(self, source: int, window: int, end: int) -> Iterator[int]:
-        """Yield the ids below `end` of the samples that are a window of a source, by its place."""
-        passes = -(-self.counts(end)[source] // self.sources[source].windows.num_windows)
-        found = (self.sample_of(source, window, epoch) for epoch in range(passes))
-        yield from (sample for sample in found if sample is not None and sample < end)
-
-    def _sample(self, source: int, number: int) -> int | None:
-        """Return the id of a source's sample by its number; None: the source gives none so late."""
-        part = [part for part in self._parts if part.before[source] <= number and source in part.places]
-        if not part:
-            return None
-        last = part[-1]
-        assert last.order is not None, "the source takes part"
-        place = int(np.searchsorted(last.places, source))
-        sample = last.first + last.order.sample(place, number - int(last.before[source]))
-        later = [first for first in self._firsts.tolist() if first > last.first]
-        return None if later and sample >= later[0] else sample
+        for part, stop in zip(self._parts, [*self._firsts[1:].tolist(), end], strict=True):
+            if source not in part.places:
+                continue
+            begin, stop = max(first, part.first), min(stop, end)
+            for start in range(begin, stop, _SCANNED):
+                samples = np.arange(start, min(start + _SCANNED, stop))
+                sources, found = self.locate(samples)
+                for at in np.flatnonzero((sources == source) & np.isin(found, windows)).tolist():
+                    yield int(samples[at]), int(found[at])
 
     def micro_batches(self, samples: np.ndarray) -> list[MicroBatch]:
         """Return samples [micro-batches, rows] as micro-batches. Raises UserError 205: bad ids."""
@@ -159,13 +145,14 @@ class Mixture:
 
     def counts(self, samples: int) -> list[int]:
         """Return how many of the first so many samples each source has given."""
-        return self._counts(samples).tolist()
+        part = self._parts[int(np.searchsorted(self._firsts, samples, side="right")) - 1]
+        return part.counts(samples).tolist()
 
     def epochs(self, samples: int) -> dict[str, float] | None:
         """Return how often so many samples go through each source, by its name; None where it has none."""
         if self.sources[0].name is None:
             return None
-        counts = self._counts(samples) / self._num_windows
+        counts = np.array(self.counts(samples)) / self._num_windows
         return {str(source.name): float(count) for source, count in zip(self.sources, counts, strict=True)}
 
     def digest(self) -> str:
@@ -174,16 +161,12 @@ class Mixture:
         if self.sources[0].name is None:
             return each[0]
         named = [f"{source.name}: {text}" for source, text in zip(self.sources, each, strict=True)]
-        named += [
-            f"from sample {phase.first} weights {phase.weights}{f' and {phase.gone}' * bool(phase.gone)}"
-            for phase in self.phases
-        ]
+        for phase in self.phases:
+            gone = f" and {phase.gone}" if phase.gone else ""
+            named.append(f"from sample {phase.first} weights {phase.weights}{gone}")
         digest = xxhash.xxh3_64_hexdigest("\n".join(named).encode())
         return f"{len(each)} source{'s' * (len(each) > 1)}, xxh3 {digest}"
 
     def passes(self, samples: int) -> float:
         """Return how often so many samples go through all windows together; those of other lengths do not count."""
-        return int(self._counts(samples).sum()) / self.num_windows
-
-    def _counts(self, samples: int) -> np.ndarray:
-        return self._parts[int(np.searchsorted(self._firsts, samples, side="right")) - 1].counts(samples)
+        return sum(self.counts(samples)) / self.num_windows

@@ -6,13 +6,15 @@ well; then nobody knows by which tokenizer they were made, nor how many bytes of
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+
+from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from megazero.base.atomic import write_atomically
 from megazero.base.errors import UserError
-from megazero.base.reading import parse_object, read_file
+from megazero.base.reading import read_file
 from megazero.data.loss_mask import mask_path
 from megazero.data.token_dataset import Mask
 from megazero.data.tokenizer import Tokenizer
@@ -21,7 +23,7 @@ _BYTES = 1 << 20
 _ADDED = ("documents", "tokens", "text_bytes", "id_bytes")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class Origin:
     """A record of what token files were made of.
 
@@ -36,12 +38,12 @@ class Origin:
     """
 
     tokenizer: str
-    vocab_size: int
-    documents: int
-    tokens: int
-    text_bytes: int
-    id_bytes: int
-    longest: int
+    vocab_size: NonNegativeInt
+    documents: NonNegativeInt
+    tokens: NonNegativeInt
+    text_bytes: NonNegativeInt
+    id_bytes: NonNegativeInt
+    longest: NonNegativeInt
     mask: str | None = None
 
     @property
@@ -52,6 +54,9 @@ class Origin:
     def write(self, prefix: Path) -> None:
         """Write the file beside token files. Raises UserError 208."""
         write_atomically(path_of(prefix), (json.dumps(asdict(self), indent=1) + "\n").encode())
+
+
+_RECORD = TypeAdapter(Origin)
 
 
 def path_of(prefix: str | Path) -> Path:
@@ -65,19 +70,13 @@ def read_origin(prefix: str | Path) -> Origin | None:
     if not path.exists():
         return None
     try:
-        found = parse_object(read_file(path, _BYTES))
-        values: dict[str, Any] = {name: found.get(name) for name in Origin.__dataclass_fields__}
-        for name, value in values.items():
-            if name not in ("tokenizer", "mask") and (type(value) is not int or value < 0):
-                raise ValueError(f"expected a count under {name!r}, got {value!r:.30}")
-        if not isinstance(values["tokenizer"], str):
-            raise ValueError('expected a fingerprint under "tokenizer"')
-        if values["mask"] is not None and not isinstance(values["mask"], str):
-            raise ValueError('expected a digest or null under "mask"')
-        return Origin(**values)
-    except (OSError, ValueError) as error:
-        what = f"cannot be read: {error}"
-        raise UserError(203, what, "take it away, or rebuild the token files", where=path) from error
+        return _RECORD.validate_json(read_file(path, _BYTES))
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"cannot be read: {' '.join(map(str, first['loc']))}: {first['msg']}"
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+    raise UserError(203, what, "take it away, or rebuild the token files", where=path)
 
 
 def require_counts(origin: Origin | None, documents: int, tokens: int, prefix: Path) -> None:

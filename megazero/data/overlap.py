@@ -34,7 +34,7 @@ def shared_document(training: TokenStream, validation: TokenStream) -> Shared | 
     for ordinal in _some(training, lambda lengths: np.isin(lengths, alike)):
         for other in known.get(_hash(training, ordinal, _FIRST), ()):
             if _hash(training, ordinal, None) == _hash(validation, other, None):
-                return Shared(training.number(ordinal), validation.number(other))
+                return Shared(training.placed(ordinal)[0], validation.placed(other)[0])
     return None
 
 
@@ -52,11 +52,12 @@ def _some(stream: TokenStream, fits: Callable[[np.ndarray], np.ndarray]) -> list
 
 
 def _length(stream: TokenStream, ordinal: int) -> int:
-    begin, end = stream.bounds(ordinal)
+    _, begin, end = stream.placed(ordinal)
     return end - begin
 
 
 def _hash(stream: TokenStream, ordinal: int, most: int | None) -> str:
     """Return a hash of a document's length and its first tokens; None: of all of them."""
-    tokens = stream.document(ordinal, most).astype(np.int64)
-    return f"{_length(stream, ordinal)} {xxhash.xxh3_128_hexdigest(tokens.tobytes())}"
+    _, begin, end = stream.placed(ordinal)
+    tokens, _ = stream.read(begin, end if most is None else min(end, begin + most))
+    return f"{end - begin} {xxhash.xxh3_128_hexdigest(tokens.tobytes())}"

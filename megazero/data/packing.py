@@ -69,15 +69,6 @@ class Packing:
             found += self._by_length[begin : begin + each].tolist()
         return found
 
-    def window_of(self, document: int) -> int | None:
-        """Return the window of a document; None: it is too short for any."""
-        at = int(np.flatnonzero(self._by_length == document)[0])
-        for row in self._rows:
-            for each, place in row.held:
-                if place <= at < place + each * row.count:
-                    return row.first + (at - place) // each
-        return None
-
 
 def _rows(counts: np.ndarray, places: np.ndarray, size: int) -> list[_Row]:
     """Return the windows of so many documents of each length (int64 [size + 1]), the first of which are at `places`."""

@@ -79,17 +79,6 @@ def window_of(sample: int | np.ndarray, num_windows: int | np.ndarray, seed: int
     return result if isinstance(sample, np.ndarray) else int(result[0])
 
 
-def position_of(window: int, epoch: int, num_windows: int, seed: int) -> int:
-    """Return the sample id that has this window in an epoch: the inverse of `window_of`."""
-    assert 0 <= window < num_windows
-    keys, halves = _round_keys(np.array([epoch], np.uint64), _words(seed)), _halves(np.array([num_windows]))
-    position = np.array([window], np.uint64)
-    while True:
-        position = _permute_back(position, keys, halves)
-        if position[0] < num_windows:
-            return epoch * num_windows + int(position[0])
-
-
 def _words(seed: int | np.ndarray) -> np.ndarray:
     """Return the low 64 bits of a seed, or of each, as uint64."""
     return seed.astype(np.uint64) if isinstance(seed, np.ndarray) else np.asarray(seed & 0xFFFFFFFFFFFFFFFF, np.uint64)
@@ -117,13 +106,4 @@ def _permute(x: np.ndarray, keys: np.ndarray, halves: np.ndarray) -> np.ndarray:
     left, right = x >> halves, x & masks
     for key in keys:
         left, right = right, left ^ (mix(right ^ key) & masks)
-    return (left << halves) | right
-
-
-def _permute_back(x: np.ndarray, keys: np.ndarray, halves: np.ndarray) -> np.ndarray:
-    """Return what `_permute` maps to x."""
-    masks = (np.uint64(1) << halves) - np.uint64(1)
-    left, right = x >> halves, x & masks
-    for key in keys[::-1]:
-        left, right = right ^ (mix(left ^ key) & masks), left
     return (left << halves) | right

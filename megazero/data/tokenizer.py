@@ -10,73 +10,16 @@ bits per byte counts the bytes of the text that the data was made from (`data/or
 """
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
 
 from megazero.base.errors import UserError
 from megazero.base.held_stderr import stderr_held
 from megazero.data.tokenizers import plain_bytes
+from megazero.data.tokenizers.common import Tokenizer as Tokenizer
 from megazero.data.tokenizers.json_file import JsonFile
 from megazero.data.tokenizers.plain_bytes import PlainBytes
 from megazero.data.tokenizers.rank_file import RankFile
 from megazero.data.tokenizers.sentence_piece import SentencePiece
-
-
-class Tokenizer(Protocol):
-    """The protocol of every kind of tokenizer.
-
-    Attributes:
-        path: the file.
-        vocab_size: ids lie in [0, vocab_size).
-        eod: the id that ends a document.
-        bos: the id that begins a text; eod where there is none.
-        specials: the names of special ids, with those of eod and bos; in a text they are text.
-        lossless: each text comes back from its ids; also the bytes of ids add up to those of their text.
-        cuts_after_newline: a text may be cut after any newline: its ids are those of its parts, end to end.
-        fingerprint: 16 hex digits of the content; equal fingerprints mean equal ids.
-        files: names and contents from which the same tokenizer can be opened in another folder.
-    """
-
-    path: Path
-    vocab_size: int
-    eod: int
-    bos: int
-    lossless: bool
-    cuts_after_newline: bool
-    fingerprint: str
-
-    @property
-    def specials(self) -> Mapping[str, int]: ...
-
-    @property
-    def files(self) -> Mapping[str, bytes]: ...
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without end-of-document.
-
-        Raises:
-            UserError: 212, half a surrogate pair, which is no text; 209, the library fails over the text.
-        """
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, without special ids; bytes that are not UTF-8 come as U+FFFD.
-
-        Raises:
-            UserError: 209, the library fails over the ids.
-        """
-        ...
-
-    def token_bytes(self) -> np.ndarray:
-        """Return the UTF-8 bytes of text that each id stands for, int64 [vocab_size]; 0 for special ids.
-
-        Of a lossless tokenizer token_bytes()[encode(text)].sum() == len(text.encode()), so the mean loss of a text in
-        bits per byte is sum(loss in nats) / ln 2 / sum(token_bytes of its targets).
-        """
-        ...
 
 
 def open_tokenizer(path: str | Path, vocab: int | None = None) -> Tokenizer:

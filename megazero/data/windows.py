@@ -96,15 +96,15 @@ class WindowDataset:
         """Return which tokens [start, stop) of the stream are the input of a window, one behind the other."""
         if self.packing is None:
             return [(window * self.seq_len, (window + 1) * self.seq_len)]
-        bounds = map(self.stream.bounds, self.packing.documents(window))
-        return [(start, min(stop, start + self.seq_len)) for start, stop in bounds]
+        placed = map(self.stream.placed, self.packing.documents(window))
+        return [(start, min(stop, start + self.seq_len)) for _, start, stop in placed]
 
     def windows_of(self, start: int, stop: int) -> list[int]:
         """Return the windows whose input has a part of the document that is tokens [start, stop) of the stream."""
         if self.packing is None:
             return list(range(start // self.seq_len, min((stop - 1) // self.seq_len + 1, self.num_windows)))
-        window = self.packing.window_of(self.stream.ordinal(start))
-        return [] if window is None else [window]
+        place = self.stream.ordinal(start)
+        return [window for window in range(self.num_windows) if place in self.packing.documents(window)]
 
     def read(self, window: int) -> WindowTokens:
         """Return the tokens of a window, checked."""
@@ -127,10 +127,10 @@ class WindowDataset:
         if outside.any():
             first = int(np.argmax(outside))
             document, position = self.stream.locate(start + first)
-            where, document = self.stream.dataset.place_of(document)
+            shard, document = self.stream.dataset.shard_of(document)
             what = f"token {position:,} of document {document:,} is {tokens[first]}, expected 0 <= id < {self.vocab}"
             do = "set model.vocab and data.tokenizer to what the data was made with"
-            raise UserError(205, what, do, where=where)
+            raise UserError(205, what, do, where=shard.bin_path)
         return WindowTokens(tokens, ordinals, self.stream.scored(start, stop))
 
     def micro_batch(self, windows: np.ndarray, sample_ids: np.ndarray) -> MicroBatch:
@@ -182,13 +182,10 @@ def open_datasets(
         train: path of the training data set.
         valid: path of another one, or the fraction of the training documents to hold out, or None.
         seq_len, vocab, mask_eod, pack: see WindowDataset.
-        ids: what the tokenizer says, for files without an index.
 
     Raises:
-        UserError: 201 to 204, 222, 223 files missing, damaged or of an unknown kind, 206 a split with an empty side,
-            207 too few tokens.
+        UserError: 201 to 204, 225, 228 files missing or damaged, 206 a split with an empty side, 207 too few tokens.
     """
-
     dataset = open_files(train)
     if isinstance(valid, int | float):
         return cut_windows(dataset, valid, seq_len, vocab, mask_eod, pack)

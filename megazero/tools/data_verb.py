@@ -28,12 +28,9 @@ def _data(options: argparse.Namespace) -> int:
     step, document = options.step, options.document
     if (step is None) == (document is None):
         raise UserError(100, "expected either --step or --document", where="data")
-    if step is None and options.rank is not None:
-        raise UserError(100, "--rank goes with --step", where="data")
-    if document is None and options.source is not None:
-        raise UserError(100, "--source goes with --document", where="data")
-    if document is None and options.shard is not None:
-        raise UserError(100, "--shard goes with --document", where="data")
+    for name, needs in {"rank": step, "source": document, "shard": document}.items():
+        if getattr(options, name) is not None and needs is None:
+            raise UserError(100, f"--{name} goes with --{'step' if name == 'rank' else 'document'}", where="data")
     with doing("loading torch"):
         from megazero.run.folder import RunFolder
         from megazero.tools.seen_text import as_text, step_text, steps_of

@@ -1,7 +1,7 @@
 """Find which text a step of a run saw, and in which steps a document was seen: both by the functions that chose it.
 
-Nothing of it is recorded while a run trains. A step's samples name windows, and windows documents; the way back goes
-through the inverse of the permutation. Both read the run's config.yaml and the token files that it names.
+Nothing of it is recorded while a run trains. A step's samples name windows, and windows documents; the way back asks
+every sample so far for its window. Both read the run's config.yaml and the token files that it names.
 """
 
 from collections.abc import Iterator
@@ -57,14 +57,14 @@ def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, 
     data = open_data(part.config, course)
     tokenizer = _tokenizer(config)
     shards = any(isinstance(source.windows.stream.dataset, JoinedDataset) for source in data.mixture.sources)
-    found = []
-    for sample, source, window in zip(
-        *(each.tolist() for each in (samples, *data.mixture.locate(samples))), strict=True
-    ):
+    found, located = [], data.mixture.locate(samples)
+    for sample, source, window in zip(*(each.tolist() for each in (samples, *located)), strict=True):
         chosen = data.mixture.sources[source]
         for piece in _pieces(chosen.windows, window):
             text = {} if tokenizer is None else {"text": _text(chosen.windows, piece, tokenizer)}
-            found.append({"sample": sample, "source": chosen.name} | _placed(chosen.windows, piece, shards) | text)
+            found.append(
+                {"sample": sample, "source": chosen.name} | _placed(chosen.windows.stream.dataset, piece, shards) | text
+            )
     return found
 
 
@@ -85,19 +85,16 @@ def steps_of(folder: RunFolder, document: int, name: str | None, shard: str | No
     config = load(str(folder.config))
     done, eras, found = _done(folder), _course(folder, config).eras(), list[dict[str, Any]]()
     known = [course for _, course in eras if name in [source.name for source in sources_of(course)]]
-    newest = _all_data(folder, known[-1] if name is not None and known else eras[-1][1])
+    newest = _opened(known[-1] if name is not None and known else eras[-1][1])
     stream = newest.mixture.sources[_source(newest, name)].windows.stream
     document = _numbered(stream.dataset, document, shard)
-    if document >= stream.dataset.num_documents:
-        what = f"--document {document}: {stream.dataset.prefix} has {stream.dataset.num_documents:,} documents"
-        raise UserError(100, what, where="data")
     if stream.span(document) is None:
         what = f"document {document} is not trained on: it is empty, or held out by data.valid"
         raise UserError(122, what, where=stream.dataset.prefix)
     ends = [*(first for first, _ in eras[1:]), done]
     for (first, course), end in zip(eras, ends, strict=True):
         places = _places(course, name, stream.dataset.prefix) if first < end else []
-        data = newest if course is newest.course or not places else _all_data(folder, course)
+        data = newest if course is newest.course or not places else _opened(course)
         for place in places:
             found += _sights(data, document, place, course.samples(first), course.samples(min(end, done)))
     return sorted(found, key=lambda each: (each["sample"], each["offset"]))
@@ -111,15 +108,12 @@ def _sights(data: RunData, document: int, source: int, first: int, end: int) -> 
     """
     for mixture in data.mixtures.values():
         chosen = mixture.sources[source]
-        windows, span = chosen.windows, chosen.windows.stream.span(document)
+        dataset, span = chosen.windows.stream.dataset, chosen.windows.stream.span(document)
         assert span is not None, "the document is trained on"
-        shards = isinstance(windows.stream.dataset, JoinedDataset)
-        for window in windows.windows_of(*span):
-            piece = next(piece for piece in _pieces(windows, window) if piece["document"] == document)
-            for sample in mixture.samples_of(source, window, end):
-                if sample >= first:
-                    head = {"step": data.course.step_of(sample), "sample": sample, "source": chosen.name}
-                    yield head | _placed(windows, piece, shards)
+        for sample, window in mixture.samples_of(source, chosen.windows.windows_of(*span), first, end):
+            piece = next(piece for piece in _pieces(chosen.windows, window) if piece["document"] == document)
+            head = {"step": data.course.step_of(sample), "sample": sample, "source": chosen.name}
+            yield head | _placed(dataset, piece, isinstance(dataset, JoinedDataset))
 
 
 def _course(folder: RunFolder, config: Config) -> Course:
@@ -134,32 +128,28 @@ def _course(folder: RunFolder, config: Config) -> Course:
     return Course(config, [*manifest.history, *changes_of(manifest, config, None)])
 
 
-def _all_data(folder: RunFolder, course: Course) -> RunData:
+def _opened(course: Course) -> RunData:
     return open_data(course.config, course)
 
 
-def _placed(windows: WindowDataset, piece: dict[str, Any], shards: bool) -> dict[str, Any]:
+def _placed(dataset: TokenDataset, piece: dict[str, Any], shards: bool) -> dict[str, Any]:
     """Return a part of a document with the shard that it is in, if some source has shards."""
-    if not shards:
-        return piece
-    dataset = windows.stream.dataset
-    if not isinstance(dataset, JoinedDataset):
-        return {"shard": None} | piece
-    return {"shard": dataset.shard_of(piece["document"])} | piece | {"document": dataset.place_of(piece["document"])[1]}
+    shard, number = dataset.shard_of(piece["document"])
+    name = {"shard": None if shard is dataset else shard.prefix.name} if shards else {}
+    return name | piece | {"document": number}
 
 
 def _numbered(dataset: TokenDataset, document: int, shard: str | None) -> int:
     """Return the number of a document among those of its source. Raises UserError 100: no such shard or document."""
-    if not isinstance(dataset, JoinedDataset):
-        if shard is not None:
-            raise UserError(100, f"--shard {shard}: {dataset.prefix} is no folder of shards", where="data")
-        return document
-    if shard is None:
-        raise UserError(100, f"--shard is missing: {dataset.prefix} has {len(dataset.names):,} shards", where="data")
-    found = dataset.document_of(shard, document)
-    if found is None:
-        raise UserError(100, f"--shard {shard} --document {document}: no such shard or document", where="data")
-    return found
+    joined = isinstance(dataset, JoinedDataset)
+    if joined != (shard is not None):
+        what = f"has {len(dataset.names):,} shards, --shard is missing" if joined else "is no folder, leave --shard out"
+        raise UserError(100, f"{dataset.prefix} {what}", where="data")
+    number = dataset.document_of(shard, document) if joined and shard is not None else document
+    if number is None or number >= dataset.num_documents:
+        what = f"--document {document}: {dataset.prefix} has {dataset.num_documents:,} documents, "
+        raise UserError(100, f"{what}or no such shard", where="data")
+    return number
 
 
 def _places(course: Course, name: str | None, files: Path) -> list[int]:

@@ -11,17 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.base.errors import UserError
 from megazero.data.choice import Everything, Side, mix
 from megazero.data.data_file import DataFile
-from megazero.data.document_offsets import DocumentOffsets
 from megazero.data.documents import TokenStream, split_streams
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.sampler import placement, position_of, sample_id, window_of
-from megazero.data.token_dataset import TokenDataset
+from megazero.data.sampler import placement, sample_id, window_of
+from megazero.data.token_dataset import DocumentOffsets, TokenDataset
 
 REAL, LENGTH = 100_000, 10**8  # documents at the end of a sparse set, and their tokens: 10^13 in all
-SIZES = [10**7, pytest.param(10**9, marks=pytest.mark.full)]
+SIZES = [10**6, pytest.param(10**9, marks=pytest.mark.full)]
 
 
 def sparse(prefix: Path, documents: int) -> Path:
@@ -51,9 +49,6 @@ class Arithmetic(DocumentOffsets):
 
     def _read(self, first: int, stop: int) -> np.ndarray:
         return np.arange(first, stop) * 10_000
-
-    def _refuse(self, what: str) -> UserError:
-        raise AssertionError(what)
 
 
 def arithmetic(tmp_path: Path, documents: int) -> TokenDataset:
@@ -109,10 +104,10 @@ def test_a_sparse_index(tmp_path: Path, documents: int) -> None:
     last = int(chosen[-1])
     assert valid.parts(valid.num_tokens - 5, valid.num_tokens) == [(last, LENGTH - 5, 5)]
     assert valid.span(last) == (valid.num_tokens - LENGTH, valid.num_tokens) and train.span(last) is None
-    assert train.number(0) == 0 and train.span(0) is None, "empty"
+    assert train.placed(0)[0] == 0 and train.span(0) is None, "empty"
 
 
-@pytest.mark.parametrize("documents", [3 * 10**6, pytest.param(10**9, marks=pytest.mark.full)])
+@pytest.mark.parametrize("documents", [10**6, pytest.param(10**9, marks=pytest.mark.full)])
 def test_a_stream_of_arithmetic(tmp_path: Path, documents: int) -> None:
     dataset = arithmetic(tmp_path, documents)
     with Measured(f"split of {documents:,} documents") as measured:
@@ -138,26 +133,15 @@ def test_a_stream_of_arithmetic(tmp_path: Path, documents: int) -> None:
 @pytest.mark.parametrize("windows", [10**9, 10**13 // 4096, 10**13])
 @pytest.mark.parametrize("seed", [0, 2**63 + 5])
 def test_the_permutation_at_such_numbers(windows: int, seed: int) -> None:
-    """Its inverse finds each sample again, so no two samples have one window; and it is no order of the file."""
+    """No two samples of an epoch have one window, and it is no order of the file."""
     draw = np.random.default_rng(1)
     samples = draw.integers(0, 3 * windows, 2000)
     found = window_of(samples, windows, seed)
     assert (found >= 0).all() and (found < windows).all()
-    for sample, window in zip(samples[:300].tolist(), found[:300].tolist(), strict=True):
-        assert position_of(window, sample // windows, windows, seed) == sample
+    pairs = {*zip((samples // windows).tolist(), found.tolist(), strict=True)}
+    assert len(pairs) == len({*samples.tolist()})
     assert abs(np.corrcoef(samples % windows, found)[0, 1]) < 0.1
     assert abs(found.mean() / windows - 0.5) < 0.05
     step = 10**13 // 4096
     assert sample_id(step, 7, 4096) == 4096 * step + 7
     assert placement(4095, 64, 16, 4) == (63, 15, 3)
-
-
-def test_what_is_read_is_held_against_its_bounds(make_dataset, monkeypatch) -> None:
-    """The file may change after the check."""
-    monkeypatch.setattr("megazero.data.document_offsets.HELD", 0)
-    dataset = make_dataset([[1, 2, 3], [4], [5, 6]])
-    with dataset.idx_path.open("r+b") as file:
-        file.seek(34 + 12 + 8)
-        file.write(struct.pack("<q", 2**40))
-    with pytest.raises(UserError, match=r"MZ-203 .* expected rising offsets of at most 6 tokens"):
-        dataset.document_offsets[0:3]

@@ -28,8 +28,10 @@ def test_damage_is_one_line(tmp_path: Path, text: str) -> None:
 
 
 def test_counts_that_are_none(tmp_path: Path) -> None:
-    replace(ORIGIN, tokens=-1).write(tmp_path / "x")
-    with pytest.raises(UserError, match=r"MZ-203.*expected a count under 'tokens', got -1"):
+    ORIGIN.write(tmp_path / "x")
+    path = path_of(tmp_path / "x")
+    path.write_text(path.read_text().replace('"tokens": 100', '"tokens": -1'))
+    with pytest.raises(UserError, match=r"MZ-203.*tokens: Input should be greater than or equal to 0"):
         read_origin(tmp_path / "x")
 
 

@@ -179,11 +179,11 @@ BAD_JSON = {
     "cut off": (byte_level().to_str()[:5000], "not JSON"),
     "nested": ("[" * 100_000, "not JSON"),
     "no object": ("[]", "expected a JSON object"),
-    "no model": ("{}", "expected a model"),
+    "no model": ("{}", "not a file of the tokenizers"),
     "unknown model": ('{"version": "1.0", "model": {"type": "Pickle", "vocab": {}}}', "not a file of the tokenizers"),
     "random": (poisoned(lambda d: d["model"].update(dropout=0.1)), "draws ids at random"),
-    "huge id": (poisoned(lambda d: d["model"]["vocab"].update(x=2**31)), "expected ids below 16,777,216"),
-    "id that is none": (poisoned(lambda d: d["model"]["vocab"].update(x="1")), "expected ids below"),
+    "huge id": (poisoned(lambda d: d["model"]["vocab"].update(x=2**31)), "expected 1 to 16,777,216 ids"),
+    "id that is none": (poisoned(lambda d: d["model"]["vocab"].update(x="1")), "not a file of the tokenizers"),
     "merge of nothing": (
         poisoned(lambda d: d["model"]["merges"].append(["q1q", "zz"])),
         "not a file of the tokenizers",
@@ -212,7 +212,10 @@ BAD_RANKS = {
     "few bytes": (b"YQ== 0\nYg== 1\n", "none for byte 0"),
     "twice": (b"YQ== 0\nYg== 0\n", "expected a rank for each token"),
     "negative": (b"YQ== -1\n", "expected a rank for each token"),
-    "huge": (b"YQ== 99999999999\n", "expected 1 to 16,777,216 ids"),
+    "huge": (
+        b"".join(base64.b64encode(bytes([b])) + b" %d\n" % (b * 10**9) for b in range(256)),
+        "expected 1 to 16,777",
+    ),
 }
 
 

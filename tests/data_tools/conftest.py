@@ -1,15 +1,16 @@
-"""A small tokenizer, and the commands as a user runs them: in a process of their own."""
+"""A small tokenizer, and the commands as a user runs them."""
 
+import contextlib
+import io
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from data_tools import train_tokenizer
-from tests.quiet import without_heartbeat
 
 REPOSITORY = Path(__file__).parent.parent.parent
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -25,14 +26,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Command:
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     """command("merge", "a", "--output", "b") runs `python data_tools/merge.py a --output b` in tmp_path."""
 
     def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, REPOSITORY / f"data_tools/{name}.py", *map(str, arguments)]
-        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
-        done.stderr = without_heartbeat(done.stderr)
-        return done
+        monkeypatch.chdir(tmp_path)
+        line, out, err = [str(argument) for argument in arguments], io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = import_module(f"data_tools.{name}").main(line)
+            except SystemExit as end:  # of --help
+                code = int(end.code or 0)
+        return subprocess.CompletedProcess(line, code, out.getvalue(), err.getvalue())
 
     return run
 

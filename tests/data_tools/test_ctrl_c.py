@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from data_tools.ctrl_c import ctrl_c_held
+from data_tools.encoding import ctrl_c_held
 
 pytestmark = pytest.mark.usefixtures("usual_signals")
 

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from data_tools import corpus, files, tables
+from data_tools import corpus, tables
 from data_tools.corpus import Reader, find_files
 from data_tools.places import Part
 from data_tools.selection import Condition, Select
@@ -72,14 +72,6 @@ def test_every_kind_gives_the_same_documents(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(tables, "_ROWS", rows)
         for path in paths:
             assert texts(Reader([path])) == TEXTS, path
-
-
-def test_every_kind_goes_on_behind_every_document(tmp_path: Path) -> None:
-    paths = every_kind(tmp_path)
-    pieces = [piece for piece in Reader(paths) if piece.last]
-    for done, piece in enumerate(pieces, start=1):
-        assert piece.mark is not None
-        assert texts(Reader(paths, start=piece.mark)) == (TEXTS * len(paths))[done:]
 
 
 def test_compressed_text_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +189,7 @@ def test_parts_are_the_whole(tmp_path: Path, of: int) -> None:
 
 def test_a_package_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = {path.suffix: path for path in every_kind(tmp_path)}
-    monkeypatch.setattr(files, "find_spec", lambda name: None)
+    monkeypatch.setattr("megazero.data.tokenizers.common.find_spec", lambda name: None)
     for suffix, package in ((".zst", "zstandard"), (".parquet", "pyarrow"), (".arrow", "pyarrow")):
         with pytest.raises(UserError, match=f"MZ-162.*the package {package} is not installed"):
             texts(Reader([paths[suffix]]))

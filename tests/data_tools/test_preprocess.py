@@ -135,7 +135,7 @@ LONG = b"some words of text, over and over again\n" * 1_000_000  # 40 MB: a doze
 
 def wait_for_tokens(tmp_path: Path) -> None:
     """Until the temporary .bin has grown: all parts are at work."""
-    until(lambda: any(path.stat().st_size for path in tmp_path.glob("out/*.unfinished/tokens.bin")))
+    until(lambda: any(path.stat().st_size for path in tmp_path.glob("out/*.unfinished/*.bin.tmp-*")))
 
 
 def children_of(pid: int) -> list[int]:
@@ -226,7 +226,9 @@ def test_refused_write_is_one_line(tmp_path: Path, model: Path):
     """The operating system itself refuses: a limit on the size of the files that the command writes."""
     with start(tmp_path, model, LONG[:4_000_000], limit=500_000) as child:
         stderr = without_heartbeat(child.communicate()[1])
-    assert child.returncode == 1 and stderr.startswith("MZ-208 out/x.bin: cannot be written: File too large"), stderr
+    assert child.returncode == 1 and stderr.startswith(
+        "MZ-208 out/x.unfinished/000000.bin: cannot be written: File too large"
+    ), stderr
     assert stderr.count("\n") == 1 and list((tmp_path / "out").iterdir()) == []
 
 

@@ -1,7 +1,6 @@
-"""Tables that expand, lie or hold bytes: little memory, one line, and text where it is text."""
+"""Tables that expand, are damaged or hold bytes: one line, and text where it is text."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
@@ -10,22 +9,11 @@ import pytest
 
 from data_tools import preprocess, tables
 from data_tools.corpus import Reader
-from data_tools.page_sizes import largest_pages
 from data_tools.selection import Condition, Select
 from data_tools.skipped import Skipped
 from megazero.base.errors import UserError
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def pool() -> Iterator[pyarrow.MemoryPool]:
-    """Counts what pyarrow allocates."""
-    usual = pyarrow.default_memory_pool()
-    counting = pyarrow.proxy_memory_pool(usual)
-    pyarrow.set_memory_pool(counting)
-    yield counting
-    pyarrow.set_memory_pool(usual)
 
 
 def write(path: Path, texts: object, **options: object) -> Path:
@@ -49,18 +37,6 @@ def refused(path: Path) -> str:
     return str(caught.value)
 
 
-def test_one_text_in_every_row_costs_little_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: pyarrow.MemoryPool
-) -> None:
-    path = write_repeated(tmp_path / "x.parquet", 1024, MIB // 16)
-    assert path.stat().st_size < 1000
-    monkeypatch.setattr(tables, "_BATCH_BYTES", 8 * MIB)
-    fresh = pyarrow.proxy_memory_pool(pool)
-    pyarrow.set_memory_pool(fresh)
-    assert sum(len(piece.text) for piece in Reader([path])) == 64 * MIB
-    assert 8 * MIB <= fresh.max_memory() < 24 * MIB
-
-
 @pytest.mark.parametrize("store_schema", [False, True], ids=["strings", "dictionary"])
 def test_a_table_that_expands_to_more_than_text_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_schema: bool
@@ -73,74 +49,6 @@ def test_a_table_that_expands_to_more_than_text_does(
     (tmp_path / "y.txt").write_text("y")
     texts = [piece.text for piece in Reader([path, tmp_path / "y.txt"], skipped=skipped)]
     assert skipped.count == 1 and texts[-1] == "y"
-
-
-def lie(path: Path) -> None:
-    """Make the sizes at the end of a file a fraction of the true ones, without a change of any place."""
-    data = path.read_bytes()
-    group = pyarrow.parquet.ParquetFile(path).metadata.row_group(0)
-    for size in {group.column(0).total_uncompressed_size, group.total_byte_size}:
-        true, claimed = zigzag(size), zigzag(size - 8 * MIB)
-        assert len(true) == len(claimed) and true in data[-400:]
-        data = data[:-400] + data[-400:].replace(true, claimed)
-    path.write_bytes(data)
-    assert pyarrow.parquet.ParquetFile(path).metadata.row_group(0).column(0).total_uncompressed_size < 2 * MIB
-
-
-def zigzag(number: int) -> bytes:
-    value, found = 2 * number, bytearray()
-    while value > 127:
-        found.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*found, value])
-
-
-@pytest.mark.parametrize("lies", [False, True], ids=["honest", "lies"])
-@pytest.mark.parametrize("dictionary", [False, True], ids=["plain", "dictionary"])
-def test_a_page_that_is_too_large_is_not_decompressed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: pyarrow.MemoryPool, lies: bool, dictionary: bool
-) -> None:
-    options = {"use_dictionary": dictionary, "dictionary_pagesize_limit": 20 * MIB}
-    path = write(tmp_path / "x.parquet", ["x" * (9 * MIB)], **options)
-    assert path.stat().st_size < 2000 and sum(len(piece.text) for piece in Reader([path])) == 9 * MIB
-    if lies:
-        lie(path)
-    monkeypatch.setattr(tables, "_PAGE_BYTES", 8 * MIB)
-    before = pool.max_memory()
-    assert before > 9 * MIB
-    fresh = pyarrow.proxy_memory_pool(pool)
-    pyarrow.set_memory_pool(fresh)
-    said = refused(path)
-    assert "cannot be read: has a page of 9,437,1" in said and "the most that are read are 8,388,608;" in said
-    assert fresh.max_memory() < 2 * MIB
-
-
-@pytest.mark.parametrize("version", ["1.0", "2.0"])
-@pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip"])
-@pytest.mark.parametrize("dictionary", [False, True])
-def test_sizes_are_those_of_the_pages(tmp_path: Path, version: str, compression: str, dictionary: bool) -> None:
-    """Of 20 pages and of a nested column; between them the file has but headers."""
-    table = pyarrow.table(
-        {
-            "text": [f"{i} " * 1000 for i in range(200)],
-            "meta": [{"lang": "en", "tags": ["x" * i] * 3} for i in range(200)],
-            "other": ["x" * 100_000] * 200,
-        }
-    )
-    options = {"data_page_size": 20_000, "write_batch_size": 10, "data_page_version": version}
-    path = tmp_path / "x.parquet"
-    pyarrow.parquet.write_table(
-        table, path, compression=compression, use_dictionary=dictionary, row_group_size=100, **options
-    )
-    metadata = pyarrow.parquet.ParquetFile(path).metadata
-    with path.open("rb") as file:
-        text, meta = largest_pages(file, ["text"]), largest_pages(file, ["meta"])
-        assert largest_pages(file, ["te", "meta.lan"]) == [0, 0], "no such columns"
-        assert all(size > 100_000 for size in largest_pages(file, ["text", "other"]))
-    for group in range(2):
-        whole = metadata.row_group(group).column(0).total_uncompressed_size
-        assert 20_000 <= text[group] <= whole and (dictionary or text[group] < whole / 5)
-        assert 0 < meta[group] < text[group]
 
 
 @pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view()], ids=str)

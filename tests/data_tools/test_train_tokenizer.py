@@ -61,8 +61,10 @@ def test_what_it_refuses(fails, tmp_path: Path):
     (tmp_path / "blank.txt").write_text(" \n\t\n\0")
     (tmp_path / "bad.txt").write_bytes(b"abc\xff")
     line = ("train_tokenizer", "--output", "x.model", "--vocab")
-    assert "fewer than the 8192" in fails(1, 215, *line, 8192, "--input", "small.txt")
-    assert "no room for bytes" in fails(1, 215, *line, 10, "--input", "small.txt")
+    assert "MZ-215: no vocabulary of 8,192 pieces from this text: Vocabulary size too high" in fails(
+        1, 215, *line, 8192, "--input", "small.txt"
+    )
+    assert "Vocabulary size is smaller than required_chars" in fails(1, 215, *line, 10, "--input", "small.txt")
     fails(1, 214, *line, 300, "--input", "blank.txt")
     fails(1, 212, *line, 300, "--input", "bad.txt")
     fails(2, 190, *line, 0, "--input", "small.txt")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from data_tools import merge, preprocess, unfinished
+from data_tools import merge, preprocess
+from data_tools.encoding import Encoder
 from data_tools.unfinished import Unfinished
 from megazero.data.origin import read_origin
 
@@ -49,44 +50,44 @@ class Killed(BaseException):
 
 
 def after(pieces: int) -> object:
-    """encode_pieces that dies after some pieces."""
-    encode = preprocess.encode_pieces
+    """`Encoder.encode` that dies after some pieces of all parts."""
+    encode, left = Encoder.encode, iter(range(pieces))
 
-    def until(*arguments: object) -> Iterator[object]:
-        for number, found in enumerate(encode(*arguments)):
-            if number == pieces:
+    def until(encoder: Encoder, given: Iterator[object]) -> Iterator[object]:
+        for found in encode(encoder, given):  # type: ignore[arg-type]
+            if next(left, None) is None:
                 raise Killed
             yield found
 
     return until
 
 
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preprocess, "PART_BYTES", 300)
+
+
 @pytest.mark.parametrize(
     "more", [(), ("--deduplicate",), ("--where", "n!=9", "--deduplicate"), ("--part", "1/2"), CHAT]
 )
-@pytest.mark.parametrize("hard", [True, False], ids=["killed", "interrupted"])
 def test_the_same_line_goes_on_and_gives_the_same_bytes(
-    text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], hard: bool, capsys
+    text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_parts: None, more: tuple[str, ...], capsys
 ) -> None:
+    """Killed after every few pieces, over all parts."""
     whole, out, more = tmp_path / "whole", tmp_path / "out", with_template(tmp_path, more)
     assert preprocess.main([*text, *more, "--output", str(whole)]) == 0
     expected, went_on = made(whole), 0
     assert len(expected) == 4 + ("--chat" in more)
-    monkeypatch.setattr(unfinished, "SECONDS", 0.0)
-    for pieces in range(100):
+    for pieces in range(0, 100, 3):
         with monkeypatch.context() as patch:
-            patch.setattr(preprocess, "encode_pieces", after(pieces))
-            if hard:
-                patch.setattr(Unfinished, "leave", lambda self, skipped: None)
+            patch.setattr(Encoder, "encode", after(pieces))
             try:
                 preprocess.main([*text, *more, "--output", str(out)])
                 break  # there are no more
             except Killed:
                 assert not made(out)
-        if hard:  # what a killed command has written behind its last state
-            for name in ("tokens", "lengths", "hashes", *(("mask",) if "--chat" in more else ())):
-                with (tmp_path / f"out.unfinished/{name}.bin").open("ab") as file:
-                    file.write(b"behind the state" * 3 if name != "hashes" or "--deduplicate" in more else b"")
+        if (tmp_path / "out.unfinished").exists():  # a killed command leaves a part that it has begun
+            (tmp_path / "out.unfinished/000099.bin.tmp-0").write_bytes(b"x")
         capsys.readouterr()
         assert preprocess.main([*text, *more, "--output", str(out)]) == 0
         went_on += "going on behind" in capsys.readouterr().err
@@ -94,16 +95,30 @@ def test_the_same_line_goes_on_and_gives_the_same_bytes(
         assert not (tmp_path / "out.unfinished").exists()
         for name in NAMES:
             Path(f"{out}{name}").unlink(missing_ok=True)
-    assert went_on >= 3
+    assert went_on >= 2
 
 
-def test_another_line_begins_anew(text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(unfinished, "SECONDS", 0.0)
+@pytest.mark.parametrize("more", [(), ("--deduplicate",), CHAT], ids=["text", "duplicates", "chat"])
+def test_parts_do_not_matter(
+    text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    text, found = [*text, *with_template(tmp_path, more)], []
+    for size in (100, 700, 10**6):
+        monkeypatch.setattr(preprocess, "PART_BYTES", size)
+        assert preprocess.main([*text, "--output", str(tmp_path / "out")]) == 0
+        found.append({name: content for name, content in made(tmp_path / "out").items() if name != ".skipped.txt"})
+    assert found[0] == found[1] == found[2]
+
+
+def test_another_line_begins_anew(
+    text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_parts: None, capsys
+) -> None:
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(preprocess, "encode_pieces", after(6))
+        patch.setattr(Encoder, "encode", after(16))
         with pytest.raises(Killed):
             preprocess.main([*text, "--output", str(out)])
+    assert list((tmp_path / "out.unfinished").glob("*.done"))
     assert preprocess.main([*text, "--deduplicate", "--output", str(out)]) == 0
     assert "going on" not in capsys.readouterr().err
     found = made(out)
@@ -112,7 +127,7 @@ def test_another_line_begins_anew(text: list[str], tmp_path: Path, monkeypatch: 
 
 
 def test_one_command_at_a_time(text: list[str], tmp_path: Path, capsys) -> None:
-    with Unfinished(tmp_path / "out", "job", 2):
+    with Unfinished(tmp_path / "out", "job"):
         assert preprocess.main([*text, "--output", str(tmp_path / "out")]) == 1
     assert "MZ-208" in (said := capsys.readouterr().err) and "is being written by another command" in said
 

@@ -1,10 +1,11 @@
-"""Serve all kinds of tokenizers: read a file, refuse it in one line, tell whether a text comes back."""
+"""The base class of tokenizers, and what all kinds do alike: read a file, and refuse it in one line."""
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +22,79 @@ SPACE_MARK = "\u2581"  # SentencePiece's picture of a space inside pieces
 _PROBE = "  a\r\n\tB  \u2581 \u00e9\u4e2d\U0001f600\x00 e\u0301 \ufb01 <s> C "
 
 
-class _Coder(Protocol):
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: list[int]) -> str: ...
-    def token_bytes(self) -> np.ndarray: ...
+class Tokenizer(ABC):
+    """The base class of every kind of tokenizer.
+
+    Attributes:
+        path: the file.
+        vocab_size: ids lie in [0, vocab_size).
+        eod: the id that ends a document.
+        bos: the id that begins a text; eod where there is none.
+        specials: the names of special ids, with those of eod and bos; in a text they are text.
+        lossless: each text comes back from its ids; also the bytes of ids add up to those of their text.
+        cuts_after_newline: a text may be cut after any newline: its ids are those of its parts, end to end.
+        fingerprint: 16 hex digits of the content; equal fingerprints mean equal ids.
+        files: names and contents from which the same tokenizer can be opened in another folder.
+    """
+
+    path: Path
+    vocab_size: int
+    eod: int
+    bos: int
+    specials: Mapping[str, int]
+    lossless: bool
+    cuts_after_newline = False
+    fingerprint: str
+    files: Mapping[str, bytes]
+    _sizes: np.ndarray
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without end-of-document.
+
+        Raises:
+            UserError: 212, half a surrogate pair, which is no text; 209, the library fails over the text.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            what = f"character {error.start:,} of a text is half a surrogate pair, not a character"
+            raise UserError(212, what, "give text that UTF-8 can hold") from error
+        with in_use(self.path):
+            return self._encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, without special ids; bytes that are not UTF-8 come as U+FFFD.
+
+        Raises:
+            UserError: 209, the library fails over the ids.
+        """
+        with in_use(self.path):
+            return self._decode(ids)
+
+    def token_bytes(self) -> np.ndarray:
+        """Return the UTF-8 bytes of text that each id stands for, int64 [vocab_size]; 0 for special ids.
+
+        Of a lossless tokenizer token_bytes()[encode(text)].sum() == len(text.encode()), so the mean loss of a text in
+        bits per byte is sum(loss in nats) / ln 2 / sum(token_bytes of its targets).
+        """
+        return self._sizes
+
+    @abstractmethod
+    def _encode(self, text: str) -> list[int]: ...
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str: ...
+
+    def _gives_back(self) -> bool:
+        """Return whether a text comes back from its ids, and whether their bytes add up to the text's."""
+        ids = self.encode(_PROBE)
+        return self.decode(ids) == _PROBE and int(self._sizes[ids].sum()) == len(_PROBE.encode())
+
+    def _require_size(self) -> None:
+        """Refuse ids that no vocabulary has. Raises UserError 209."""
+        if not 0 < self.vocab_size <= MOST_IDS:
+            what = f"expected 1 to {MOST_IDS:,} ids, got {self.vocab_size:,}"
+            raise UserError(209, what, "give a whole tokenizer", where=self.path)
 
 
 @contextmanager
@@ -72,11 +142,9 @@ def config_beside(path: Path) -> dict[str, Any]:
 def how_to_make(path: Path) -> str:
     """Return which command makes the tokenizer that is not there."""
     train = "run `megazero tokenizer --input TEXT --vocab N --output MODEL`"
-    return (
-        here("run `make data`", f"{train}, and give data.tokenizer=MODEL")
-        if "data/quickstart" in path.as_posix()
-        else train
-    )
+    if "data/quickstart" in path.as_posix():
+        return here("run `make data`", f"{train}, and give data.tokenizer=MODEL")
+    return train
 
 
 def require_extra(package: str, extra: str, path: Path) -> None:
@@ -84,24 +152,3 @@ def require_extra(package: str, extra: str, path: Path) -> None:
     if find_spec(package) is None:
         what = f"the package {package} is not installed, which reads this file"
         raise UserError(162, what, f"run `pip install {package}`, or install megazero[{extra}]", where=path)
-
-
-def require_text(text: str) -> None:
-    """Refuse text that UTF-8 cannot hold. Raises UserError 212: half a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        what = f"character {error.start:,} of a text is half a surrogate pair, not a character"
-        raise UserError(212, what, "give text that UTF-8 can hold") from error
-
-
-def require_sizes(ids: int, path: Path) -> None:
-    """Refuse ids that no vocabulary has. Raises UserError 209."""
-    if not 0 < ids <= MOST_IDS:
-        raise UserError(209, f"expected 1 to {MOST_IDS:,} ids, got {ids:,}", "give a whole tokenizer", where=path)
-
-
-def gives_back(coder: _Coder) -> bool:
-    """Return whether a text comes back from its ids, and whether their bytes add up to the text's."""
-    ids = coder.encode(_PROBE)
-    return coder.decode(ids) == _PROBE and int(coder.token_bytes()[ids].sum()) == len(_PROBE.encode())

@@ -18,16 +18,12 @@ from megazero.data.tokenizers.common import (
     BESIDE_BYTES,
     CHAT_TEMPLATE,
     CONFIG,
-    MOST_IDS,
     SPACE_MARK,
+    Tokenizer,
     config_beside,
-    gives_back,
     guarded,
-    in_use,
     read_tokenizer,
     require_extra,
-    require_sizes,
-    require_text,
 )
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -35,8 +31,8 @@ _CARRIED = ("chat_template", "model_max_length", "padding_side")  # what else of
 _WHOLE = "give a whole tokenizer.json, as the tokenizers library writes it"
 
 
-class JsonFile:
-    """A tokenizer.json; the attributes are those of the protocol `Tokenizer`.
+class JsonFile(Tokenizer):
+    """A tokenizer.json.
 
     Raises:
         UserError: 162 the library is not installed, 209 no such file or not such a file, 210 nothing ends a document.
@@ -50,38 +46,42 @@ class JsonFile:
             self._read(content)
 
     def _read(self, content: bytes) -> None:
-        described = _parse(content)
-        self._library = _open(content)
+        import tokenizers
+
+        described = parse_object(content)
+        if (described.get("model") or {}).get("dropout"):
+            raise ValueError(f"model.dropout {described['model']['dropout']!s:.20} draws ids at random: take it out")
+        self._library = tokenizers.Tokenizer.from_str(content.decode())
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._library.encode_special_tokens = True
         vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        require_sizes(self.vocab_size, self.path)
+        self._require_size()
         added = self._library.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
         beside = config_beside(self.path)
         roles = self._roles(beside, special, vocabulary)
         self.bos, self.eod = (vocabulary[roles[role]] for role in ("bos_token", "eos_token"))
         self.specials = special | {name: vocabulary[name] for role, name in roles.items() if role != "unk_token"}
-        self._sizes = _sizes(described, vocabulary, special, self.vocab_size)
+        by_bytes = _has(described.get("decoder"), "ByteLevel")
+        self._sizes = np.zeros(self.vocab_size, np.int64)
+        for token, i in vocabulary.items():
+            if token not in special:
+                self._sizes[i] = len(_text(token).encode()) if i in added else _piece_bytes(token, by_bytes=by_bytes)
         if self.eod not in added:
             self._require_no_text(roles["eos_token"])
-        self.lossless = gives_back(self)
-        self.cuts_after_newline = False
+        self.lossless = self._gives_back()
         self.fingerprint = xxhash.xxh3_64_hexdigest(content + f"{self.bos} {self.eod}".encode())
         told = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
         told |= {key: beside[key] for key in _CARRIED if key in beside}
         self.files = {"tokenizer.json": content, CONFIG: json.dumps(told, indent=1).encode()} | self._template()
 
-    def encode(self, text: str) -> list[int]:
-        require_text(text)
-        with in_use(self.path):
-            return self._library.encode(text, add_special_tokens=False).ids
+    def _encode(self, text: str) -> list[int]:
+        return self._library.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: list[int]) -> str:
-        with in_use(self.path):
-            return self._library.decode(ids, skip_special_tokens=True)
-
-    def token_bytes(self) -> np.ndarray:
-        return self._sizes
+    def _decode(self, ids: list[int]) -> str:
+        return self._library.decode(ids, skip_special_tokens=True)
 
     def _require_no_text(self, end: str) -> None:
         """Refuse an end of documents that ordinary text gives as well. Raises UserError 209."""
@@ -116,50 +116,19 @@ class JsonFile:
         return {"bos_token": end, "eos_token": end} | named
 
 
-def _parse(content: bytes) -> dict[str, Any]:
-    """Return the JSON. Raises ValueError: the library would not make a function of the text of it."""
-    described = parse_object(content)
-    model = described.get("model")
-    if not isinstance(model, dict):
-        raise ValueError("expected a model in it")
-    if model.get("dropout"):
-        raise ValueError(f"model.dropout {model['dropout']!s:.20} draws ids at random: take it out")
-    ids = model.get("vocab")
-    added = described.get("added_tokens") or []
-    values = ids.values() if isinstance(ids, dict) else ()
-    values = [*values, *(token.get("id") for token in added if isinstance(token, dict))]
-    if odd := next((value for value in values if not isinstance(value, int) or not 0 <= value < MOST_IDS), None):
-        raise ValueError(f"expected ids below {MOST_IDS:,}, got {odd!s:.20}")
-    return described
+def _piece_bytes(piece: str, *, by_bytes: bool) -> int:
+    """Return the bytes of text that a piece of the model stands for.
+
+    Args:
+        by_bytes: each of its characters is the picture of one byte.
+    """
+    if by_bytes:
+        return len(piece)
+    return 1 if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">") else len(_text(piece).encode())
 
 
-def _open(content: bytes) -> Any:
-    import tokenizers
-
-    library = tokenizers.Tokenizer.from_str(content.decode())
-    library.no_truncation()
-    library.no_padding()
-    library.encode_special_tokens = True
-    return library
-
-
-def _sizes(
-    described: dict[str, Any], vocabulary: dict[str, int], special: dict[str, int], vocab_size: int
-) -> np.ndarray:
-    """Return the bytes of text that each id stands for, int64 [vocab_size]."""
-    added = {token["content"] for token in described.get("added_tokens") or ()}
-    by_bytes = _has(described.get("decoder"), "ByteLevel")
-    sizes = np.zeros(vocab_size, np.int64)
-    for token, i in vocabulary.items():
-        if token in special:
-            continue
-        if token not in added and by_bytes:
-            sizes[i] = len(token)  # each character is the picture of one byte
-        elif token not in added and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            sizes[i] = 1
-        else:
-            sizes[i] = len(token.replace(SPACE_MARK, " ").removeprefix("##").encode())
-    return sizes
+def _text(piece: str) -> str:
+    return piece.replace(SPACE_MARK, " ").removeprefix("##")
 
 
 def _has(part: Any, kind: str) -> bool:

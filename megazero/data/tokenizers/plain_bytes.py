@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from megazero.data.tokenizers.common import require_text
+from megazero.data.tokenizers.common import Tokenizer
 
 NAME = "bytes"  # in place of a file's path
 
 
-class PlainBytes:
-    """The bytes of UTF-8 as ids 0 to 255; 256 ends a document. Attributes are those of the protocol `Tokenizer`."""
+class PlainBytes(Tokenizer):
+    """The bytes of UTF-8 as ids 0 to 255; 256 ends a document."""
 
     def __init__(self) -> None:
         self.path = Path(NAME)
@@ -20,16 +20,11 @@ class PlainBytes:
         self.lossless = self.cuts_after_newline = True
         self.specials = {"<eod>": self.eod}
         self.fingerprint = xxhash.xxh3_64_hexdigest(b"bytes, and 256 as the end")
-        self.files: dict[str, bytes] = {}
+        self.files = {}
+        self._sizes = np.array([1] * 256 + [0])
 
-    def encode(self, text: str) -> list[int]:
-        require_text(text)
+    def _encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: list[int]) -> str:
+    def _decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
-
-    def token_bytes(self) -> np.ndarray:
-        sizes = np.ones(self.vocab_size, np.int64)
-        sizes[self.eod] = 0
-        return sizes

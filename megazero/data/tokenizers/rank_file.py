@@ -19,15 +19,7 @@ import xxhash
 
 from megazero.base.errors import UserError
 from megazero.base.reading import parse_object, read_file
-from megazero.data.tokenizers.common import (
-    gives_back,
-    guarded,
-    in_use,
-    read_tokenizer,
-    require_extra,
-    require_sizes,
-    require_text,
-)
+from megazero.data.tokenizers.common import Tokenizer, guarded, read_tokenizer, require_extra
 
 _BESIDE_BYTES, _PATTERN = 1 << 20, 4096  # bytes of the file beside it, characters of a pattern
 _END = "<|endoftext|>"
@@ -47,8 +39,8 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-class RankFile:
-    """A rank file; the attributes are those of the protocol `Tokenizer`.
+class RankFile(Tokenizer):
+    """A rank file.
 
     Raises:
         UserError: 162 tiktoken is not installed, 209 no such file or not such a file, 210 nothing says how it splits
@@ -64,41 +56,34 @@ class RankFile:
             self._read(content, described)
 
     def _read(self, content: bytes, described: dict[str, Any]) -> None:
+        import tiktoken
+
         ranks = ranks_of(content, self.path)
         special: dict[str, int] = described["special_tokens"]
         self.vocab_size = max(*ranks.values(), *special.values()) + 1
-        require_sizes(self.vocab_size, self.path)
+        self._require_size()
         self._known = {*ranks.values()}
         if odd := next((name for name, i in special.items() if i in self._known), None):
             what = f"special token {odd!r:.40} has the id {special[odd]}, which is that of a rank"
             raise UserError(209, what, "give it an id of its own", where=f"{self.path}.json")
-        self.eod: int = special[described["eod"]]
-        self.bos: int = special[described.get("bos") or described["eod"]]
+        self.eod = special[described["eod"]]
+        self.bos = special[described.get("bos") or described["eod"]]
         self.specials = special
         self._sizes = np.zeros(self.vocab_size, np.int64)
         for token, rank in ranks.items():
             self._sizes[rank] = len(token)
-        import tiktoken
-
         made_of = {"pat_str": described["pattern"], "mergeable_ranks": ranks, "special_tokens": special}
         self._library = tiktoken.Encoding(self.path.name, **made_of)
-        self.lossless = gives_back(self)
-        self.cuts_after_newline = False
+        self.lossless = self._gives_back()
         told = json.dumps(described, indent=1).encode()
         self.fingerprint = xxhash.xxh3_64_hexdigest(content + json.dumps(described, sort_keys=True).encode())
         self.files = {self.path.name: content, f"{self.path.name}.json": told}
 
-    def encode(self, text: str) -> list[int]:
-        require_text(text)
-        with in_use(self.path):
-            return self._library.encode_ordinary(text)
+    def _encode(self, text: str) -> list[int]:
+        return self._library.encode_ordinary(text)
 
-    def decode(self, ids: list[int]) -> str:
-        with in_use(self.path):
-            return self._library.decode([i for i in ids if i in self._known])
-
-    def token_bytes(self) -> np.ndarray:
-        return self._sizes
+    def _decode(self, ids: list[int]) -> str:
+        return self._library.decode([i for i in ids if i in self._known])
 
     def _described(self) -> dict[str, Any]:
         """Return the pattern, the special tokens and the name of the one that ends a document.
@@ -116,8 +101,8 @@ class RankFile:
             found = parse_object(read_file(beside, _BESIDE_BYTES))
             if missing := [f'"{key}"' for key in ("pattern", "special_tokens", "eod") if key not in found]:
                 raise ValueError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
-            pattern, special = found["pattern"], found["special_tokens"]
-            if not isinstance(pattern, str) or not 0 < len(pattern) <= _PATTERN:
+            special = found["special_tokens"]
+            if not isinstance(found["pattern"], str) or not 0 < len(found["pattern"]) <= _PATTERN:
                 raise ValueError(f'expected under "pattern" a text of at most {_PATTERN:,} characters')
             if not isinstance(special, dict) or not all(type(i) is int and i >= 0 for i in special.values()):
                 raise ValueError('expected under "special_tokens" names with their ids')
@@ -131,23 +116,21 @@ class RankFile:
 
 def ranks_of(content: bytes, path: Path) -> dict[bytes, int]:
     """Return the rank of each token, which is its id. Raises UserError 209."""
-
-    def refuse(what: str) -> UserError:
-        return UserError(209, what, "give the whole rank file", where=path)
-
     found: dict[bytes, int] = {}
-    for number, line in enumerate(content.splitlines(), start=1):
-        if not line:
-            continue
+    what = ""
+    for number, line in enumerate(filter(None, content.splitlines()), start=1):
         try:
             token, rank = line.split()
             found[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error):
-            raise refuse(f"line {number:,}: expected a token in base64 and its rank, got {line[:40]!r}") from None
+            what = f"line {number:,}: expected a token in base64 and its rank, got {line[:40]!r}"
+            break
     ranks = set(found.values())
-    if len(ranks) != len(found) or min(ranks, default=0) < 0:
-        raise refuse(f"expected a rank for each token, got {len(ranks):,} for {len(found):,}")
-    require_sizes(max(ranks, default=-1) + 1, path)
-    if missing := [byte for byte in range(256) if bytes([byte]) not in found]:
-        raise refuse(f"expected a token for each of 256 bytes, got none for byte {missing[0]}")
+    missing = [byte for byte in range(256) if bytes([byte]) not in found]
+    if not what and (len(ranks) != len(found) or min(ranks, default=0) < 0):
+        what = f"expected a rank for each token, got {len(ranks):,} for {len(found):,}"
+    elif not what and missing:
+        what = f"expected a token for each of 256 bytes, got none for byte {missing[0]}"
+    if what:
+        raise UserError(209, what, "give the whole rank file", where=path)
     return found

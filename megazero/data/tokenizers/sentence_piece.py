@@ -20,18 +20,12 @@ from typing import NamedTuple
 import numpy as np
 import sentencepiece
 import xxhash
+from sentencepiece import sentencepiece_model_pb2
 
 from megazero.base.errors import UserError
-from megazero.data.tokenizers.common import (
-    SPACE_MARK,
-    gives_back,
-    guarded,
-    how_to_make,
-    in_use,
-    read_tokenizer,
-    require_sizes,
-    require_text,
-)
+from megazero.data.tokenizers.common import SPACE_MARK, Tokenizer, guarded, how_to_make, read_tokenizer
+
+_MODEL = sentencepiece_model_pb2.ModelProto  # pyright: ignore[reportAttributeAccessIssue] - made when it is imported
 
 # What a text is divided into, shortest first: the spaces of a word are before it; line ends and tabs stand alone.
 _WORDS = (
@@ -39,12 +33,12 @@ _WORDS = (
     re.compile(r" *+[^ \n\t]++| ++|[\n\t]"),  # either
 )
 _MOST, _MOST_CHARACTERS = 1 << 18, 64  # words that are remembered, with their ids: some 40 MB of English
-_UNIGRAM, BPE, CHAR = 1, 2, 4  # ModelProto.trainer_spec.model_type
+BPE, CHAR = 2, 4  # ModelProto.trainer_spec.model_type
 _USER_DEFINED = 4  # ModelProto.SentencePiece.type
 
 
-class SentencePiece:
-    """A SentencePiece model file; the attributes are those of the protocol `Tokenizer`.
+class SentencePiece(Tokenizer):
+    """A SentencePiece model file.
 
     Raises:
         UserError: 209 no such file or not a model, 210 a model without </s>.
@@ -53,7 +47,7 @@ class SentencePiece:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         content = read_tokenizer(self.path)
-        if _looks_like_ranks(content):
+        if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content[:200]):  # as Llama 3's tokenizer.model
             what = "expected a SentencePiece model, got byte pairs with their ranks"
             raise UserError(209, what, "name it NAME.tiktoken", where=path)
         with guarded(self.path, "expected a SentencePiece model, cannot parse it", how_to_make(self.path)):
@@ -63,19 +57,19 @@ class SentencePiece:
         self._bytes_of_mark: list[int] | None = None
         self._words: _Remembered | None = None
         self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
-        self.vocab_size: int = self._model.vocab_size()
-        require_sizes(self.vocab_size, self.path)
-        self.eod: int = self._model.eos_id()
+        self.vocab_size = self._model.vocab_size()
+        self._require_size()
+        self.eod = self._model.eos_id()
         if self.eod < 0:
             what = f"expected a </s>, which ends a document, got id {self.eod}"
             raise UserError(210, what, how_to_make(self.path), where=self.path)
-        self.bos: int = self._model.bos_id() if self._model.bos_id() >= 0 else self.eod
+        self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else self.eod
         self._sizes = np.array([self._piece_bytes(i) for i in range(self.vocab_size)], np.int64)
         bytes_of_mark = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         if all(self._model.is_byte(i) for i in bytes_of_mark):
             self._bytes_of_mark = bytes_of_mark
         settings = settings_of(content)
-        self.lossless = gives_back(self) and not settings.has_rules
+        self.lossless = self._gives_back() and not settings.has_rules
         if not self.lossless:
             self._bytes_of_mark = None  # each part of the text would get a prefix of its own
         elif settings.kind == BPE:
@@ -86,24 +80,18 @@ class SentencePiece:
         self.files = {"tokenizer.model": content}
         self.cuts_after_newline = self._words is not None  # a newline is a word
 
-    def encode(self, text: str) -> list[int]:
-        require_text(text)
-        with in_use(self.path):
-            if self._bytes_of_mark is None:
-                return self._model.encode(text)
-            first, *others = text.split(SPACE_MARK)
-            ids = self._ids(first)
-            for part in others:
-                ids += self._bytes_of_mark
-                ids += self._ids(part)
-            return ids
+    def _encode(self, text: str) -> list[int]:
+        if self._bytes_of_mark is None:
+            return self._model.encode(text)
+        first, *others = text.split(SPACE_MARK)
+        ids = self._ids(first)
+        for part in others:
+            ids += self._bytes_of_mark
+            ids += self._ids(part)
+        return ids
 
-    def decode(self, ids: list[int]) -> str:
-        with in_use(self.path):
-            return self._model.decode(ids)
-
-    def token_bytes(self) -> np.ndarray:
-        return self._sizes
+    def _decode(self, ids: list[int]) -> str:
+        return self._model.decode(ids)
 
     def _ids(self, text: str) -> list[int]:
         if self._words is None:
@@ -162,63 +150,17 @@ class Settings(NamedTuple):
 
 
 def settings_of(content: bytes) -> Settings:
-    """Return the settings of a model file. Raises ValueError or IndexError: it is none.
-
-    Source: sentencepiece_model.proto: ModelProto.trainer_spec = 2, .normalizer_spec = 3; TrainerSpec.model_type = 3;
-    NormalizerSpec.precompiled_charsmap = 2, .add_dummy_prefix = 3, .remove_extra_whitespaces = 4. Protobuf's wire
-    format is read by hand.
-    """
-    found: dict[tuple[int, int], int | bytes] = {}
-    for number, value in _fields(content):
-        if number in (2, 3) and isinstance(value, bytes):
-            found |= {(number, inner): setting for inner, setting in _fields(value)}
+    """Return the settings of a model file. Raises google.protobuf.message.DecodeError: it is none."""
+    model = _MODEL.FromString(content)
+    rules = model.normalizer_spec
     return Settings(
-        kind=int(found.get((2, 3), _UNIGRAM)),
-        has_rules=bool(found.get((3, 2))),
-        dummy_prefix=bool(found.get((3, 3), True)),
-        collapses=bool(found.get((3, 4), True)),
+        kind=model.trainer_spec.model_type,
+        has_rules=bool(rules.precompiled_charsmap),
+        dummy_prefix=rules.add_dummy_prefix,
+        collapses=rules.remove_extra_whitespaces,
     )
 
 
 def user_defined(content: bytes) -> set[int]:
-    """Return the ids of the symbols that a model's user has defined (ModelProto.pieces = 1, SentencePiece.type = 3)."""
-    pieces = [value for number, value in _fields(content) if number == 1 and isinstance(value, bytes)]
-    return {i for i, piece in enumerate(pieces) if (3, _USER_DEFINED) in _fields(piece)}
-
-
-def _fields(content: bytes) -> list[tuple[int, int | bytes]]:
-    """Return the fields of a protobuf message. Raises ValueError or IndexError: it is none."""
-    found: list[tuple[int, int | bytes]] = []
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = content[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-            if shift > 63:
-                raise ValueError("a number without an end")
-
-    while at < len(content):
-        number, wire = divmod(varint(), 8)
-        if wire == 0:
-            found.append((number, varint()))
-        elif wire in (1, 2, 5):
-            size = {1: 8, 5: 4}.get(wire) or varint()
-            if size > len(content) - at:
-                raise ValueError("a field that ends behind the message")
-            found.append((number, content[at : at + size]))
-            at += size
-        else:
-            raise ValueError(f"wire type {wire}")
-    return found
-
-
-def _looks_like_ranks(content: bytes) -> bool:
-    """Return whether a file is one of byte pairs in base64 with their ranks, as Llama 3's tokenizer.model is."""
-    return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content[:200]) is not None
+    """Return the ids of the symbols that a model's user has defined."""
+    return {i for i, piece in enumerate(_MODEL.FromString(content).pieces) if piece.type == _USER_DEFINED}
