@@ -123,7 +123,7 @@ def mix(paths: dict[str, Path], *sources: tuple[str, float, str]) -> list[dict[s
         ([("first", 1.5, "first"), ("second", 2, "second")], "source first: weight 3 -> 1.5"),
         ([("first", 3, "first")], "source second removed"),
         ([("first", 3, "first"), ("second", 2, "second"), ("third", 7, "new")], "source new added, weight 7"),
-        ([("first", 3, "first"), ("second", 2, "other")], "source second is called other, and begins again"),
+        ([("first", 3, "first"), ("second", 2, "other")], "source other added, weight 2, source second removed"),
         ([("first", 3, "first"), ("third", 2, "second")], "source second: path {second} -> {third}"),
         ([("second", 2, "second"), ("first", 3, "first")], "sources in another order"),
     ],
