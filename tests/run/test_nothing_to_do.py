@@ -169,13 +169,13 @@ def test_what_others_put_into_a_refused_run_s_folder_stays(tmp_path: Path) -> No
     for path in (folder.log(0).parent, folder.checkpoints / "step_00000001"):
         path.mkdir(parents=True)
     folder.log(0).write_text("a line")
-    folder.empty(made)
+    folder.remove(made)
     assert folder.log(0).exists(), "a step is there: it has trained"
     (folder.checkpoints / "step_00000001").rmdir()
-    folder.empty([])
+    folder.remove([])
     assert folder.log(0).exists(), "not made by the job"
     (folder.path / "notes.txt").write_text("mine")
-    folder.empty(made)
+    folder.remove(made)
     assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
 
 

@@ -51,9 +51,9 @@ sys.exit(main(["train", *sys.argv[1:]]))
 """
 PLANTS = {
     "rendezvous": "rendezvous.call_roll = stay",
-    "folder": "run.find_job = stay",
+    "folder": "run.find_start = stay",
     "building": "build_run.build = stay",
-    "loading": "parts.resume = stay",
+    "loading": "parts.load = stay",
 }
 
 
