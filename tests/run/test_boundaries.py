@@ -102,7 +102,7 @@ def test_checkpoints_older_than_an_option(tiny_data: TinyData, paths, run: Path,
     assert read_manifest(run / "checkpoints/step_00000004").history == []
 
 
-@pytest.mark.parametrize("names", [("first",), ("first", "second")])
+@pytest.mark.parametrize("names", [("first", "second"), pytest.param(("first",), marks=pytest.mark.full)])
 def test_a_document_of_a_time_when_sources_had_no_names(tiny_data: TinyData, paths, run: Path, names, capsys) -> None:
     """Sought by a name it did not have in the first steps, or by none, which it had in them."""
     assert go_on(tiny_data, run, *named(paths, *names), "run.steps=5", allow="data") == 0

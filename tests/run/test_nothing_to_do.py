@@ -68,6 +68,7 @@ def test_equal_steps_change_nothing(tiny_data: TinyData, done: Path, capsys) -> 
     assert everything(done) == before
 
 
+@pytest.mark.full
 def test_equal_steps_change_nothing_on_two_ranks(tiny_data: TinyData, tmp_path: Path) -> None:
     line = ("train.py", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}", "checkpoint.resume=auto", *TWO)
     assert command(*line).returncode == 0
@@ -137,8 +138,8 @@ REFUSALS: dict[str, tuple[tuple[str, ...], int]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [(), TWO], ids=["one", "two"])
-@pytest.mark.parametrize("what", REFUSALS)
+@pytest.mark.parametrize("ranks", [(), pytest.param(TWO, marks=pytest.mark.full)], ids=["one", "two"])
+@pytest.mark.parametrize("what", ["token out of range", *(pytest.param(w, marks=pytest.mark.full) for w in REFUSALS)])
 def test_a_refused_run_leaves_no_folder(tiny_data: TinyData, tmp_path: Path, what: str, ranks: tuple[str, ...]) -> None:
     """Nor the folders above it that were made for it."""
     overrides, code = REFUSALS[what]
