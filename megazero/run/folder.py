@@ -18,10 +18,21 @@ from megazero.run.lock import RunLock
 
 
 class RunFolder:
-    """The paths inside one run's folder; making the object touches nothing."""
+    """The paths inside one run's folder; making the object touches nothing.
+
+    Attributes:
+        config, plan, metrics, ledger, loss_plot, profile, checkpoints: as in the list above.
+        lock: says whose the folder is.
+        early_stops: the count of how often in a row the run was stopped before its first step.
+        stop: the kill switch: while that file exists, nothing trains here.
+    """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path = path = Path(path)
+        self.config, self.plan = path / "config.yaml", path / "plan.json"
+        self.metrics, self.ledger, self.loss_plot = path / "metrics.jsonl", path / "ledger.json", path / "loss.png"
+        self.checkpoints, self.profile = path / "checkpoints", path / "profile"
+        self.lock, self.stop, self.early_stops = path / "lock", path / "STOP", EarlyStops(path / "early_stops")
 
     def create(self, lock: RunLock, *, resume: bool) -> str | None:
         """Make the folder this job's; return whose dead lock was taken over, if one was.
@@ -130,48 +141,6 @@ class RunFolder:
         except OSError:
             return True
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.json"
-
-    @property
-    def loss_plot(self) -> Path:
-        return self.path / "loss.png"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
     def log(self, rank: int) -> Path:
+        """Return the log of a rank."""
         return self.path / "logs" / f"rank_{rank:02d}.log"
-
-    @property
-    def lock(self) -> Path:
-        """Return the lock, which says whose the folder is."""
-        return self.path / "lock"
-
-    @property
-    def early_stops(self) -> EarlyStops:
-        """Return the count of how often in a row it was stopped before its first step."""
-        return EarlyStops(self.path / "early_stops")
-
-    @property
-    def stop(self) -> Path:
-        """Return the kill switch: while that file exists, nothing trains here."""
-        return self.path / "STOP"
