@@ -35,9 +35,11 @@ from megazero.base.errors import UserError, of_system
 from megazero.base.heartbeat import HEART
 from megazero.base.packages import missing
 from megazero.base.picture import check_name
-from megazero.base.stop_signals import end_at_once, end_silently, handle, restore
+from megazero.base.stop_signals import end_at_once, handle
 from megazero.base.terminal import width, wrapped
 from megazero.base.version import __version__
+from megazero.run import train_verb
+from megazero.run.train_verb import MOST_LOCAL
 from megazero.tools import certify_verb, data_verb
 
 # Verbs that are commands of data_tools: the module, and what it does.
@@ -47,7 +49,7 @@ _DATA_TOOLS = {
     "inspect": ("inspect", "check token files and say what they hold"),
     "merge": ("merge", "join token files"),
 }
-_MOST_GPUS, _MOST_LOCAL = 2**20, 1024  # ranks of a job, and those that are started on one machine
+_MOST_GPUS = 2**20  # ranks of a job
 
 
 def command(arguments: Sequence[str] | None = None) -> int:
@@ -94,34 +96,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail("interrupted", 130)
     finally:
         flush_output()
-
-
-def _train(options: argparse.Namespace) -> int:
-    from megazero.config.changes import permitted
-    from megazero.config.file import load, name_of, option_keys
-    from megazero.launcher.environment import set_for_gpus, world_from_environment
-    from megazero.run.early_look import look
-
-    world = world_from_environment()
-    before = handle(end_at_once if world.rank == 0 else end_silently)
-    try:
-        set_for_gpus()
-        if world.rank:
-            HEART.end()
-        config = load(options.config, options.overrides)
-        allowed = () if options.allow_change is None else permitted(options.allow_change, option_keys())
-        if allowed and config.checkpoint.resume == "none":
-            do = "give checkpoint.resume=auto or PATH, or leave it out"
-            raise UserError(100, "--allow-change is for a run that goes on", do, where="train")
-        if not world.launcher:
-            look(config, name_of(options.config), options.nproc)
-        with doing("loading torch"):
-            from megazero.run.session import launch
-
-        name, shares = name_of(options.config), options.share_gpus
-        return launch(config, name, options.nproc, shares_gpus=shares, allowed=allowed)
-    finally:
-        restore(before)
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -278,14 +252,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="megazero", description="ZeRO-100B and Megatron-style 3D parallelism for GPT training.")
     parser.add_argument("--version", action="version", version=f"megazero {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
-    train = _with_config(verbs, _train, "train", "train a config")
-    train.add_argument("--nproc", type=_at_least(1, int, _MOST_LOCAL), help="local ranks to start")
-    share = "more ranks than GPUs: they take turns and talk through the host's memory; slow, to try layouts out"
-    train.add_argument("--share-gpus", action="store_true", help=share)
-    allow = (
-        "options or sections that may be others than in the checkpoint that the run goes on from: data,optimizer.betas"
-    )
-    train.add_argument("--allow-change", metavar="KEYS", help=allow)
+    train_verb.add_options(_with_config(verbs, train_verb.run, "train", "train a config"))
     explain = verbs.add_parser("explain", help="show options, their types, defaults and meaning")
     explain.add_argument("--config", help="show this config's values")
     explain.add_argument("--json", action="store_true")
@@ -324,7 +291,7 @@ def _add_planning(verbs: Any) -> None:
     doctor = verbs.add_parser("doctor", help="measure this machine, and say what is missing")
     doctor.add_argument("--run", dest="run_folder", type=Path, default=Path("runs"), help="where runs are written")
     measure = "ranks that measure at once; one per GPU, else two"
-    doctor.add_argument("--nproc", type=_at_least(1, int, _MOST_LOCAL), help=measure)
+    doctor.add_argument("--nproc", type=_at_least(1, int, MOST_LOCAL), help=measure)
     doctor.add_argument("--write", type=Path, metavar="FILE.yaml", help="what was measured, for plan --hardware")
     doctor.set_defaults(run=_doctor)
     for parser in (schedule, plan, simulate, doctor):

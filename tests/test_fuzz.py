@@ -29,7 +29,6 @@ from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.tokenizer import open_tokenizer
-from megazero.run import lock as lock_module
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
 from megazero.run.resume import owed_row
@@ -166,7 +165,7 @@ class Metrics(Subject):
         path = self.folder / "metrics.jsonl"
         line = json_case({"step": 4, "loss": 1.5, "seconds": {"data": 0.1}}, draw) + b"\n"
         path.write_bytes(mangled(self.GOOD, draw) if draw.random() < 0.5 else self.GOOD[:99] + line + self.GOOD[99:])
-        return lambda: owed_row(path, None, own=True, validates=False, warn=lambda text: None)
+        return lambda: owed_row(path, None, own=True, validates=False)
 
 
 class Lock(Subject):
@@ -175,7 +174,8 @@ class Lock(Subject):
     def case(self, draw: random.Random) -> Callable[[], object]:
         path = self.folder / "lock"
         path.write_bytes(json_case(self.GOOD, draw))
-        return lambda: RunLock(path).refuse_if_held()
+        lock = RunLock(path)
+        return lambda: (lock.take(), lock.release())
 
 
 class Manifests(Subject):
@@ -302,16 +302,13 @@ class Import(Subject):
 @pytest.fixture(scope="module")
 def subjects(
     tmp_path_factory: pytest.TempPathFactory, tiny_data: TinyData, finished: RunFolder
-) -> Iterator[list[Subject]]:
+) -> list[Subject]:
     base = tmp_path_factory.mktemp("fuzz")
     plain = (Config, Override, MachineFile, Metrics, Lock, Part, Index, Import)
     found: list[Subject] = [kind(base / kind.__name__) for kind in plain]
     found += [Manifests(base / "manifests", finished), TokenizerFile(base / "tokenizer", tiny_data.tokenizer)]
     torch.cat([torch.ones(1, device="meta")] * 2)  # the first one imports for a second, which is no case's time
-    with pytest.MonkeyPatch.context() as patch:  # whether another host's owner lives is waited for, and told elsewhere
-        patch.setattr(lock_module, "_TOUCH", 0.004)
-        patch.setattr(lock_module, "_WATCH", 0.01)
-        yield found
+    return found
 
 
 def examine(read: Callable[[], object]) -> str | None:

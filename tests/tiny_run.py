@@ -21,15 +21,16 @@ from megazero.comm.context import CommContext
 from megazero.comm.grid import single
 from megazero.config.file import load
 from megazero.config.schema import Config
+from megazero.config.stages import Course
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.launcher.signals import Signals
 from megazero.observe.jsonl import read_rows
 from megazero.observe.metrics import TIMING_KEYS
 from megazero.run.build import build_trainer
-from megazero.run.checkpointing import RunContext
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
-from megazero.run.resume import ResumePoint
+from megazero.run.resume import Start
+from megazero.run.run import Run
 from megazero.train.trainer import Trainer
 from tests import warm
 from tests.quiet import without_heartbeat
@@ -86,10 +87,10 @@ def built(config: Config) -> tuple[Trainer, RunFolder]:
     folder = RunFolder(config.run.dir)
     lock = RunLock(folder.lock)
     folder.create(lock, resume=False)
-    job = ResumePoint(lock.word, lock.word, False, str(folder.checkpoints), [], True)
-    site = RunContext(folder, lock, job, Signals())
     comm = CommContext(bucket=bucket_of(config))
-    return build_trainer(config, single(comm), torch.device("cpu"), site).trainer, folder
+    run = Run(config, single(comm), torch.device("cpu"), folder, lock, Signals())
+    start = Start(lock.word, lock.word, str(folder.checkpoints))
+    return build_trainer(run, start, Course(config).parts[0]).trainer, folder
 
 
 def all_tokens(prefix: Path) -> np.ndarray:

@@ -4,7 +4,7 @@ One table, used when a config and a checkpoint are read, by `explain` and by the
 that fits it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class Changeable:
     on_resume: str
 
     def fits(self, key: str) -> bool:
+        """Return whether the row is of an option."""
         return key == self.keys or (self.keys.endswith(".*") and key.startswith(self.keys[:-1]))
 
 
@@ -75,17 +76,17 @@ def of_stages(known: Iterable[str]) -> list[str]:
 
 
 def refusal(place: str, key: str, known: Sequence[str], where: str) -> UserError:
-    """Return what is wrong with an option, or a section, in a stage that may not change it.
+    """Return the error for an option, or a section, in a stage that may not change it.
 
     Args:
         place: as the user gave it: `stages[0].zero.stage`.
         known: all options.
     """
-    inside = [each for each in known if each == key or each.startswith(f"{key}.")]
+    inside = _inside(key, known)
     if not inside:
         mine = [*of_stages(known), "until_step", "until_tokens"]
         return UserError(104, f"unknown key {place}", nearest(key, mine), where=where)
-    do = f"a stage may change {', '.join(_short(of_stages(known), known))}"
+    do = f"a stage may change {', '.join(row.keys for row in CHANGEABLE if not row.in_stage)}"
     return UserError(109, f"{place}: {row_of(inside[0]).in_stage}", do, where=where)
 
 
@@ -97,7 +98,7 @@ def permitted(text: str, known: Sequence[str]) -> tuple[str, ...]:
     """
     given = tuple(part.strip() for part in text.split(","))
     for key in given:
-        inside = [each for each in known if each == key or each.startswith(f"{key}.")]
+        inside = _inside(key, known)
         if not inside:
             raise UserError(104, f"unknown key {key!r}", nearest(key, list(known)), where="--allow-change")
         if all(row_of(each).on_resume not in ("", FREE) for each in inside):
@@ -107,21 +108,12 @@ def permitted(text: str, known: Sequence[str]) -> tuple[str, ...]:
 
 def is_permitted(key: str, given: Sequence[str]) -> bool:
     """Return whether an option that a run may change with permission has it."""
-    return not row_of(key).on_resume and any(key == each or key.startswith(f"{each}.") for each in given)
+    return not row_of(key).on_resume and any(_inside(each, [key]) for each in given)
 
 
-def _short(keys: Sequence[str], known: Sequence[str]) -> Iterator[str]:
-    """Yield options, and a section for all of its options."""
-    done: set[str] = set()
-    for key in keys:
-        section = key.partition(".")[0]
-        whole = {each for each in known if each.startswith(f"{section}.")}
-        if whole <= set(keys):
-            if section not in done:
-                yield section
-            done.add(section)
-        else:
-            yield key
+def _inside(key: str, known: Sequence[str]) -> list[str]:
+    """Return the options that a key names: itself, or those of a section."""
+    return [each for each in known if each == key or each.startswith(f"{key}.")]
 
 
 def in_json(value: Any) -> Any:

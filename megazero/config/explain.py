@@ -15,8 +15,9 @@ from pydantic.fields import FieldInfo
 from megazero.base.errors import UserError
 from megazero.base.terminal import wrapped
 from megazero.config import changes, rules
-from megazero.config.file import flatten, option_keys, spelt
+from megazero.config.file import flatten, option_keys
 from megazero.config.nearest import nearest
+from megazero.config.rules import spelt
 from megazero.config.schema import Config
 
 
@@ -77,11 +78,7 @@ def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInf
 
 
 def _relations(key: str) -> Iterator[str]:
-    yield from (f"needs {r.equation}" for r in rules.RELATIONS if key in r.options)
-    for row in rules.EXCLUSIONS:
-        if key in (row.option, row.other):
-            given, allowed = (" or ".join(spelt(value) for value in side) for side in (row.values, row.allowed))
-            yield f"{row.option} {given} needs {row.other} {allowed} ({row.reason})"
+    yield from (str(rule) for rule in (*rules.RELATIONS, *rules.EXCLUSIONS) if key in rule.options)
     may = changes.row_of(key)
     if not may.in_stage:
         yield "a stage may change it"

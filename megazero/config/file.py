@@ -10,7 +10,7 @@ Does not import torch.
 
 import difflib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,24 @@ from megazero.base.reading import exists, looked_up, read_file
 from megazero.base.yaml_text import MOST_BYTES, parse_yaml
 from megazero.config import changes, rules
 from megazero.config.nearest import nearest, sections_of
-from megazero.config.removed import drop_removed
+from megazero.config.rules import spelt
 from megazero.config.schema import Config, resolved
 from megazero.config.stages import SECTIONS, effective
 
-# What a library calls a type, and what its users do.
-_PLAINLY = {"a valid integer": "a whole number", "a valid tuple": "a list", "a valid string": "text"}
-_PLAINLY |= {"a valid dictionary or instance of Source": "{path: ..., weight: ..., name: ...}"}
-_PLAINLY |= {"a valid dictionary or instance of ValidationSet": "{path: ..., name: ...}"}
-_PLAINLY |= {f"a valid dictionary or instance of Stage{each.title()}": "a section" for each in SECTIONS}
-_PLAINLY |= {"a valid dictionary or instance of Stage": "{until_step: ..., data: ...}"}  # behind those that begin so
-_PLAINLY |= {"a valid boolean": "true or false", "a valid number": "a number"}
+# What a library calls a type, and what its users do; of two that begin alike the longer one comes first.
+_PLAINLY = {
+    "a valid integer": "a whole number",
+    "a valid tuple": "a list",
+    "a valid string": "text",
+    "a valid boolean": "true or false",
+    "a valid number": "a number",
+    "a valid dictionary or instance of Source": "{path: ..., weight: ..., name: ...}",
+    "a valid dictionary or instance of TokenFiles": "{path: ..., name: ...}",
+    **{f"a valid dictionary or instance of Stage{each.title()}": "a section" for each in SECTIONS},
+    "a valid dictionary or instance of Stage": "{until_step: ..., data: ...}",
+}
+# Options of earlier versions, and what to do instead. A run's config.yaml may still name them unset.
+_GONE = {"tile_mb": "split large weights over ranks with parallel.tensor", "grows": "name a folder of finished shards"}
 _DEEPEST = 5  # dots of a key; the options have two at most
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # in a checkout a link to the folder at the top
 
@@ -75,17 +82,12 @@ def load(name_or_path: str, overrides: list[str] | None = None) -> Config:
             source.where |= over.where
         else:
             _override(override, source)
-    faults = [
-        UserError(104, f"{key} does not exist any more", do, where=source.locate(key))
-        for key, do in drop_removed(source.values)
-    ]
-    faults += _unknown_keys(source)
     try:
         config = resolved(Config.model_validate(source.values))
     except ValidationError as error:
-        raise FaultList(faults + _wrong_values(error, source)) from None
-    if faults := faults or list(_violations(config, source)):
-        raise FaultList(faults)
+        raise FaultList(sorted(_faults(error, source).values(), key=lambda fault: fault.code)) from None
+    if broken := list(_violations(config, source)):
+        raise FaultList(broken)
     return config
 
 
@@ -191,37 +193,30 @@ def _read(path: Path, source: _Source) -> None:
         return
     if not isinstance(tree, CommentedMap):
         raise UserError(102, f"expected sections, got {type(tree).__name__}", where=path.name)
-    source.values = _plain(tree, "", path.name, source)
+    source.values = _plain(tree, "", path.name, source.where)
 
 
-def _plain(tree: CommentedMap, prefix: str, file: str, source: _Source) -> dict[str, Any]:
-    """Return the mapping as plain Python, noting the line of every key."""
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        dotted = f"{prefix}{key}"
-        source.where[dotted] = f"{file}{_line(tree, key)}"
-        values[str(key)] = (
-            _plain(value, f"{dotted}.", file, source) if isinstance(value, CommentedMap) else _scalar(value)
-        )
-    return values
+def _plain(tree: Any, prefix: str, file: str, where: dict[str, str]) -> Any:
+    """Return YAML's values, which remember their spelling, as plain ones with tuples for lists.
+
+    Args:
+        where: gets the line of every key, by its place below `prefix`.
+    """
+    if isinstance(tree, dict):
+        for key in tree if isinstance(tree, CommentedMap) else ():
+            where[f"{prefix}{key}"] = f"{file}{_line(tree, key)}"
+        unset = [key for key, value in tree.items() if key in _GONE and value in (None, False)]
+        items = ((key, value) for key, value in tree.items() if key not in unset)
+        return {str(key): _plain(value, f"{prefix}{key}.", file, where) for key, value in items}
+    if isinstance(tree, list):
+        return tuple(_plain(item, prefix, file, {}) for item in tree)
+    return next((kind(tree) for kind in (bool, int, float, str) if isinstance(tree, kind)), tree)
 
 
 def _line(tree: CommentedMap, key: Any) -> str:
     """Return the line of a key as `:7`, that of its mapping where a merge (`<<`) brought the key; else ""."""
     place = (tree.lc.data or {}).get(key, (tree.lc.line,))[0]
     return "" if place is None else f":{place + 1}"
-
-
-def _scalar(value: Any) -> Any:
-    """Return ruamel's round-trip scalars (which remember their spelling) as the plain types they stand for."""
-    if isinstance(value, list):
-        return tuple(_scalar(item) for item in value)
-    if isinstance(value, dict):
-        return {str(key): _scalar(item) for key, item in value.items()}
-    for plain in (bool, int, float, str):
-        if isinstance(value, plain):
-            return plain(value)
-    return value
 
 
 def _override(text: str, source: _Source) -> None:
@@ -231,7 +226,7 @@ def _override(text: str, source: _Source) -> None:
         hint = f"did you mean {known[0]}={value:.40}?" if known else ""
         raise UserError(108, f"'{text}' is not section.key=value", hint, where="command line")
     try:
-        parsed = _scalar(parse_yaml(value))
+        parsed = _plain(parse_yaml(value), "", "", {})
     except Exception:  # as in _read
         raise UserError(108, f"'{value}' is not a YAML value", where=f"command line, {key}") from None
     if key.count(".") > _DEEPEST:
@@ -247,55 +242,43 @@ def _override(text: str, source: _Source) -> None:
     source.where[key] = "command line"
 
 
-def _unknown_keys(source: _Source) -> Iterator[UserError]:
+def _faults(error: ValidationError, source: _Source) -> dict[str, UserError]:
+    """Return pydantic's complaints as errors, by the place of each."""
     known = option_keys()
-    sections = sections_of(known)
-    for parts, value in _leaves(source.values, ()):
-        key = ".".join(parts)
-        if any("." in part for part in parts[:-1]) or "." in parts[-1]:
-            hint = "write a section and its keys below it: dots are for the command line"
-            yield UserError(104, f"unknown key '{key}'", hint, where=source.locate(key))
-        elif key in sections and value != {}:
-            yield UserError(105, f"{key} is a section, got {spelt(value)}", where=source.locate(key))
-        elif key not in known and key not in sections and ".".join(parts[:-1]) not in known:
-            yield UserError(104, f"unknown key {key}", nearest(key, known), where=source.locate(key))
-
-
-def _leaves(values: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (keys from the top, value) of everything that is no mapping, and of empty mappings."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, (*path, key))
-        else:
-            yield (*path, key), value
-
-
-def _wrong_values(error: ValidationError, source: _Source) -> list[UserError]:
-    """Return pydantic's complaints, one for each option; unknown keys and sections have been reported already."""
-    known, lines = option_keys(), {}
+    sections, faults = sections_of(known), dict[str, UserError]()
     for item in error.errors():
         # the location of a complaint about one branch of a union goes on past the option's name
         parts = [str(part) for part in item["loc"]]
-        length = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in known), None)
+        length = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in known), len(parts))
         key = ".".join(parts[:length])
-        place = _place_in_list(key, item["loc"][length:])
-        if length is None or (item["type"] == "extra_forbidden" and place == key):
-            continue
-        if item["type"] == "too_short" and any(given.startswith(f"{key}[") for given in lines):
-            continue  # it has items, of which each is wrong
-        where = source.locate(key)
+        place, where = _place_in_list(key, item["loc"][length:]), source.locate(key)
         if item["type"] == "extra_forbidden" and key == "stages":
-            lines[place] = changes.refusal(place, ".".join(parts[2:]), known, where)
+            faults[place] = changes.refusal(place, ".".join(parts[2:]), known, where)
         elif item["type"] == "extra_forbidden":
-            lines[place] = UserError(104, f"unknown key {place}", where=where)
+            faults |= _unknown(place, item["input"], known, source)
         elif item["type"] == "missing":
-            lines[place] = UserError(105, f"{place} is missing", where=where)
-        else:
+            faults[place] = UserError(105, f"{place} is missing", where=where)
+        elif key in sections:
+            faults[place] = UserError(105, f"{key} is a section, got {spelt(item['input'])}", where=where)
+        elif not (item["type"] == "too_short" and any(given.startswith(f"{key}[") for given in faults)):
+            # else it has items, of which each is wrong
             what = item["msg"].replace("Input should be", "expected")
             for library, ours in _PLAINLY.items():
                 what = what.replace(library, ours)
-            lines[place] = UserError(105, f"{place}: {what}, got {spelt(item['input'])}", where=where)
-    return list(lines.values())
+            faults[place] = UserError(105, f"{place}: {what}, got {spelt(item['input'])}", where=where)
+    return faults
+
+
+def _unknown(place: str, value: Any, known: list[str], source: _Source) -> dict[str, UserError]:
+    """Return an error for a key that does not exist, or for each one inside it."""
+    if isinstance(value, Mapping) and value:
+        inside = (_unknown(f"{place}.{key}", inner, known, source) for key, inner in value.items())
+        return {key: error for errors in inside for key, error in errors.items()}
+    do = "" if "[" in place else nearest(place, known)
+    if place in known:
+        do = "write a section and its keys below it: dots are for the command line"
+    do = _GONE.get(place.rpartition(".")[2], do)
+    return {place: UserError(104, f"unknown key {place}", do, where=source.locate(place))}
 
 
 def _place_in_list(key: str, inside: Sequence[int | str]) -> str:
@@ -306,32 +289,16 @@ def _place_in_list(key: str, inside: Sequence[int | str]) -> str:
 
 
 def _violations(config: Config, source: _Source) -> Iterator[UserError]:
+    """Yield the rules that the config breaks; where it breaks none, those that its stages break."""
     values = flatten(config)
-    relations, exclusions = rules.broken_relations(values), rules.broken_exclusions(values)
-    for relation in relations:
-        where = next((source.where[key] for key in relation.options if key in source.where), source.name)
-        yield UserError(106, _broken(relation, values), relation.do, where=where)
-    for row in exclusions:
-        yield UserError(107, *_excluded(row, values), where=source.locate(row.option))
-    if relations or exclusions:  # a stage would break them too
-        return
-    for number, stage in enumerate(config.stages or ()):
-        values, where = flatten(effective(config, stage)), source.locate("stages")
-        for relation in rules.broken_relations(values):
-            yield UserError(106, f"in stages[{number}] {_broken(relation, values)}", relation.do, where=where)
-        for row in rules.broken_exclusions(values):
-            got, do = _excluded(row, values)
-            yield UserError(107, f"in stages[{number}] {got}", do, where=where)
-
-
-def _broken(relation: rules.Relation, values: rules.Values) -> str:
-    return f"{relation.equation} is broken: {relation.got(values)}"
-
-
-def _excluded(row: rules.Exclusion, values: rules.Values) -> tuple[str, str]:
-    """Return what is wrong with two options together, and what to do."""
-    got = f"{row.option} {spelt(values[row.option])} with {row.other} {spelt(values[row.other])}"
-    return f"{got}: {row.reason}", f"{row.other} must be {' or '.join(spelt(value) for value in row.allowed)}"
+    for rule in (broken := rules.broken_rules(values)):
+        where = next((source.where[key] for key in rule.options if key in source.where), source.name)
+        yield UserError(rule.code, rule.broken(values), rule.do, where=where)
+    for number, stage in enumerate(() if broken else config.stages or ()):
+        values = flatten(effective(config, stage))
+        for rule in rules.broken_rules(values):
+            what = f"in stages[{number}] {rule.broken(values)}"
+            yield UserError(rule.code, what, rule.do, where=source.locate("stages"))
 
 
 def _flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -340,11 +307,3 @@ def _flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def spelt(value: Any) -> str:
-    """Return a value as YAML would spell it."""
-    if value is None:
-        return "null"
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return text if text.isprintable() else ascii(text)

@@ -1,13 +1,14 @@
 """The rules of which options go together, as data.
 
-Two tables, used by the configuration's checks, by `explain`, and by the documents:
+Used by the configuration's checks, by `explain`, and by the documents:
 
-- `RELATIONS`: equations between sizes. Checked when a config is read.
-- `EXCLUSIONS`: options that need or forbid one another. Checked when a config is read.
+- `RELATIONS`: equations between sizes.
+- `EXCLUSIONS`: options that need or forbid one another.
 
 Rows see a resolved config (`config.resolved`) through `Values`, which maps "section.key" to its value.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,43 +20,100 @@ from megazero.config.weights import MOST_PERIOD, whole_weights
 Values = Mapping[str, Any]
 
 
+_OPTION = re.compile(r"[a-z_]+(?:\.[a-z_]+)+|\bstages\b")
+
+
 @dataclass(frozen=True)
 class Relation:
-    """An equation between sizes.
+    """An equation between sizes; one that does not hold is MZ-106.
 
     Attributes:
-        options: the options in it.
-        equation: as printed.
+        equation: as printed; it names the options in it.
         holds: returns whether the equation holds.
-        got: returns the equation with the values in it.
         do: what to change.
+        got: returns the values for a message; None: each option's.
     """
 
-    options: tuple[str, ...]
+    code = 106
     equation: str
     holds: Callable[[Values], bool]
-    got: Callable[[Values], str]
     do: str
+    got: Callable[[Values], str] | None = None
+
+    @property
+    def options(self) -> list[str]:
+        """Return the options in the equation."""
+        return _OPTION.findall(self.equation)
+
+    def broken(self, values: Values) -> str:
+        """Return the equation with the values that break it."""
+        got = self.got(values) if self.got else ", ".join(f"{key} {values[key]}" for key in self.options)
+        return f"{self.equation} is broken: {got}"
+
+    def __str__(self) -> str:
+        return f"needs {self.equation}"
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A rule: `option` in `values` needs `other` to be in `allowed`."""
+    """A rule: `option` in `values` needs `other` to be in `allowed`; one that is broken is MZ-107."""
 
+    code = 107
     option: str
     values: tuple[Any, ...]
     other: str
     allowed: tuple[Any, ...]
     reason: str
 
+    @property
+    def options(self) -> list[str]:
+        """Return the two options."""
+        return [self.option, self.other]
+
+    @property
+    def do(self) -> str:
+        """Return what to change."""
+        return f"{self.other} must be {_either(self.allowed)}"
+
+    def holds(self, values: Values) -> bool:
+        """Return whether the rule is kept."""
+        return values[self.option] not in self.values or values[self.other] in self.allowed
+
+    def broken(self, values: Values) -> str:
+        """Return the values that break the rule, and its reason."""
+        got = " with ".join(f"{key} {spelt(values[key])}" for key in self.options)
+        return f"{got}: {self.reason}"
+
+    def __str__(self) -> str:
+        return f"{self.option} {_either(self.values)} needs {self.other} {_either(self.allowed)} ({self.reason})"
+
+
+Rule = Relation | Exclusion
+
+
+def broken_rules(values: Values) -> list[Rule]:
+    """Return the rules that do not hold; none divides by zero, because sizes are at least 1."""
+    return [rule for rule in (*RELATIONS, *EXCLUSIONS) if not rule.holds(values)]
+
+
+def spelt(value: Any) -> str:
+    """Return a value as YAML would spell it."""
+    if value is None:
+        return "null"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if text.isprintable() else ascii(text)
+
+
+def _either(values: Sequence[Any]) -> str:
+    return " or ".join(map(spelt, values))
+
 
 def _divides(small: str, large: str, do: str) -> Relation:
     return Relation(
-        (large, small),
         f"{large} % {small} == 0",
         lambda v: v[small] is None or v[large] % v[small] == 0,
-        lambda v: f"{v[large]} % {v[small]} = {v[large] % v[small]}",
         do,
+        lambda v: f"{v[large]} % {v[small]} = {v[large] % v[small]}",
     )
 
 
@@ -113,150 +171,118 @@ RELATIONS: tuple[Relation, ...] = (
     _divides("parallel.tensor", "model.ffn", "change parallel.tensor or model.ffn"),
     _divides("batch.micro", "batch.global", "change batch.global or batch.micro"),
     Relation(
-        ("model.position", "model.hidden", "model.heads"),
         "(model.hidden / model.heads) % 2 == 0 with model.position rotary",
         _even_head,
-        lambda v: f"{v['model.hidden']} / {v['model.heads']} = {v['model.hidden'] // v['model.heads']}",
         "change model.heads or model.hidden",
+        lambda v: f"{v['model.hidden']} / {v['model.heads']} = {v['model.hidden'] // v['model.heads']}",
     ),
     Relation(
-        ("parallel.sequence", "model.seq_len", "parallel.tensor"),
         "model.seq_len % parallel.tensor == 0 with parallel.sequence",
         lambda v: not v["parallel.sequence"] or v["model.seq_len"] % v["parallel.tensor"] == 0,
-        lambda v: f"{v['model.seq_len']} % {v['parallel.tensor']} = {v['model.seq_len'] % v['parallel.tensor']}",
         "change model.seq_len or parallel.tensor",
+        lambda v: f"{v['model.seq_len']} % {v['parallel.tensor']} = {v['model.seq_len'] % v['parallel.tensor']}",
     ),
     Relation(
-        ("parallel.tensor_chunks", "model.seq_len", "parallel.tensor"),
         "parallel.tensor_chunks <= model.seq_len / parallel.tensor",
         lambda v: v["parallel.tensor_chunks"] <= max(1, v["model.seq_len"] // v["parallel.tensor"]),
-        lambda v: f"{v['parallel.tensor_chunks']} > {v['model.seq_len']} / {v['parallel.tensor']}",
         "lower parallel.tensor_chunks",
     ),
     Relation(
-        ("model.layers", "parallel.pipeline", "pipeline.chunks"),
         "model.layers >= parallel.pipeline * pipeline.chunks",
         lambda v: v["model.layers"] >= v["parallel.pipeline"] * v["pipeline.chunks"],
-        lambda v: f"{v['model.layers']} < {v['parallel.pipeline']} * {v['pipeline.chunks']}",
         "lower parallel.pipeline or pipeline.chunks",
     ),
     Relation(
-        ("pipeline.schedule", "pipeline.chunks"),
         "pipeline.chunks >= 2 with pipeline.schedule interleaved",
         lambda v: v["pipeline.schedule"] != "interleaved" or v["pipeline.chunks"] >= 2,
-        lambda v: f"{v['pipeline.chunks']} < 2",
         "take pipeline.schedule=1f1b for one chunk",
     ),
     Relation(
-        ("schedule.min_lr", "optimizer.lr"),
         "schedule.min_lr <= optimizer.lr",
         lambda v: v["schedule.min_lr"] <= v["optimizer.lr"],
-        lambda v: f"{v['schedule.min_lr']} > {v['optimizer.lr']}",
         "lower schedule.min_lr",
     ),
     Relation(
-        ("observe.profile", "run.steps"),
         "observe.profile <= run.steps",
         lambda v: v["observe.profile"] is None or v["observe.profile"] <= v["run.steps"],
-        lambda v: f"{v['observe.profile']} > {v['run.steps']}",
         "profile a step that the run has",
     ),
     Relation(
-        ("zero.shard_ranks", "zero.stage"),
         "zero.stage >= 1 with zero.shard_ranks",
         lambda v: v["zero.shard_ranks"] is None or v["zero.stage"] >= 1,
-        lambda v: f"zero.stage {v['zero.stage']}, which shards nothing",
         "take zero.stage=1, 2 or 3, or zero.shard_ranks=null",
     ),
     Relation(
-        ("zero.secondary_ranks", "zero.stage", "zero.shard_ranks"),
         "zero.stage == 3 and zero.shard_ranks == null with zero.secondary_ranks",
         lambda v: v["zero.secondary_ranks"] is None or (v["zero.stage"] == 3 and v["zero.shard_ranks"] is None),
-        lambda v: f"zero.stage {v['zero.stage']}, zero.shard_ranks {v['zero.shard_ranks']}",
         "take zero.secondary_ranks=null: only parameters that rest sharded over all are gathered again",
     ),
     Relation(
-        ("zero.offload.path", "zero.offload.optimizer", "zero.offload.parameters", "memory.offload"),
-        "zero.offload.path given with nvme",
+        "zero.offload.path given with nvme in zero.offload.optimizer, zero.offload.parameters or memory.offload",
         lambda v: bool(v["zero.offload.path"]) or "nvme" not in _homes(v),
-        lambda v: f"zero.offload.path {v['zero.offload.path']!r} with {', '.join(_homes(v))}",
         "give zero.offload.path=FOLDER on a local NVMe disk, or a list of folders",
     ),
     Relation(
-        ("data.train", "data.sources"),
         "data.train == null with data.sources",
         lambda v: v["data.train"] is None or v["data.sources"] is None,
-        lambda v: f"data.train {v['data.train']}",
         "give one of the two, and the other null",
     ),
     Relation(
-        ("data.sources", "stages"),
         "names of data.sources differ",
         lambda v: not _doubled_sources(v),
-        lambda v: f"two are called {', '.join(_doubled_sources(v))}",
         "give each its own name, and a path that comes twice once, with the sum of its weights",
+        lambda v: f"two are called {', '.join(_doubled_sources(v))}",
     ),
     Relation(
-        ("data.validation", "data.valid", "data.sources"),
-        "names of validation sets differ",
+        "names of data.validation differ",
         lambda v: not _doubled_sets(v),
-        lambda v: f"two are called {', '.join(_doubled_sets(v))}",
         "give each its own name (with a share in data.valid each source is a validation set too)",
+        lambda v: f"two are called {', '.join(_doubled_sets(v))}",
     ),
     Relation(
-        ("data.sources", "stages"),
         "whole weights of data.sources sum to at most 1,000,000",
         lambda v: _period(v) <= MOST_PERIOD,
-        lambda v: f"{_period(v):,}, after which the order repeats",
         "give weights of fewer digits",
+        lambda v: f"{_period(v):,}, after which the order repeats",
     ),
     Relation(
-        ("stages", "data.sources"),
         "data.sources given with sources of stages",
         lambda v: not values_of_stages(v, "data.sources") or v["data.sources"] is not None,
-        lambda v: "data.sources null",
         "give the sources of what no stage says otherwise",
     ),
     Relation(
-        ("stages", "data.sources"),
         "a source of stages has one path",
         lambda v: not _moved(v),
-        lambda v: f"two paths are called {', '.join(_moved(v))}",
         "give each its own name",
+        lambda v: f"two paths are called {', '.join(_moved(v))}",
     ),
     Relation(
-        ("stages",),
         "each of stages has until_step or until_tokens",
         lambda v: all((s["until_step"] is None) != (s["until_tokens"] is None) for s in v["stages"] or ()),
-        lambda v: "one has both or neither",
         "give one of the two to each",
+        lambda v: "one has both or neither",
     ),
     Relation(
-        ("stages", "batch.global", "model.seq_len"),
         "stages end one after the other",
         _rising,
-        lambda v: f"they end with steps {', '.join(map(str, ends_of(v)))}",
         "change until_step or until_tokens",
+        lambda v: f"they end with steps {', '.join(map(str, ends_of(v)))}",
     ),
     Relation(
-        ("stages", "run.steps"),
         "stages end by run.steps",
         lambda v: max([0, *ends_of(v)]) <= v["run.steps"],
-        lambda v: f"they end with steps {', '.join(map(str, ends_of(v)))}, run.steps is {v['run.steps']}",
         "raise run.steps, or change until_step or until_tokens",
+        lambda v: f"they end with steps {', '.join(map(str, ends_of(v)))}, run.steps is {v['run.steps']}",
     ),
     Relation(
-        ("stages", "model.position"),
         "model.position rotary with another model.seq_len in stages",
         lambda v: v["model.position"] == "rotary" or {*values_of_stages(v, "model.seq_len")} <= {v["model.seq_len"]},
-        lambda v: f"{values_of_stages(v, 'model.seq_len')[0]}, and learned positions are a weight of that length",
         "take model.position=rotary, or one length",
+        lambda v: f"{values_of_stages(v, 'model.seq_len')[0]}, and learned positions are a weight of that length",
     ),
     Relation(
-        ("checkpoint.load", "checkpoint.resume"),
         "checkpoint.load == all with checkpoint.resume none",
         lambda v: v["checkpoint.load"] == "all" or v["checkpoint.resume"] != "none",
-        lambda v: f"checkpoint.load {v['checkpoint.load']}, and nothing to load from",
         "give checkpoint.resume=PATH of a run, a step or an import",
     ),
 )
@@ -307,12 +333,3 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     Exclusion("data.pack", (True,), "data.mask_eod", (True,), "packed documents do not see each other"),
 )
-
-
-def broken_relations(values: Values) -> list[Relation]:
-    """Return the equations that do not hold; none divides by zero, because sizes are at least 1."""
-    return [relation for relation in RELATIONS if not relation.holds(values)]
-
-
-def broken_exclusions(values: Values) -> list[Exclusion]:
-    return [e for e in EXCLUSIONS if values[e.option] in e.values and values[e.other] not in e.allowed]

@@ -11,41 +11,39 @@ Only the rooms `config/`, `build/`, `run/` and `tools/` ever see it; every objec
 are read is `config/file.py`; which options go together is `config/rules.py`.
 """
 
-import re
-from pathlib import PurePath
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, GetPydanticSchema, create_model
 from pydantic_core import PydanticCustomError
 
+from megazero.config.changes import row_of
 from megazero.config.sections import (
-    IN_NAMES,
     Layers,
     NonNegative,
     Positive,
     Ranks,
     Section,
     Sequences,
-    Source,
     Sources,
     Text,
+    TokenFiles,
     Tokens,
-    ValidationSet,
 )
-from megazero.config.stage_sections import Stage
+
+Share = Annotated[float, Field(gt=0, lt=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a mean, or of what is dropped
+Above0 = Annotated[float, Field(gt=0)]
+AtLeast0 = Annotated[float, Field(ge=0)]
+Neighbours = Annotated[int, Field(ge=2, le=2**14)]
+Tier = Literal["none", "cpu", "nvme"]
 
 
 class Run(Section):
-    dir: Text | None = Field(
-        default=None, description="Run directory, from the current folder; null: runs/<config name>."
-    )
+    dir: Text | None = Field(default=None, description="Folder of the run; null: runs/<config name>.")
     steps: Positive = Field(default=1000, description="Training steps (batches consumed, skipped or not).")
     seed: NonNegative = Field(default=0, description="Decides initial weights, dropout masks and the order of samples.")
     time_limit: Positive | None = Field(default=None, description="Seconds after which the run saves and exits 75.")
-    deterministic: bool = Field(
-        default=False,
-        description="The same bits in every run on a GPU, at some speed; on a CPU they always are.",
-    )
+    deterministic: bool = Field(default=False, description="Slower GPU operations that repeat bit for bit.")
 
 
 class Model(Section):
@@ -55,58 +53,46 @@ class Model(Section):
     kv_heads: Positive | None = Field(default=None, description="Key-value heads (grouped queries); null: heads.")
     ffn: Positive | None = Field(
         default=None,
-        description="Feed-forward size; null: 4 hidden (gelu), 8/3 hidden rounded up to a multiple of 256 (swiglu).",
+        description="Feed-forward size; null: 4 hidden (gelu), 8/3 hidden up to a multiple of 256 (swiglu).",
     )
     vocab: Positive = Field(default=50257, description="Vocabulary size, V.")
     seq_len: Tokens = Field(default=1024, description="Sequence length in tokens, s.")
     position: Literal["learned", "rotary"] = Field(default="learned", description="Position embedding.")
     norm: Literal["layernorm", "rmsnorm"] = Field(
-        default="layernorm",
-        description="Norm; linear layers carry biases exactly with layernorm (GPT), not with rmsnorm (Llama).",
+        default="layernorm", description="layernorm (linear layers have biases) or rmsnorm (they have none)."
     )
-    activation: Literal["gelu", "swiglu"] = Field(
-        default="gelu", description="Feed-forward kind; gelu is the tanh form."
-    )
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="Dropped share at the embedding and residual sites; attention is never dropped."
-    )
-    tie_embeddings: bool = Field(
-        default=True, description="One weight for the token embedding and the output projection."
-    )
-    norm_eps: Annotated[float, Field(gt=0)] = Field(default=1e-5, description="Added to the variance in norms.")
+    activation: Literal["gelu", "swiglu"] = Field(default="gelu", description="gelu (its tanh form) or swiglu.")
+    dropout: Decay = Field(default=0.0, description="Dropout of embeddings and residuals, not of attention.")
+    tie_embeddings: bool = Field(default=True, description="Share one weight between token embedding and output.")
+    norm_eps: Above0 = Field(default=1e-5, description="Added to the variance in norms.")
     rope_theta: Annotated[float, Field(ge=1)] = Field(default=10000.0, description="Base of the rotary angles.")
 
 
 class Parallel(Section):
     tensor: Ranks = Field(default=1, description="Ranks that each matrix is split over, t.")
     pipeline: Ranks = Field(
-        default=1, description="Ranks that the blocks are split over, p. The rest is data parallel."
+        default=1, description="Ranks that the blocks are split over, p; the rest is data parallel."
     )
     sequence: bool = Field(
-        default=False, description="Sequence parallelism on the tensor axis; the identity with tensor 1."
+        default=False, description="Sequence parallelism on the tensor axis; no effect with tensor 1."
     )
     tensor_chunks: Annotated[int, Field(ge=1, le=16)] = Field(
-        default=1,
-        description="Chunks of rows in which forward sums (and gathers) over the tensor axis beside its products.",
+        default=1, description="Split products into this many chunks to overlap them with sums over the tensor axis."
     )
     timeout: Positive = Field(default=120, description="Seconds after which a rank that does not answer ends the run.")
-    start_timeout: Positive = Field(default=900, description="Seconds to wait for all ranks to come to the roll call.")
+    start_timeout: Positive = Field(default=900, description="Seconds that all ranks have to start and meet.")
 
 
 class Offload(Section):
-    optimizer: Literal["none", "cpu", "nvme"] = Field(
-        default="none", description="Where optimizer states and update live."
-    )
-    parameters: Literal["none", "cpu", "nvme"] = Field(
-        default="none", description="Where stage 3 parameter shards rest."
-    )
+    optimizer: Tier = Field(default="none", description="Where optimizer states and update live.")
+    parameters: Tier = Field(default="none", description="Where stage 3 parameter shards rest.")
     path: Annotated[Text | tuple[Text, ...] | None, Field(union_mode="left_to_right")] = Field(
         default=None, description="Folder on the disk for nvme, or a list: one on each disk."
     )
     host_mb: Annotated[int, Field(ge=160, le=2**24)] = Field(
-        default=1024, description="MiB of a rank's host memory for what is on its way to nvme or back."
+        default=1024, description="MiB of host memory in each rank for transfers to and from nvme."
     )
-    delayed: bool = Field(default=False, description="The host updates beside the next step, which is one update late.")
+    delayed: bool = Field(default=False, description="Update on the host during the next step, one update late.")
 
 
 def _tier(value: object) -> object:
@@ -129,35 +115,31 @@ class Quantize(Section):
         default="none", description="Integers as which gradients are sent to the rank that sums them."
     )
     error_feedback: bool = Field(
-        default=False, description="What rounding gradients loses is kept, as large as they, and sent with the next."
+        default=False, description="Add the rounding error of gradients to the next reduction (one more buffer)."
     )
 
 
 class Zero(Section):
     stage: Annotated[Literal[0, 1, 2, 3] | None, BeforeValidator(_whole)] = Field(
         default=None,
-        description="What rests sharded over data ranks: 1 optimizer state, 2 + gradients, 3 + parameters; null: 1.",
+        description="Sharded over data ranks: 1 optimizer state, 2 also gradients, 3 also parameters; null: 1.",
     )
     shard_ranks: Annotated[int, Field(ge=1, le=2**14)] | None = Field(
-        default=None,
-        description="Neighbouring data ranks over which that is sharded, replicated over the rest; null: all.",
+        default=None, description="Neighbouring data ranks that shard; groups of them are replicas; null: all."
     )
     grad_dtype: Literal["param", "fp32"] = Field(
-        default="fp32", description="Gradients in the parameter's dtype or fp32."
+        default="fp32", description="Gradients: the parameter's dtype or fp32."
     )
     reduce_dtype: Literal["param", "fp32", "bf16"] | None = Field(
-        default=None,
-        description="Dtype in which gradients are summed over ranks; null: as they accumulate (grad_dtype).",
+        default=None, description="Dtype in which gradients are summed over ranks; null: grad_dtype."
     )
     bucket_mb: Annotated[float, Field(gt=0, le=2**20)] = Field(
-        default=64.0,
-        description="Memory for what an operation receives through sockets, and to widen 16-bit gradients, MiB.",
+        default=64.0, description="MiB of buffers to receive through sockets, and to widen 16-bit gradients."
     )
-    secondary_ranks: Annotated[int, Field(ge=2, le=2**14)] | None = Field(
-        default=None,
-        description="Neighbouring data ranks that keep a second shard of parameters (hpZ); null: none do.",
+    secondary_ranks: Neighbours | None = Field(
+        default=None, description="Neighbouring data ranks that keep a second shard of parameters (hpZ); null: none."
     )
-    quantize: Quantize = Field(default_factory=Quantize, description="What is rounded to integers on its way (ZeRO++).")
+    quantize: Quantize = Field(default_factory=Quantize, description="Messages that are rounded to integers (ZeRO++).")
     offload: Offload = Field(default_factory=Offload, description="ZeRO-Offload.")
 
 
@@ -166,16 +148,13 @@ Recompute = Literal["none", "selective", "full"]
 
 class Memory(Section):
     recompute: Recompute = Field(
-        default="none",
-        description="What is computed again in backward instead of kept: the core of attention (selective), or blocks.",
+        default="none", description="Compute again in backward: the core of attention (selective), or whole blocks."
     )
     partition: bool = Field(default=False, description="Pa: kept block inputs are split over the tensor axis.")
-    offload: Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_tier)] = Field(
-        default="none", description="Pa+cpu, Pa+nvme: where they rest; true is cpu."
+    offload: Annotated[Tier, BeforeValidator(_tier)] = Field(
+        default="none", description="Pa+cpu, Pa+nvme: where kept block inputs rest; true is cpu."
     )
-    cuda_graphs: bool = Field(
-        default=False, description="Recomputed blocks are recorded once and replayed; not measured on a GPU yet."
-    )
+    cuda_graphs: bool = Field(default=False, description="Record recomputed blocks once and replay them on the GPU.")
 
 
 class PipelineConfig(Section):
@@ -190,42 +169,32 @@ class PipelineConfig(Section):
 class Precision(Section):
     dtype: Literal["fp32", "fp64", "bf16", "fp16"] = Field(default="fp32", description="Of parameters and activations.")
     kernels: Literal["auto", "fused", "reference", "apex"] = Field(
-        default="auto",
-        description="Which kernels to prefer; auto: fused where they can be had, then apex's, then plain torch.",
+        default="auto", description="Kernels; auto: fused where they can be built, else apex's, else plain torch."
     )
 
 
 class Optimizer(Section):
-    lr: Annotated[float, Field(gt=0)] = Field(default=3e-4, description="Peak learning rate of AdamW.")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=(0.9, 0.95), description="Decay rates of the moments.", strict=False
-    )
+    lr: Above0 = Field(default=3e-4, description="Peak learning rate of AdamW.")
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="Decay rates of the moments.", strict=False)
     eps: Annotated[float, Field(ge=1e-20)] = Field(default=1e-8, description="Added to the root of the second moment.")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
-        default=0.1, description="Decoupled decay of matmul weights and the token embedding; nothing else decays."
-    )
-    clip: Annotated[float, Field(ge=0)] = Field(
-        default=1.0, description="Largest global gradient norm; 0: no clipping."
-    )
+    weight_decay: AtLeast0 = Field(default=0.1, description="Decoupled decay of matmul weights and token embedding.")
+    clip: AtLeast0 = Field(default=1.0, description="Largest global gradient norm; 0: no clipping.")
 
 
 class LrSchedule(Section):
     warmup: NonNegative = Field(default=100, description="Updates of linear warm-up.")
     decay: Literal["cosine", "linear", "wsd", "constant"] = Field(default="cosine", description="After the warm-up.")
-    min_lr: Annotated[float, Field(ge=0)] = Field(default=3e-5, description="Learning rate at the end.")
+    min_lr: AtLeast0 = Field(default=3e-5, description="Learning rate at the end.")
     cooldown: NonNegative | None = Field(
-        default=None, description="Last updates in which wsd falls; null: schedule.steps // 5."
+        default=None, description="Last updates, in which wsd falls; null: steps // 5."
     )
-    steps: Positive | None = Field(
-        default=None, description="Updates until min_lr, which then stays; null: run.steps. Keep it in a longer run."
-    )
+    steps: Positive | None = Field(default=None, description="Updates until min_lr, which then stays; null: run.steps.")
 
 
 class Batch(Section):
     global_: Sequences = Field(default=8, alias="global", description="Sequences in a step, over all ranks.")
     micro: Sequences | None = Field(
-        default=None,
-        description="Sequences in one forward pass of one data rank; null: the largest that divides and fits.",
+        default=None, description="Sequences in a forward pass of a data rank; null: the largest that divides and fits."
     )
 
     @property
@@ -242,44 +211,35 @@ class Data(Section):
         "else data/quickstart/train.",
     )
     sources: Sources | None = Field(
-        default=None,
-        description="Instead of data.train, token files that are mixed: a list of {path, weight, name}.",
+        default=None, description="Instead of data.train, token files that are mixed: a list of {path, weight, name}."
     )
-    max_epochs: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="A run that would go through a source more often is refused; null: none is."
+    max_epochs: Above0 | None = Field(default=None, description="Refuse a run that reads a source more often.")
+    valid: Annotated[Text | Share | None, Field(union_mode="left_to_right")] = Field(
+        default=None, description="Validation: token files as in data.train, or a share of all documents; null: none."
     )
-    valid: Annotated[Text | Annotated[float, Field(gt=0, lt=1)] | None, Field(union_mode="left_to_right")] = Field(
-        default=None,
-        description="Validation: token files as in data.train, or the share of all documents held out; null: none.",
-    )
-    validation: Annotated[tuple[ValidationSet, ...], Field(min_length=1, max_length=100)] | None = Field(
+    validation: Annotated[tuple[TokenFiles, ...], Field(min_length=1, max_length=100)] | None = Field(
         default=None, description="More validation sets, each with metrics of its own: a list of {path, name}."
     )
     valid_every: Positive | None = Field(default=None, description="Steps between validations; null: only at the end.")
     valid_samples: Positive | None = Field(default=None, description="Sequences per validation; null: all.")
     tokenizer: Text | None = Field(
-        default=None,
-        description="*.model, tokenizer.json, *.tiktoken, from the current folder, or bytes; for text, bits per byte.",
+        default=None, description="*.model, tokenizer.json, *.tiktoken or bytes; for text, and for bits per byte."
     )
     mask_eod: bool = Field(default=False, description="Attention, positions and loss stop at document ends.")
     pack: bool = Field(default=False, description="A sequence is whole documents, as many as fit, and padding.")
 
 
 QUICKSTART = "data/quickstart/train"  # what is trained on where nothing else is said
-NamedFiles = TypeVar("NamedFiles", Source, ValidationSet)
 
 
 class Checkpoint(Section):
     every: Positive | None = Field(default=None, description="Steps between checkpoints; null: only at the end.")
     keep: Positive | None = Field(default=None, description="Newest checkpoints kept; null: all.")
     async_: bool = Field(default=False, alias="async", description="Write in the background.")
-    resume: Text = Field(
-        default="none",
-        description="none, auto (newest verified of the run directory), or a path from the current folder.",
-    )
+    resume: Text = Field(default="none", description="none, auto (newest step of the run's folder), or a path.")
     load: Literal["all", "weights", "optimizer"] = Field(
         default="all",
-        description="What a run takes of the path it begins from: all (goes on), weights, or weights with moments.",
+        description="Load from `resume`: all (continue the run), weights, or weights and optimizer state.",
     )
 
 
@@ -291,8 +251,33 @@ class Observe(Section):
         default=None, description="Step at which a torch profiler trace of 3 steps begins."
     )
     table: bool = Field(
-        default=False, description="With each row, a table of rank 0's units: gathered, released, reduced, waited for."
+        default=False, description="With each row, print when rank 0's units were gathered and reduced."
     )
+
+
+def _some_of(name: str, section: type[Section]) -> GetPydanticSchema:
+    """Return the schema of a section of a stage: the options that may change there, each null for as it is."""
+    fields: dict[str, Any] = {}
+    for own, field in section.model_fields.items():
+        if not row_of(f"{name}.{field.alias or own}").in_stage:
+            kind: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+            fields[own] = (kind | None, Field(default=None, alias=field.alias, description=field.description))
+    partial = create_model(f"Stage{name.title()}", __base__=Section, **fields)
+    return GetPydanticSchema(lambda _, handler: handler(partial))
+
+
+class Stage(Section):
+    """Options that are others in a part of the run, by their sections; null for as they are."""
+
+    until_step: Positive | None = Field(default=None, description="The last step of the stage, from 1.")
+    until_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = Field(
+        default=None, description="Instead: the tokens of the run, all stages together, with which it ends."
+    )
+    data: Annotated[Section, _some_of("data", Data)] | None = None
+    model: Annotated[Section, _some_of("model", Model)] | None = None
+    batch: Annotated[Section, _some_of("batch", Batch)] | None = None
+    optimizer: Annotated[Section, _some_of("optimizer", Optimizer)] | None = None
+    schedule: Annotated[Section, _some_of("schedule", LrSchedule)] | None = None
 
 
 class Config(Section):
@@ -325,45 +310,32 @@ class Config(Section):
 
 def resolved(config: Config) -> Config:
     """Return the config with every default that depends on other options filled in, as a run's config.yaml shows it."""
-    model, data, chunks = config.model, config.data, config.pipeline.chunks
+    model, data, schedule, chunks = config.model, config.data, config.schedule, config.pipeline.chunks
     kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
     ffn = model.ffn if model.ffn is not None else default_ffn(model.hidden, model.activation)
     if chunks is None:
         chunks = 2 if config.pipeline.schedule in ("interleaved", "zb-v") else 1
-    if (cooldown := config.schedule.cooldown) is None:
-        cooldown = (config.schedule.steps or config.run.steps) // 5
-    return config.model_copy(
-        update={
-            "model": model.model_copy(update={"kv_heads": kv_heads, "ffn": ffn}),
-            "zero": config.zero.model_copy(update={"stage": 1 if config.zero.stage is None else config.zero.stage}),
-            "pipeline": config.pipeline.model_copy(update={"chunks": chunks}),
-            "stages": config.stages and tuple(_stage(each, config.schedule.cooldown) for each in config.stages),
-            "data": data.model_copy(
-                update={
-                    "train": QUICKSTART if data.train is None and data.sources is None else data.train,
-                    "sources": data.sources and tuple(map(_named, data.sources)),
-                    "validation": data.validation and tuple(map(_named, data.validation)),
-                }
-            ),
-            "schedule": config.schedule.model_copy(update={"cooldown": cooldown}),
-        }
-    )
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"kv_heads": kv_heads, "ffn": ffn},
+        "zero": {"stage": 1 if config.zero.stage is None else config.zero.stage},
+        "pipeline": {"chunks": chunks},
+        "data": {"train": QUICKSTART if data.train is None and data.sources is None else data.train},
+    }
+    changed: dict[str, Any] = {name: getattr(config, name).model_copy(update=new) for name, new in sections.items()}
+    if schedule.cooldown is None:
+        cooldown = (schedule.steps or config.run.steps) // 5
+        changed["schedule"] = schedule.model_copy(update={"cooldown": cooldown})
+        changed["stages"] = config.stages and tuple(map(_with_cooldown, config.stages))
+    return config.model_copy(update=changed)
 
 
-def _named(given: NamedFiles) -> NamedFiles:
-    """Return token files with a name: the end of their path, where none is given."""
-    name = re.sub(f"[^{IN_NAMES}]", "_", PurePath(given.path).name or given.path)[-64:]
-    return given.model_copy(update={"name": given.name or name})
-
-
-def _stage(stage: Stage, cooldown: int | None) -> Stage:
-    """Return a stage with names of its sources, and the cooldown of its own course where the config gives none."""
-    data, schedule = stage.data, stage.schedule
-    if data is not None and data.sources is not None:
-        data = data.model_copy(update={"sources": tuple(map(_named, data.sources))})
-    if schedule is not None and schedule.steps is not None and schedule.cooldown is None and cooldown is None:
-        schedule = schedule.model_copy(update={"cooldown": schedule.steps // 5})
-    return stage.model_copy(update={"data": data, "schedule": schedule})
+def _with_cooldown(stage: Stage) -> Stage:
+    """Return a stage with the cooldown of its own course, where it has one."""
+    given = stage.schedule.given() if stage.schedule is not None else {}
+    if stage.schedule is None or "steps" not in given or "cooldown" in given:
+        return stage
+    schedule = stage.schedule.model_copy(update={"cooldown": given["steps"] // 5})
+    return stage.model_copy(update={"schedule": schedule})
 
 
 def default_ffn(hidden: int, activation: str) -> int:

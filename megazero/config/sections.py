@@ -1,8 +1,10 @@
 """Define what the sections of a config share: their base, kinds of numbers and text, and lists of token files."""
 
-from typing import Annotated
+import re
+from pathlib import PurePath
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
@@ -20,21 +22,33 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
+    def given(self) -> dict[str, Any]:
+        """Return the values that are not null, by the names of fields."""
+        return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+
 
 # A part of metrics' keys: so short, and so plain, that a row of a hundred sources and sets is still a line of 64 KiB.
 IN_NAMES = "A-Za-z0-9 _.,+=@:~-"  # characters, as a regular expression's set has them
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=f"^[{IN_NAMES}]+$")]
 
 
-class Source(Section):
+class TokenFiles(Section):
+    """Token files with a name: the end of their path, where none is given."""
+
     path: Text = Field(description="Token files: a path without .bin/.idx, from the current folder; or their folder.")
+    name: Name | None = Field(
+        default=None, validate_default=True, description="In metrics and messages; null: the end of the path."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _named(cls, name: str | None, info: ValidationInfo) -> str:
+        path = info.data.get("path", "")
+        return name or re.sub(f"[^{IN_NAMES}]", "_", PurePath(path).name or path)[-64:]
+
+
+class Source(TokenFiles):
     weight: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Its share of all samples, by tokens.")
-    name: Name | None = Field(default=None, description="In metrics and messages; null: the end of the path.")
-
-
-class ValidationSet(Section):
-    path: Text = Field(description="Token files: a path without .bin/.idx, from the current folder.")
-    name: Name | None = Field(default=None, description="In metrics and messages; null: the end of the path.")
 
 
 Sources = Annotated[tuple[Source, ...], Field(min_length=1, max_length=100)]

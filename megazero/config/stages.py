@@ -1,20 +1,19 @@
 """Lay the stages of a run out over its steps: which options hold in which, and what was consumed before.
 
-A stage has an *effective config*: the config with the stage's options put over it. Steps in which it is the same but
-for what is trained on are a part of the run: nothing is built anew within one. All of it is a function of the config,
-and of the run's history (`run/history.py`): what a change of options on a resume has put behind, or before, a step.
+A stage has an *effective config*: the config with the stage's options put over it. The run is a sequence of parts, one
+for each stage and one behind the last. All of it is a function of the config, and of the run's history
+(`run/history.py`): what a change of options on a resume has put behind, or before, a step.
 """
 
 from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megazero.config.schema import Config
+    from megazero.config.schema import Config, Stage
     from megazero.config.sections import Source
-    from megazero.config.stage_sections import Stage
 
 SECTIONS = ("data", "model", "batch", "optimizer", "schedule")  # of a stage
 
@@ -65,36 +64,20 @@ def effective(config: Config, stage: Stage | None) -> Config:
     for section in SECTIONS if stage is not None else ():
         given = getattr(stage, section)
         if given is not None:
-            values = {name: getattr(given, name) for name in type(given).model_fields}
-            values = {name: value for name, value in values.items() if value is not None}
-            changed[section] = getattr(config, section).model_copy(update=values)
+            changed[section] = getattr(config, section).model_copy(update=given.given())
     return config.model_copy(update=changed)
 
 
 @dataclass(frozen=True)
-class Mix:
-    """The sources that are trained on from a step on.
-
-    Attributes:
-        first: steps done before.
-        sources: by their names; None: the one of `data.train`.
-    """
-
-    first: int
-    sources: tuple[Source, ...] | None
-
-
-@dataclass(frozen=True)
 class Part:
-    """Steps of a run in which nothing changes but what is trained on.
+    """Steps of a run in which the options are one config.
 
     Attributes:
-        name: of the stage with which it begins: `stages[1]`; "": it begins behind the last one, or there are none.
+        name: of the stage: `stages[1]`; "": behind the last one, or there are none.
         first: steps done before it.
         end: its last step, from 1.
         config: that holds in it.
         samples, tokens: consumed before it.
-        mixes: what is trained on, at least one.
     """
 
     name: str
@@ -103,15 +86,24 @@ class Part:
     config: Config
     samples: int
     tokens: int
-    mixes: tuple[Mix, ...]
 
     @property
     def tokens_per_step(self) -> int:
-        return tokens_per_step(self.config)
+        """Return the tokens of a step."""
+        return self.config.batch.global_ * self.seq_len
 
     @property
     def seq_len(self) -> int:
+        """Return the tokens of a sequence."""
         return self.config.model.seq_len
+
+    def samples_at(self, steps: int) -> int:
+        """Return how many samples the run has consumed after that many steps, the last of them in this part."""
+        return self.samples + (steps - self.first) * self.config.batch.global_
+
+    def tokens_at(self, steps: int) -> int:
+        """Return how many tokens the run has consumed after that many steps, the last of them in this part."""
+        return self.tokens + (steps - self.first) * self.tokens_per_step
 
 
 class Course:
@@ -133,12 +125,11 @@ class Course:
         configs = [config]
         for step in reversed(steps):
             configs.insert(0, _undone(configs[0], [change for change in history if change["step"] == step]))
-        self._configs, self._firsts = configs, [0, *steps]
+        self._eras = list(zip([0, *steps], configs, strict=True))
         parts: list[Part] = []
-        for first, each, end in zip(self._firsts, configs, [*steps, None], strict=True):
-            _lay_out(parts, each, first, config.run.steps if end is None else end, last=end is None)
-        longer = len(parts) > 1 and parts[-1].first == parts[-1].end
-        self.behind = (parts.pop(),) if longer else ()
+        for (first, each), end in zip(self._eras, [*steps, config.run.steps], strict=True):
+            _lay_out(parts, each, first, end, is_last=each is config)
+        self.behind = (parts.pop(),) if len(parts) > 1 and parts[-1].first == parts[-1].end else ()
         self.parts = tuple(parts)
 
     def part(self, done: int) -> Part:
@@ -149,15 +140,22 @@ class Course:
         """Return the part of the last of so many steps; the first part where none is done."""
         return self.part(max(0, done - 1))
 
+    def until(self, part: Part) -> int:
+        """Return the last step, from 1, that one trainer reaches from a part on: of later parts only sources differ."""
+        ends = [part.end]
+        for later in self.parts[self.parts.index(part) + 1 :]:
+            if _but_for_sources(later.config) != _but_for_sources(part.config):
+                break
+            ends.append(later.end)
+        return ends[-1]
+
     def samples(self, steps: int) -> int:
         """Return how many samples that many steps consume: the id of the next one."""
-        part = self._before(steps)
-        return part.samples + (steps - part.first) * part.config.batch.global_
+        return self._before(steps).samples_at(steps)
 
     def tokens(self, steps: int) -> int:
         """Return how many tokens that many steps consume."""
-        part = self._before(steps)
-        return part.tokens + (steps - part.first) * part.tokens_per_step
+        return self._before(steps).tokens_at(steps)
 
     def step_of(self, sample: int) -> int:
         """Return the step, from 1, of a sample."""
@@ -166,14 +164,15 @@ class Course:
 
     def sources(self) -> list[Source] | None:
         """Return every source of the config as it is and of its stages, by name; None: it has `data.train`."""
-        return all_sources(self.config)
+        stages = [effective(self.config, stage) for stage in self.config.stages or ()]
+        given = [source for each in (self.config, *stages) for source in each.data.sources or ()]
+        return list({source.name: source for source in given}.values()) if given else None
 
     def eras(self) -> list[tuple[int, Course]]:
         """Return each time from one change of options to the next: the steps done before, and the course as it was."""
-        found = []
-        for first, config in zip(self._firsts, self._configs, strict=True):
-            earlier = [change for change in self.history if change["step"] <= first] if found else []
-            found.append((first, Course(config, earlier)))
+        found = [(0, Course(self._eras[0][1]))]
+        for first, config in self._eras[1:]:
+            found.append((first, Course(config, [change for change in self.history if change["step"] <= first])))
         return found
 
     def _before(self, steps: int) -> Part:
@@ -181,55 +180,30 @@ class Course:
         return next(part for part in reversed(self.parts) if part.first <= steps)
 
 
-def all_sources(config: Config) -> list[Source] | None:
-    """Return every source of a config and of its stages, by name; None: it has `data.train`."""
-    mixes = [config.data.sources] + [_sources_of(stage) for stage in config.stages or ()]
-    given = [source for mix in mixes for source in mix or ()]
-    return list({source.name: source for source in given}.values()) if given else None
-
-
-def tokens_per_step(config: Config) -> int:
-    return config.batch.global_ * config.model.seq_len
-
-
-def _lay_out(parts: list[Part], config: Config, first: int, end: int, *, last: bool) -> None:
+def _lay_out(parts: list[Part], config: Config, first: int, end: int, *, is_last: bool) -> None:
     """Add the parts of the steps from `first` to `end` in which a config holds.
 
     Args:
-        last: it holds to the end of the run, and beyond: that has a part too, of no steps.
+        is_last: it holds to the end of the run, and beyond: that has a part too, of no steps.
     """
-    tokens = parts[-1].tokens + (first - parts[-1].first) * parts[-1].tokens_per_step if parts else 0
-    stages = list(config.stages or ())
-    configs = [effective(config, stage) for stage in stages]
-    limits = ((s.until_step, s.until_tokens, tokens_per_step(c)) for s, c in zip(stages, configs, strict=True))
-    for number, (stop, each) in enumerate(zip(stage_ends(limits, first, tokens), configs, strict=True)):
+
+    def add(name: str, end: int, config: Config) -> None:
+        parts.append(Part(name, first, end, config, *consumed))
+
+    consumed = (parts[-1].samples_at(first), parts[-1].tokens_at(first)) if parts else (0, 0)
+    configs = [(stage, effective(config, stage)) for stage in config.stages or ()]
+    limits = ((s.until_step, s.until_tokens, each.batch.global_ * each.model.seq_len) for s, each in configs)
+    for number, (stop, (_, each)) in enumerate(zip(stage_ends(limits, first, consumed[1]), configs, strict=True)):
         if stop > first and first < end:
-            _add(parts, f"stages[{number}]", first, min(stop, end), each)
+            add(f"stages[{number}]", min(stop, end), each)
             first = min(stop, end)
-    if first < end or last:
-        _add(parts, "", first, end, effective(config, None))
-
-
-def _add(parts: list[Part], name: str, first: int, end: int, config: Config) -> None:
-    """Add steps: to the last part, where they differ from it only in their sources."""
-    before = parts[-1] if parts else None
-    mix = Mix(first, config.data.sources)
-    if before is not None and _but_for_sources(before.config) == _but_for_sources(config):
-        mixes = before.mixes if before.mixes[-1].sources == mix.sources else (*before.mixes, mix)
-        parts[-1] = replace(before, end=end, mixes=mixes)
-    else:
-        steps = first - before.first if before else 0
-        samples = before.samples + steps * before.config.batch.global_ if before else 0
-        tokens = before.tokens + steps * before.tokens_per_step if before else 0
-        parts.append(Part(name, first, end, config, samples, tokens, (mix,)))
+            consumed = parts[-1].samples_at(first), parts[-1].tokens_at(first)
+    if first < end or is_last:
+        add("", end, effective(config, None))
 
 
 def _but_for_sources(config: Config) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"sources": None, "train": None})})
-
-
-def _sources_of(stage: Stage) -> tuple[Source, ...] | None:
-    return stage.data.sources if stage.data else None
 
 
 def _undone(config: Config, changes: Sequence[Mapping[str, Any]]) -> Config:

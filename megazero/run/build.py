@@ -1,4 +1,4 @@
-"""Build a run from a config: trainer, data, validation, sinks, and what is written at the end."""
+"""Build a part of a run from its config: data, model, engine, trainer, validation, sinks."""
 
 import json
 import shlex
@@ -12,14 +12,12 @@ from torch import Tensor
 
 from megazero.base.doing import ACTIVITIES, doing
 from megazero.base.errors import FailedElsewhere, UserError
-from megazero.build.assemble import DTYPES, build, feeds_of, precision_of
+from megazero.build.assemble import DTYPES, Built, build, feeds_of, precision_of
 from megazero.build.pipeline import model_shape
 from megazero.build.upload import Upload
 from megazero.checkpoint.save import ShardState
-from megazero.comm.collectives import gather_bytes
-from megazero.comm.grid import Axis, Grid
+from megazero.comm.grid import Axis
 from megazero.comm.home import PagedHome
-from megazero.comm.ledger import Ledger
 from megazero.config.file import flatten
 from megazero.config.schema import Config
 from megazero.config.stages import Course, Part
@@ -42,21 +40,16 @@ from megazero.observe.wandb_sink import WandbSink
 from megazero.optim.learning_rate import LearningRate
 from megazero.plan.hardware import peak_flops
 from megazero.run.attention import repeat_bits, settle_attention
-from megazero.run.checkpointing import (
-    CheckpointMetadata,
-    Identity,
-    RunContext,
-    about_run,
-    checkpoints_of,
-    holdings_to_load,
-)
-from megazero.run.data import RunData, open_data, refuse_overlap, refuse_repeats, refuse_short
+from megazero.run.checkpointing import CheckpointMetadata, about_run, checkpoints_of, holdings_to_load
+from megazero.run.data import RunData, open_data, refuse_overlap, refuse_repeats
 from megazero.run.disks import open_disks
-from megazero.run.folder import RunFolder
 from megazero.run.ledger_file import write_ledger
 from megazero.run.plan_check import Expectation
+from megazero.run.resume import Start
+from megazero.run.run import Run
+from megazero.train.fault import AFTER_SUMS, Fault
 from megazero.train.stopping import Stopping
-from megazero.train.trainer import AFTER_SUMS, Fault, Trainer, TrainSchedule
+from megazero.train.trainer import Trainer, TrainSchedule
 from megazero.train.validation import Validation
 from megazero.zero.engine import Engine
 
@@ -81,110 +74,89 @@ class Ready(NamedTuple):
             self.disks.close()
 
 
-def build_trainer(
-    whole: Config,
-    grid: Grid,
-    device: torch.device,
-    site: RunContext,
-    here: int = 1,
-    *,
-    part: Part | None = None,
-    spent: float = 0.0,
-) -> Ready:
+def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: float = 0.0) -> Ready:
     """Build everything that one rank of a part of a run needs, in the order in which it depends on each other.
 
     Only the first rank of the world writes rows and profiles. It does not communicate, so each rank may fail on its
     own; the caller makes the ranks agree.
 
     Args:
-        whole: the run's config.
         here: ranks that share this host's memory.
-        part: of the run; None: its first.
         spent: seconds that the job has trained before.
 
     Raises:
         UserError: 2xx, the data is missing, damaged, too small or used too often; 112, a tokenizer that is not the
             model's; 114, fused kernels that cannot be had; 160 and 161, a package that is not installed.
     """
-    course = Course(whole, site.job.history)
-    part = part or course.parts[0]
-    config, dtype = part.config, DTYPES[whole.precision.dtype]
-    tokenizer = _tokenizer(config)
-    first = grid["world"].rank == 0
-    data = _opened(part, course, tokenizer, first=first)
-    repeat_bits(config, device)
-    ops = choose(config.precision.kernels, device, dtype, deterministic=config.run.deterministic)
-    host_ops = None
-    if config.zero.offload.optimizer != "none" and device.type != "cpu":
-        host_ops = for_host(config.precision.kernels, precision_of(config).masters)
-    disks = open_disks(config, device, grid.comm.ledger, here)
-    built = build(config, grid, device, ops, host_ops=host_ops, disks=disks)
-    settle_attention(config, built.model, device, first=first)
-    engine, pipeline = built.engine, built.pipeline
+    config, grid, device, course = part.config, run.grid, run.device, Course(run.config, start.history)
+    path = config.data.tokenizer
+    tokenizer = None if path is None else open_tokenizer(path, config.model.vocab)
+    data = _opened(run, part, course, tokenizer)
+    ops, disks, built = _built(run, config, here)
+    engine, phases = built.engine, PhaseSeconds()
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
-    comm, folder, phases = grid.comm, site.folder, PhaseSeconds()
 
     def now(step: int, phase: str) -> None:
         """Record what this rank does where the others can read it, and on the terminal if it takes long."""
-        comm.status_slot.now(step, phase)
+        grid.comm.status_slot.now(step, phase)
         phases.now(phase)
         ACTIVITIES.now("step", phase.partition(" of ")[0], step, config.run.steps)
 
     def score_batches(many: list[MicroBatch]) -> list[Tensor]:
-        return pipeline.evaluate(many, lambda batch: feed(batch, 0, False))
+        return built.pipeline.evaluate(many, lambda batch: feed(batch, 0, False))
 
-    about = about_run(whole, built, grid, site, Identity.of(data.digest(), tokenizer))
+    fingerprint = tokenizer.fingerprint if tokenizer is not None else None
+    about = about_run(run, start, built, data.digest(), fingerprint)
     trainer = Trainer(
         engine,
-        pipeline,
+        built.pipeline,
         lambda batch, step: feed(batch, step, True),
         loader_of(part, data, grid["data"], device),
-        {
-            name: _validation(config, windows, score_batches, tokenizer, grid, device)
-            for name, windows in data.validation.items()
-        },
-        Recorder(
-            _sinks(whole, site, first, engine, comm.ledger),
-            _profile(config, folder, first),
-            _work(part, device, grid["world"].size),
-            comm.ledger,
-            Expectation(config, grid, device, ops).compare,
-            phases,
-        ),
-        _pace(part),
-        checkpoints_of(config, built, grid, device, about, site),
-        _stopping(None if config.run.time_limit is None else config.run.time_limit - spent, grid, device, site),
-        lambda: write_ledger(folder, grid, device),
+        {name: _validation(run, part, each, score_batches, tokenizer) for name, each in data.validation.items()},
+        _recorder(run, start, part, engine, ops, phases),
+        _pace(part, course.until(part)),
+        checkpoints_of(run, start, built, about),
+        _stopping(run, spent),
+        lambda: write_ledger(run.folder, grid, device),
         now,
-        lambda own, say: _blame(own, say, grid, device, folder),
+        lambda own, say: _blame(own, say, run),
     )
     return Ready(trainer, about, holdings_to_load(built), ops, disks, data, tokenizer)
 
 
-def _tokenizer(config: Config) -> Tokenizer | None:
-    path = config.data.tokenizer
-    return None if path is None else open_tokenizer(path, config.model.vocab)
+def _built(run: Run, config: Config, here: int) -> tuple[Operations, PagedHome | None, Built]:
+    """Return the kernels of the device, the disks, and what computes a step."""
+    device, kernels = run.device, config.precision.kernels
+    repeat_bits(config, device)
+    ops = choose(kernels, device, DTYPES[config.precision.dtype], deterministic=config.run.deterministic)
+    host_ops = None
+    if config.zero.offload.optimizer != "none" and device.type != "cpu":
+        host_ops = for_host(kernels, precision_of(config).masters)
+    disks = open_disks(config, device, run.grid.comm.ledger, here)
+    built = build(config, run.grid, device, ops, host_ops=host_ops, disks=disks)
+    settle_attention(config, built.model, device, first=run.is_first)
+    return ops, disks, built
 
 
-def _stopping(limit: float | None, grid: Grid, device: torch.device, site: RunContext) -> Stopping:
+def _stopping(run: Run, spent: float) -> Stopping:
     """Return what ends a run before its last step.
 
     Args:
-        limit: seconds from now on; None: none.
+        spent: seconds that the job has trained before.
     """
-    forget = site.folder.early_stops.forget
-    return Stopping(grid["world"], device, site.signals, site.folder.stop, limit, first_step=forget)
+    folder, limit = run.folder, run.config.run.time_limit
+    left = None if limit is None else limit - spent
+    return Stopping(run.grid["world"], run.device, run.signals, folder.stop, left, first_step=folder.early_stops.forget)
 
 
-def _opened(part: Part, course: Course, tokenizer: Tokenizer | None, *, first: bool) -> RunData:
+def _opened(run: Run, part: Part, course: Course, tokenizer: Tokenizer | None) -> RunData:
     """Open the data of a run, and hold it against its tokenizer; the first rank looks for what is trained on, too."""
     with doing("opening the data"):
         data = open_data(part.config, course)
         refuse_repeats(data)
-        refuse_short(course, part)
         for source in data.mixture.sources:
             _origin_of(source.windows, tokenizer)
-        if first:  # the others would read the same
+        if run.is_first:  # the others would read the same
             refuse_overlap(part.config, data)
     return data
 
@@ -199,43 +171,46 @@ def loader_of(part: Part, data: RunData, axis: Axis, device: torch.device) -> Ba
         data_rank=axis.rank,
         num_data=axis.size,
         begins=(part.first, part.samples),
-        ends=part.end,
+        ends=data.course.until(part),
         others=data.others,
         pack=None if device.type == "cpu" else upload.pack,
         stop=upload.stop,
     )
 
 
-def _blame(
-    own: Fault | None,
-    say: Callable[[int, str | None], UserError],
-    grid: Grid,
-    device: torch.device,
-    folder: RunFolder,
-) -> UserError:
+def _blame(own: Fault | None, say: Callable[[int, str | None], UserError], run: Run) -> UserError:
     """Return the error of the first rank that has found a fault of its own; of rank 0 if none has."""
-    found = [json.loads(text) for text in gather_bytes(json.dumps(own).encode(), grid["world"], "agree", device)]
+    found = [json.loads(text) for text in run.gather(json.dumps(own))]
     faulty = [rank for rank, fault in enumerate(found) if fault]
     rank = min(faulty, key=lambda rank: (found[rank][0], rank), default=0)
-    if rank != grid["world"].rank:
+    if rank != run.grid["world"].rank:
         return FailedElsewhere(rank, 301)
     error = say(rank, own[1] if own else None)
     if own and own[0] == AFTER_SUMS:
         return error
-    look = f"`megazero data --run {shlex.quote(str(folder.path))} --step {error.step}` shows its text"
+    look = f"`megazero data --run {shlex.quote(str(run.folder.path))} --step {error.step}` shows its text"
     return UserError(error.code, error.what, f"{look}; {error.do}", rank=rank, step=error.step)
 
 
-def _work(part: Part, device: torch.device, ranks: int) -> Work:
-    """Return the work of a step of a part, on one of some ranks."""
-    dtype, flops = part.config.precision.dtype, model_shape(part.config).flops_per_token()
-    peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
-    return Work(part.tokens_per_step, flops, peak, device, ranks, before=(part.first, part.tokens))
+def _recorder(run: Run, start: Start, part: Part, engine: Engine, ops: Operations, phases: PhaseSeconds) -> Recorder:
+    """Return what observes the steps of a part; only the first rank of the world writes rows and profiles."""
+    device, ledger, config = run.device, run.grid.comm.ledger, part.config
+    flops = model_shape(config).flops_per_token()
+    peak = None
+    if device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(device), config.precision.dtype)
+    before = part.first, part.tokens
+    work = Work(part.tokens_per_step, flops, peak, device, run.grid["world"].size, before=before)
+    expectation = Expectation(config, run.grid, device, ops)
+    sinks = Sinks(list(_sinks(run, start, engine)) if run.is_first else [])
+    at = config.observe.profile if run.is_first else None
+    profile = Profile(at or 1, 0 if at is None else _PROFILED_STEPS, run.folder.profile)
+    return Recorder(sinks, profile, work, ledger, expectation.compare, phases)
 
 
-def _pace(part: Part) -> TrainSchedule:
+def _pace(part: Part, until: int) -> TrainSchedule:
     config, rate = part.config, learning_rate_of(part.config)
-    return TrainSchedule(config.run.steps, rate, config.observe.every, config.data.valid_every, part.end)
+    return TrainSchedule(config.run.steps, rate, config.observe.every, config.data.valid_every, until)
 
 
 def learning_rate_of(config: Config) -> LearningRate:
@@ -247,20 +222,19 @@ def learning_rate_of(config: Config) -> LearningRate:
 
 
 def _validation(
-    config: Config,
+    run: Run,
+    part: Part,
     dataset: WindowDataset,
     losses: Callable[[list[MicroBatch]], list[Tensor]],
     tokenizer: Tokenizer | None,
-    grid: Grid,
-    device: torch.device,
 ) -> Validation:
-    micro, samples = config.batch.rows, config.data.valid_samples
+    grid, micro, samples = run.grid, part.config.batch.rows, part.config.data.valid_samples
     token_bytes = _text_bytes(dataset, tokenizer)
 
     def batches() -> Iterator[MicroBatch]:
         return validation_batches(dataset, micro, samples, data_rank=grid["data"].rank, num_data=grid["data"].size)
 
-    validation = Validation(batches, losses, token_bytes, grid.partial("loss"), grid["pipeline"].size, device)
+    validation = Validation(batches, losses, token_bytes, grid.partial("loss"), grid["pipeline"].size, run.device)
     validation.check(str(dataset.stream.dataset.bin_path))
     return validation
 
@@ -294,21 +268,13 @@ def _text_bytes(data: WindowDataset, tokenizer: Tokenizer | None) -> np.ndarray 
     return sizes if tokenizer.lossless or origin is None else sizes * origin.bytes_scale
 
 
-def _sinks(config: Config, site: RunContext, first: bool, engine: Engine, ledger: Ledger) -> Sinks:
-    if not first:
-        return Sinks([])
-    folder = site.folder
-    sinks: list[Sink] = [JsonlSink(folder.metrics), ConsoleSink(config.run.steps, sys.stdout)]
-    if config.observe.table:
-        sinks.append(UnitTableSink(UnitEvents(engine.units, ledger.seconds), sys.stdout))
-    if config.observe.tensorboard:
-        sinks.append(TensorboardSink(folder.path / "tensorboard"))
-    if config.observe.wandb is not None:
-        sinks.append(WandbSink(config.observe.wandb, folder.path.name, site.job.run, flatten(config), folder.path))
-    return Sinks(sinks)
-
-
-def _profile(config: Config, folder: RunFolder, first: bool) -> Profile:
-    if config.observe.profile is None or not first:
-        return Profile(1, 0, folder.profile)
-    return Profile(config.observe.profile, _PROFILED_STEPS, folder.profile)
+def _sinks(run: Run, start: Start, engine: Engine) -> Iterator[Sink]:
+    folder, config, observe = run.folder, run.config, run.config.observe
+    yield JsonlSink(folder.metrics)
+    yield ConsoleSink(config.run.steps, sys.stdout)
+    if observe.table:
+        yield UnitTableSink(UnitEvents(engine.units, run.grid.comm.ledger.seconds), sys.stdout)
+    if observe.tensorboard:
+        yield TensorboardSink(folder.path / "tensorboard")
+    if observe.wandb is not None:
+        yield WandbSink(observe.wandb, folder.path.name, start.run, flatten(config), folder.path)

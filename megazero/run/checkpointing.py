@@ -11,7 +11,6 @@ import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,19 +32,10 @@ from megazero.config.changes import in_json
 from megazero.config.file import flatten
 from megazero.config.schema import Config
 from megazero.config.stages import Course
-from megazero.data.tokenizer import Tokenizer
-from megazero.launcher.signals import Signals
 from megazero.model.parameter import whole_shapes
 from megazero.observe.sinks import warn
-from megazero.run.folder import RunFolder
-from megazero.run.history import other_data
-from megazero.run.lock import RunLock, State
-from megazero.run.resume import ResumePoint
-
-
-def shapes_of(built: Built) -> dict[str, list[int]]:
-    """Return the whole shape of every parameter of the model."""
-    return whole_shapes(built.model)
+from megazero.run.resume import Start
+from megazero.run.run import Run
 
 
 def holdings_to_save(built: Built) -> list[ShardState]:
@@ -63,41 +53,7 @@ def holdings_to_load(built: Built) -> list[ShardState]:
 
 
 def _numel(built: Built) -> dict[str, int]:
-    return {name: math.prod(shape) for name, shape in shapes_of(built).items()}
-
-
-@dataclass(frozen=True)
-class Identity:
-    """The digests of what a run reads; None for no tokenizer."""
-
-    data: str
-    tokenizer: str | None
-
-    @classmethod
-    def of(cls, data: str, tokenizer: Tokenizer | None) -> "Identity":
-        """Return the identity of the windows' place in the files, not of every token, and of the tokenizer's file.
-
-        Args:
-            data: the digest of the former.
-        """
-        return cls(data, tokenizer.fingerprint if tokenizer is not None else None)
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """The folder, lock and signals of the job that trains.
-
-    Attributes:
-        folder: the run's.
-        lock: the lock of that folder; rank 0 holds it.
-        job: what all ranks know of it.
-        signals: that have come to this rank.
-    """
-
-    folder: RunFolder
-    lock: RunLock
-    job: ResumePoint
-    signals: Signals
+    return {name: math.prod(shape) for name, shape in whole_shapes(built.model).items()}
 
 
 @dataclass(frozen=True)
@@ -105,20 +61,23 @@ class CheckpointMetadata:
     """The part of the manifest that is the same in every checkpoint of a run.
 
     Attributes:
-        run: its id.
+        id: of the run.
         shapes: the whole shape of every parameter.
         dtype: the type of the optimizer's parameters and state.
         kinds: of values: the weight, and the optimizer's state.
+        data: the digest of what the run reads.
+        tokenizer: the digest of the tokenizer's file; None for no tokenizer.
         history: of the options that were changed when the run went on (`run/history.py`).
     """
 
-    run: str
+    id: str
     config: Config
     grid: Grid
     shapes: Mapping[str, list[int]]
     dtype: torch.dtype
     kinds: tuple[str, ...]
-    identity: Identity
+    data: str
+    tokenizer: str | None
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def manifest(self, step: int, progress: Progress, parts: Sequence[WrittenShard]) -> Manifest:
@@ -132,7 +91,7 @@ class CheckpointMetadata:
         sizes = {name: grid[name].size for name in ("tensor", "pipeline", "data")}
         return Manifest(
             format=FORMAT,
-            run=self.run,
+            run=self.id,
             step=step,
             grid={**sizes, "stage": config.zero.stage},
             dtype=NAMES[self.dtype],
@@ -142,72 +101,73 @@ class CheckpointMetadata:
             files=[part.shard for part in parts],
             progress=progress,
             random={"seed": config.run.seed, "of": "seed, step, sample, layer, site and position; no state"},
-            identity={"data": self.identity.data, "tokenizer": self.identity.tokenizer},
+            identity={"data": self.data, "tokenizer": self.tokenizer},
             config=plain(config),
             software={"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()},
             history=self.history,
         )
 
 
-def about_run(config: Config, built: Built, grid: Grid, site: RunContext, identity: Identity) -> CheckpointMetadata:
-    """Return what every manifest of this run says alike."""
+def about_run(run: Run, start: Start, built: Built, data: str, tokenizer: str | None) -> CheckpointMetadata:
+    """Return what every manifest of this run says alike.
+
+    Args:
+        data, tokenizer: digests of what the run reads; None for no tokenizer.
+    """
     dtype, kinds = built.engine.units[0].masters.dtype, (WEIGHT, *built.engine.optimizer.STATE)
-    history = [*site.job.history, *other_data(site.job, identity.data)]
-    return CheckpointMetadata(site.job.run, config, grid, shapes_of(built), dtype, kinds, identity, history)
+    history = list(start.history)
+    if start.data not in (None, data):  # others than before the start, which `--allow-change` lets be
+        history.append({"step": start.at, "key": "data", "from": start.data, "to": data})
+    shapes = whole_shapes(built.model)
+    return CheckpointMetadata(start.run, run.config, run.grid, shapes, dtype, kinds, data, tokenizer, history)
 
 
-def checkpoints_of(
-    config: Config, built: Built, grid: Grid, device: torch.device, about: CheckpointMetadata, site: RunContext
-) -> Checkpoints:
+def checkpoints_of(run: Run, start: Start, built: Built, about: CheckpointMetadata) -> Checkpoints:
     """Return what saves this rank's part of the run; rank 0 commits."""
-    store = Store(site.folder.checkpoints, site.job.word)
-    options, log = config.checkpoint, logging.getLogger("megazero")
+    store = Store(run.folder.checkpoints, start.word)
+    options, log = run.config.checkpoint, logging.getLogger("megazero")
 
     def conclude(step: int, progress: Progress, parts: list[WrittenShard]) -> None:
         manifest = about.manifest(step, progress, parts)
-        _require_ours(site, step)
+        _require_ours(run, step)
         with contextlib.suppress(OSError):
-            flush_file(site.folder.metrics)  # after a power cut too, the rows before a step are there if the step is
+            flush_file(run.folder.metrics)  # after a power cut too, the rows before a step are there if the step is
         log.info("saved %s", store.commit(step, manifest.to_bytes()))
 
     def tidy(stop: Callable[[], bool]) -> None:
-        if options.keep is not None and site.lock.held:
+        if options.keep is not None and run.lock.held:
             retire(store, options.keep, warn, stop)
 
-    first = grid["world"].rank == 0
+    world = run.grid["world"]
     saver = Saver(
         store,
         holdings_to_save(built),
-        rank=grid["world"].rank,
-        size=grid["world"].size,
+        rank=world.rank,
+        size=world.size,
         snapshot=options.async_,
-        conclude=conclude if first else None,
-        tidy=tidy if first else None,
+        conclude=conclude if run.is_first else None,
+        tidy=tidy if run.is_first else None,
     )
-    grid.comm.ledger.hold("checkpoint", saver.copy_bytes)
-    return Checkpoints(saver, grid["world"], device, every=options.every, background=options.async_)
+    run.grid.comm.ledger.hold("checkpoint", saver.copy_bytes)
+    return Checkpoints(saver, world, run.device, every=options.every, background=options.async_)
 
 
-def _require_ours(site: RunContext, step: int) -> None:
+def _require_ours(run: Run, step: int) -> None:
     """Refuse to commit into a folder that is gone, or is not this job's any more.
 
     Raises:
         UserError: 423, the folder was deleted, moved or made read-only; 421, it is another job's.
     """
-    path = site.folder.path
-    if (fault := site.folder.fault()) is not None:
-        do = "mend that (earlier checkpoints went along with it), and go on with checkpoint.resume=auto"
+    path = run.folder.path
+    if (fault := run.folder.fault()) is not None:
+        do = "repair that (earlier checkpoints went along with it), and go on with checkpoint.resume=auto"
         raise UserError(423, f"checkpoint not saved: {fault}", do, where=path, step=step)
-    state = site.lock.state
-    if state is State.GONE:
-        what = "the lock was removed while this job trained: by hand, or another job has come and gone"
-        raise UserError(421, what, "see that one job trains here, and go on with checkpoint.resume=auto", where=path)
-    if state is State.ANOTHERS:
-        what = "another job has taken this folder over: the lock was not renewed in time"
-        raise UserError(421, what, "see what held this job up", where=path, step=step)
+    if (loss := run.lock.loss()) is not None:
+        do = "see that one job trains here, and go on with checkpoint.resume=auto"
+        raise UserError(421, loss, do, where=path, step=step)
 
 
-def check_space(config: Config, about: CheckpointMetadata, folder: Path) -> None:
+def check_space(run: Run, about: CheckpointMetadata) -> None:
     """Refuse a run whose checkpoints would not fit: it would find out when it has something to lose.
 
     Raises:
@@ -215,16 +175,18 @@ def check_space(config: Config, about: CheckpointMetadata, folder: Path) -> None
     """
     elements = sum(math.prod(shape) for shape in about.shapes.values())
     one = elements * len(about.kinds) * about.dtype.itemsize
-    several = config.checkpoint.every is not None or len(Course(config, about.history).parts) > 1
+    folder, several = run.folder.checkpoints, run.config.checkpoint.every is not None
+    several = several or len(Course(run.config, about.history).parts) > 1
     needed = one * (2 if several else 1)
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise UserError(401, f"cannot be read: {error.strerror}", "mend that", where=folder) from None
+        raise UserError(
+            401, f"cannot be read: {error.strerror}", "check the disk and its permissions", where=folder
+        ) from None
     if free < needed:
-        what = (
-            f"expected room for {needed / 1e9:.3g} GB of checkpoints ({one / 1e9:.3g} GB each), got {free / 1e9:.3g} GB"
-        )
+        what = f"expected room for {needed / 1e9:.3g} GB of checkpoints ({one / 1e9:.3g} GB each)"
+        what += f", got {free / 1e9:.3g} GB"
         raise UserError(403, what, "free space there, or give another run.dir", where=folder)
 
 

@@ -8,7 +8,7 @@ import xxhash
 from megazero.base.errors import UserError
 from megazero.config.schema import Config
 from megazero.config.sections import Source
-from megazero.config.stages import Course, Part
+from megazero.config.stages import Course
 from megazero.config.weights import whole_weights
 from megazero.data import mixture
 from megazero.data.joined import open_files
@@ -86,13 +86,6 @@ def open_data(config: Config, course: Course | None = None) -> RunData:
     return RunData(course, mixtures, length, validation)
 
 
-def refuse_short(course: Course, part: Part) -> None:
-    """Refuse validation sets that are too short for the windows of a part behind this one. Raises UserError 207."""
-    later = {each.seq_len: each for each in course.parts if each.first > part.first and each.seq_len != part.seq_len}
-    for each in later.values():
-        _validation_sets(each.config, each.seq_len)
-
-
 def _validation_sets(config: Config, length: int) -> dict[str, WindowDataset]:
     """Return the windows of the validation sets that have files of their own, by their names."""
     data, found = config.data, dict[str, WindowDataset]()
@@ -114,17 +107,15 @@ def sources_text(data: RunData) -> str:
     course = data.course
     if course.config.data.sources is None:
         return str(course.config.data.train)
-    epochs = epochs_of(list(data.mixtures.values()), course.samples(course.config.run.steps))
-    assert epochs is not None, "sources of a config have names"
-    sources = data.mixture.sources
+    epochs, sources = _epochs(data), data.mixture.sources
     each = (f"{s.name} ({s.windows.stream.dataset.prefix}, {epochs[str(s.name)]:.3g} epochs)" for s in sources)
-    shares: list[tuple[int, str]] = []
-    for mix in (mix for part in course.parts for mix in part.mixes):
-        text = _shares(mix.sources or ())
-        if mix.first < course.config.run.steps and (not shares or shares[-1][1] != text):
-            shares.append((mix.first, text))
-    told = (f"from step {first + 1:,} {text}" if first else text for first, text in shares)
-    return f"{'; '.join(told)}; of {', '.join(each)}"
+    shares: list[str] = []
+    before = ""
+    for part in course.parts:
+        if (text := _shares(part.config.data.sources or ())) != before:
+            shares.append(f"from step {part.first + 1:,} {text}" if part.first else text)
+            before = text
+    return f"{'; '.join(shares)}; of {', '.join(each)}"
 
 
 def shared_paths(data: RunData) -> Iterator[str]:
@@ -132,11 +123,17 @@ def shared_paths(data: RunData) -> Iterator[str]:
     course, paths = data.course, dict[str, list[str]]()
     for source in course.config.data.sources or ():
         paths.setdefault(source.path, []).append(str(source.name))
-    epochs = epochs_of(list(data.mixtures.values()), course.samples(course.config.run.steps)) or {}
+    epochs = _epochs(data)
     for path, names in paths.items():
         if len(names) > 1:
             total = sum(epochs[name] for name in names)
             yield f"sources {', '.join(names)} all read {path}, each from its beginning: {total:.3g} epochs in all"
+
+
+def _epochs(data: RunData) -> dict[str, float]:
+    """Return how often the run goes through each source, by its name; of a source without one nothing."""
+    steps = data.course.config.run.steps
+    return epochs_of(list(data.mixtures.values()), data.course.samples(steps)) or {}
 
 
 def packing_text(data: RunData) -> Iterator[str]:
@@ -178,27 +175,22 @@ def sources_of(course: Course) -> list[Source]:
     if named is not None:
         return named
     assert course.config.data.train is not None, "a resolved config"
-    return [Source(path=course.config.data.train)]
+    return [Source(path=course.config.data.train).model_copy(update={"name": None})]
 
 
 def _phases(course: Course, length: int) -> Iterator[Phase]:
     """Yield from which sample on which weights hold in the windows of a length; of none, where others are read."""
-    names = [source.name for source in sources_of(course)]
-    nothing, last = tuple(0 for _ in names), None
+    names, last = [source.name for source in sources_of(course)], None
     for part in (*course.parts, *course.behind):
-        for mix in part.mixes:
-            first = part.samples + (mix.first - part.first) * part.config.batch.global_
-            phase = Phase(first, nothing)
-            if part.seq_len == length:
-                sources = mix.sources or (Source(path=""),)
-                weights = whole_weights([source.weight for source in sources])
-                given = {source.name: weight for source, weight in zip(sources, weights, strict=True)}
-                gone = tuple(weight for name, weight in given.items() if name not in names)
-                phase = Phase(first, tuple(given.get(name, 0) for name in names), gone)
-            if last is None or (last.weights, last.gone) != (phase.weights, phase.gone):
-                yield (last := phase)
-    if last is None:
-        yield Phase(0, nothing)
+        phase = Phase(part.samples, tuple(0 for _ in names))
+        if part.seq_len == length:
+            sources = part.config.data.sources
+            weights = whole_weights([source.weight for source in sources]) if sources else [1]
+            given = dict(zip([source.name for source in sources] if sources else [None], weights, strict=True))
+            gone = tuple(weight for name, weight in given.items() if name not in names)
+            phase = Phase(part.samples, tuple(given.get(name, 0) for name in names), gone)
+        if last is None or (last.weights, last.gone) != (phase.weights, phase.gone):
+            yield (last := phase)
 
 
 def _order(course: Course, name: str | None, length: int) -> int:

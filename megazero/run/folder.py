@@ -18,10 +18,21 @@ from megazero.run.lock import RunLock
 
 
 class RunFolder:
-    """The paths inside one run's folder; making the object touches nothing."""
+    """The paths inside one run's folder; making the object touches nothing.
+
+    Attributes:
+        config, plan, metrics, ledger, loss_plot, profile, checkpoints: as in the list above.
+        lock: says whose the folder is.
+        early_stops: the count of how often in a row the run was stopped before its first step.
+        stop: the kill switch: while that file exists, nothing trains here.
+    """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path = path = Path(path)
+        self.config, self.plan = path / "config.yaml", path / "plan.json"
+        self.metrics, self.ledger, self.loss_plot = path / "metrics.jsonl", path / "ledger.json", path / "loss.png"
+        self.checkpoints, self.profile = path / "checkpoints", path / "profile"
+        self.lock, self.stop, self.early_stops = path / "lock", path / "STOP", EarlyStops(path / "early_stops")
 
     def create(self, lock: RunLock, *, resume: bool) -> str | None:
         """Make the folder this job's; return whose dead lock was taken over, if one was.
@@ -41,12 +52,10 @@ class RunFolder:
             dead = lock.take()
             if not resume:  # another job may have come and gone
                 self._refuse_a_run()
-            for whole in (self.config, self.metrics, self.plan, self.ledger, self.loss_plot):
-                for left in self.path.glob(f"{whole.name}.tmp-*"):  # by a job that was killed while it wrote
-                    left.unlink(missing_ok=True)
-            for needed in (self.log(0), self.metrics):
-                if not needed.exists():  # what is there keeps its time
-                    needed.touch()
+            for left in self.path.glob("*.tmp-*"):  # by a job that was killed while it wrote
+                left.unlink(missing_ok=True)
+            if not self.log(0).exists():  # what is there keeps its time
+                self.log(0).touch()
         except UserError:
             lock.release()
             raise
@@ -63,10 +72,14 @@ class RunFolder:
         self._refuse_a_run()
 
     def _refuse_a_run(self) -> None:
-        for found in (self.metrics, *self.checkpoints.glob("step_*")):
-            if found.exists():
-                do = "give another run.dir=..., remove the folder, or go on with checkpoint.resume=auto"
-                raise UserError(110, f"holds a run already ({found.relative_to(self.path)})", do, where=self.path)
+        if (found := self._begun()) is not None:
+            do = "give another run.dir=..., remove the folder, or go on with checkpoint.resume=auto"
+            raise UserError(110, f"holds a run already ({found.relative_to(self.path)})", do, where=self.path)
+
+    def _begun(self) -> Path | None:
+        """Return the rows or a step of a run that has begun here; None: there is none."""
+        steps = sorted(self.checkpoints.glob("*step_*"))
+        return next((path for path in (self.metrics, *steps) if path.exists()), None)
 
     def keep_output(self, output: Path, job: str) -> None:
         """Give a job's output file a name in logs/ too, unless it has one there from before the job was requeued.
@@ -85,39 +98,25 @@ class RunFolder:
         except OSError:  # on another file system, or one that has no second names
             link.symlink_to(output)
 
-    def release(self) -> None:
-        """Remove metrics.jsonl of a run that ended before its first row, so that the folder is not taken."""
-        with contextlib.suppress(OSError):
-            if self.metrics.stat().st_size == 0 and not any(self.checkpoints.glob("step_*")):
-                self.metrics.unlink()
-
     def missing(self) -> list[Path]:
         """Return the folder and those above it that are not there, the nearest first: what a job would make."""
-        return [folder for folder in (self.path, *self.path.parents) if _is_missing(folder)]
+        return [folder for folder in (self.path, *self.path.parents) if not os.path.lexists(folder)]
 
-    def empty(self, made: Sequence[Path]) -> None:
-        """Remove what a job that was refused has put into a folder that it has made; its lock stays.
-
-        Whatever else lies there, rows and steps above all, is left alone, and the folder with it.
+    def remove(self, made: Sequence[Path]) -> None:
+        """Remove the folders that a refused job has made, unless the run has begun or others have put something there.
 
         Args:
-            made: the folders made by this job.
+            made: the folders, the nearest first.
         """
-        if self.path not in made:
+        if self.path not in made or self._begun() is not None:
             return
         with contextlib.suppress(OSError):
-            if self._has_begun():
-                return
-            for whole in (self.config, self.metrics, self.plan, *self.log(0).parent.glob("rank_*.log")):
-                whole.unlink(missing_ok=True)
+            for ours in (self.config, self.plan, self.lock, *self.log(0).parent.glob("rank_*.log")):
+                ours.unlink(missing_ok=True)
             for folder in (self.profile, self.path / "tensorboard", self.path / "wandb"):
                 shutil.rmtree(folder, ignore_errors=True)
-            for folder in (self.log(0).parent, self.checkpoints):
+            for folder in (self.log(0).parent, self.checkpoints, *made):
                 folder.rmdir()
-
-    def _has_begun(self) -> bool:
-        rows = self.metrics.exists() and self.metrics.stat().st_size > 0
-        return rows or any(self.checkpoints.glob("*step_*"))
 
     def require_run(self) -> None:
         """Refuse a folder that is no run's. Raises UserError 113."""
@@ -142,66 +141,6 @@ class RunFolder:
         except OSError:
             return True
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.json"
-
-    @property
-    def loss_plot(self) -> Path:
-        return self.path / "loss.png"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
     def log(self, rank: int) -> Path:
+        """Return the log of a rank."""
         return self.path / "logs" / f"rank_{rank:02d}.log"
-
-    @property
-    def lock(self) -> Path:
-        """Return the lock, which says whose the folder is."""
-        return self.path / "lock"
-
-    @property
-    def early_stops(self) -> EarlyStops:
-        """Return the count of how often in a row it was stopped before its first step."""
-        return EarlyStops(self.path / "early_stops")
-
-    @property
-    def stop(self) -> Path:
-        """Return the kill switch: while that file exists, nothing trains here."""
-        return self.path / "STOP"
-
-
-def _is_missing(path: Path) -> bool:
-    """Return whether nothing is there; a disk that does not answer has not said so."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def remove_empty(made: Sequence[Path]) -> None:
-    """Remove folders, the nearest first, up to one that somebody has put something into."""
-    with contextlib.suppress(OSError):
-        for folder in made:
-            folder.rmdir()

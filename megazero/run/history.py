@@ -9,19 +9,13 @@ A source is its name. Under the same name it goes on where it was, whatever its 
 more has given its share, and its files are not opened again.
 """
 
-from __future__ import annotations  # of a point to resume from, only the values are needed
-
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megazero.checkpoint.manifest import Manifest
 from megazero.config.changes import in_json, is_permitted, row_of
 from megazero.config.file import flatten
 from megazero.config.schema import Config
-
-if TYPE_CHECKING:
-    from megazero.checkpoint.manifest import Manifest
-    from megazero.run.resume import ResumePoint
 
 # What older checkpoints do not say.
 _BEFORE = {f"zero.quantize.{kind}": "none" for kind in ("parameters", "gradients")} | {"data.pack": False}
@@ -29,22 +23,18 @@ _BEFORE = {f"zero.quantize.{kind}": "none" for kind in ("parameters", "gradients
 _ORDER = ("data.sources", "data.train", "stages", "batch.global", "model.seq_len")
 
 
-def accounted(job: ResumePoint, manifest: Manifest | None, config: Config, allowed: Sequence[str]) -> ResumePoint:
-    """Return where a run goes on from, with the history that its config has then.
+def accounted_for(
+    manifest: Manifest, config: Config, allowed: Sequence[str]
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the history that a config has behind a step, and the digest of its data where other data are allowed.
 
     Args:
-        manifest: of the newest step there that can be read; None: there is none.
         allowed: what `--allow-change` names.
     """
-    if manifest is None or manifest.progress is None or job.load != "all":
-        return job
     new = list(changes_of(manifest, config, allowed))
-    data = manifest.identity.get("data")
     explained = "data" in allowed or any(change["key"] in _ORDER for change in new)
-    if not explained or held_out(manifest.config.get("data.valid")) != held_out(config.data.valid):
-        data = None
-    history = [*manifest.history, *new]
-    return replace(job, history=history, allowed=list(allowed), at=manifest.step, data=data)
+    is_fixed = held_out(manifest.config.get("data.valid")) != held_out(config.data.valid)
+    return [*manifest.history, *new], manifest.identity.get("data") if explained and not is_fixed else None
 
 
 def changes_of(manifest: Manifest, config: Config, allowed: Sequence[str] | None) -> Iterator[dict[str, Any]]:
@@ -64,19 +54,13 @@ def changes_of(manifest: Manifest, config: Config, allowed: Sequence[str] | None
 
 
 def saved_options(manifest: Manifest) -> dict[str, Any]:
-    """Return the flat config with which a step was saved, with what older ones do not say."""
+    """Return the flat config with which a step was saved, with the options that older manifests lack."""
     return _BEFORE | manifest.config
 
 
 def changed_since(found: Manifest | None, history: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     """Return the changes of a history that a checkpoint does not have; none where a run begins with no checkpoint."""
     return [] if found is None else history[len(found.history) :]
-
-
-def other_data(job: ResumePoint, digest: str) -> Iterator[dict[str, Any]]:
-    """Yield the change of what is read, where it is one, and one that is allowed."""
-    if job.data is not None and job.data != digest:
-        yield {"step": job.at, "key": "data", "from": job.data, "to": digest}
 
 
 def in_words(changes: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -123,18 +107,14 @@ def _by_name(sources: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def _of_sources(old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    gone = {name: source["path"] for name, source in old.items() if name not in new}
     for name, source in new.items():
         if name in old:
             pairs = {key: (old[name].get(key), source.get(key)) for key in ("path", "weight")}
             changed = {key: [f"{v:g}" if key == "weight" else v for v in pair] for key, pair in pairs.items()}
             yield from (f"source {name}: {key} {was} -> {now}" for key, (was, now) in changed.items() if was != now)
-        elif (before := next((each for each, path in gone.items() if path == source["path"]), None)) is not None:
-            yield f"source {before} is called {name}, and begins again"
-            del gone[before]
         else:
             yield f"source {name} added, weight {source['weight']:g}"
-    yield from (f"source {name} removed" for name in gone)
+    yield from (f"source {name} removed" for name in old if name not in new)
 
 
 def options_of_stages(stages: Sequence[Mapping[str, Any]] | None) -> Iterator[tuple[str, Any]]:

@@ -31,7 +31,7 @@ from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.run.checkpointing import CheckpointMetadata, plain
 from megazero.run.history import changed_since, held_out, options_of_stages, other_mix, saved_options
-from megazero.run.resume import ResumePoint
+from megazero.run.resume import Start
 from megazero.train.trainer import Trainer
 
 # What must be the same: another value is another model, other data, or another optimizer.
@@ -75,10 +75,10 @@ def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load:
     other = {key: (theirs.get(key), ours[key]) for key in ours if key in names and theirs.get(key) != ours[key]}
     if load == "all":
         other |= _other_stages(theirs.get("stages"), ours["stages"])
-        mine, found = {"data": about.identity.data, "tokenizer": about.identity.tokenizer}, manifest.identity
+        mine, found = {"data": about.data, "tokenizer": about.tokenizer}, manifest.identity
         other |= {key: (found.get(key), mine[key]) for key in mine if found.get(key) != mine[key]}
     changed = {change["key"] for change in changed_since(manifest, about.history)}
-    odd = [f"{key} {old} -> {new}" for key, (old, new) in other.items() if option_of(key) not in changed]
+    odd = [f"{key} {old} -> {new}" for key, (old, new) in other.items() if _option_of(key) not in changed]
     if "data" in other and "data" not in changed and (mix := other_mix(theirs, ours)):
         odd = [text for text in odd if not text.startswith("data ")] + mix
     if not odd and (name := manifest.other_shape(_with_rows_of(manifest, about) if grown else about.shapes)):
@@ -87,7 +87,7 @@ def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load:
         odd = [f"dtype {manifest.dtype} -> {NAMES[about.dtype]}"]
     if odd:
         what, do = "is not of this run", "resume with the config it was made with"
-        do += _permission({option_of(key) for key in other} - changed, theirs, about.config)
+        do += _permission({_option_of(key) for key in other} - changed, theirs, about.config)
         if load != "all":
             what, do = "is not of this model", "load it with the model it was made with"
         do += ", or begin a run with checkpoint.load=weights, where a vocabulary may grow" if grows != grown else ""
@@ -116,8 +116,8 @@ def _fixed(place: str) -> bool:
     return key.startswith("until_") or (not row_of(key).on_resume and key != "data.sources")
 
 
-def option_of(key: str) -> str:
-    """Return the option of a place: of one in stages, those."""
+def _option_of(key: str) -> str:
+    """Return the option of a place: `stages` for a place inside stages."""
     return "stages" if key.startswith("stages") else key
 
 
@@ -149,22 +149,22 @@ def _with_rows_of(manifest: Manifest, about: CheckpointMetadata) -> dict[str, li
     return {name: shape(name, own) for name, own in about.shapes.items()}
 
 
-def begin(trainer: Trainer, found: Manifest, job: ResumePoint, owed: Mapping[str, Any] | None) -> None:
+def begin(trainer: Trainer, found: Manifest, start: Start, owed: Mapping[str, Any] | None) -> None:
     """Set a trainer to begin with what has been loaded.
 
     Args:
         owed: the row of the step to go on from, where an earlier job has left it unwritten.
     """
-    load = taken(found, job.load)
+    load = taken(found, start.load)
     if found.progress is None or load != "all":
         trainer.begin_with(found.progress.moments_age if found.progress and load == "optimizer" else 0)
     else:
-        trainer.go_on(found.step, found.progress, own=job.own, owed=owed)
+        trainer.go_on(found.step, found.progress, own=start.own, owed=owed)
 
 
-def described(found: Manifest, job: ResumePoint, about: CheckpointMetadata) -> str:
+def described(found: Manifest, start: Start, about: CheckpointMetadata) -> str:
     """Return what the run's first line says of where it begins."""
-    path, load = job.store.path(found.step), taken(found, job.load)
+    path, load = start.store.path(found.step), taken(found, start.load)
     if load == "optimizer":
         return f", beginning with weights and moments of {path}"
     if load == "weights":
@@ -175,12 +175,12 @@ def described(found: Manifest, job: ResumePoint, about: CheckpointMetadata) -> s
     return f", going on from {path}" + (f" with {said}" if said else "")
 
 
-def doubt(found: Manifest, job: ResumePoint, about: CheckpointMetadata) -> str | None:
+def doubt(found: Manifest, start: Start, about: CheckpointMetadata) -> str | None:
     """Return a warning where weights are taken whose tokens meant something else; None: there is no sign of it."""
-    theirs, ours = found.identity.get("tokenizer"), about.identity.tokenizer
-    if taken(found, job.load) == "all" or None in (theirs, ours) or theirs == ours:
+    theirs, ours = found.identity.get("tokenizer"), about.tokenizer
+    if taken(found, start.load) == "all" or None in (theirs, ours) or theirs == ours:
         return None
-    return f"{job.store.path(found.step)}: its tokenizer is another than data.tokenizer: the same ids mean other text"
+    return f"{start.store.path(found.step)}: its tokenizer is another than data.tokenizer: the same ids mean other text"
 
 
 def changes(manifest: Manifest, config: Config) -> str:
@@ -210,8 +210,8 @@ def _some(found: list[str]) -> str:
     return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
 
 
-def check_kernels(names: list[bytes]) -> None:
+def check_kernels(names: Sequence[str]) -> None:
     """Refuse ranks that have chosen other kernels than rank 0. Raises UserError 114."""
-    if odd := [r for r, name in enumerate(names) if name != names[0]]:
-        what = f"rank {odd[0]} has {names[odd[0]].decode()} kernels, rank 0 {names[0].decode()}: sums would differ"
+    if odd := [rank for rank, name in enumerate(names) if name != names[0]]:
+        what = f"rank {odd[0]} has {names[odd[0]]} kernels, rank 0 {names[0]}: sums would differ"
         raise UserError(114, what, "give precision.kernels=reference, or the same compiler to all hosts")

@@ -1,88 +1,81 @@
 """Keep a rank's log in the run's folder.
 
-What is logged while a job builds is held back until it is known that the job has something to do, or until an error:
-a job that finds its run finished leaves the log as it was, byte for byte.
+Records of a job that builds are held back until the job has something to do, or until an error: a job that finds its
+run finished leaves the log as it was, byte for byte.
 """
 
 import logging
+import sys
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from megazero.base.errors import UserError
 from megazero.base.reading import open_regular
-from megazero.launcher.environment import RankContext
+from megazero.launcher.stacks import Stacks
 from megazero.observe.sinks import warn
-from megazero.run.folder import RunFolder
+from megazero.run.run import Run
 
 
-class RunLog(logging.FileHandler):
-    """A log handler that appends to a file that must be there; records before `begin` wait for it, or for an error.
-
-    Args:
-        made: this job has made the file.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
-    """
-
-    def __init__(self, path: Path, *, made: bool = False):
-        with open_regular(path):  # a FIFO in its place would block for ever
-            super().__init__(path, encoding="utf-8")
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self._held: list[logging.LogRecord] | None = []
-        self._path, self._made = path, made
-
-    def begin(self) -> None:
-        """Write what was held back, and from now on everything at once."""
-        held, self._held = self._held, None
-        for record in held or ():
-            super().emit(record)
-
-    def forget(self) -> None:
-        """Drop what was held back, and the file if this job has made it and nothing is in it."""
-        self._held = []
-        if self._made and not self._path.stat().st_size:
-            self._path.unlink()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write or hold back a record."""
-        if self._held is not None and record.levelno < logging.ERROR:
-            self._held.append(record)
-            return
-        self.begin()
-        super().emit(record)
-
+class _File(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """Warn that a line is lost: a log does not end a run."""
         warn(f"a line of {self.baseFilename} is lost (disk full?)")
 
 
-def settle_in(folder: RunFolder, place: RankContext) -> RunLog:
-    """Open this rank's log in rank 0's folder.
+class RunLog(MemoryHandler):
+    """A log handler that appends to a file that must be there; records before `begin` wait for it, or for an error.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+
+    def __init__(self, path: Path):
+        with open_regular(path):  # a FIFO in its place would block for ever
+            file = _File(path, encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        super().__init__(sys.maxsize, target=file, flushOnClose=False)
+        self._path = path
+
+    def begin(self) -> None:
+        """Write what was held back, and from now on everything at once."""
+        self.flushLevel = logging.NOTSET
+        self.flush()
+
+    def forget(self) -> None:
+        """Drop what was held back, and a file in which nothing stands."""
+        self.buffer.clear()
+        if not self._path.stat().st_size:
+            self._path.unlink()
+
+    def close(self) -> None:
+        """Close the file."""
+        file = self.target
+        super().close()
+        if file is not None:
+            file.close()
+
+
+def settle_in(run: Run, stacks: Stacks) -> RunLog:
+    """Open this rank's log in rank 0's folder, for records and for stacks.
 
     Raises:
         UserError: 401, this rank cannot write there.
     """
+    rank = run.grid["world"].rank
     try:
-        path = folder.log(place.world.rank)
-        made = not path.exists()
-        if made:
+        path = run.folder.log(rank)
+        if not path.exists():  # what is there keeps its time
             path.touch()
-        log = _opened(path, made=made)
-        place.stacks.into(path)
-        return log
+        handler = RunLog(path)
+        stacks.into(path)
     except OSError as error:
-        what = f"rank 0 made the folder, rank {place.world.rank} cannot write to it: {error.strerror}"
-        raise UserError(
-            401, what, "every host must see run.dir; give one on a shared disk", where=folder.path
-        ) from None
-
-
-def _opened(path: Path, *, made: bool) -> RunLog:
+        what = f"rank 0 made the folder, rank {rank} cannot write to it: {error.strerror}"
+        do = "every host must see run.dir; give one on a shared disk"
+        raise UserError(401, what, do, where=run.folder.path) from None
     log = logging.getLogger("megazero")
     log.setLevel(logging.INFO)
-    for handler in list(log.handlers):  # of an earlier run in this process
-        log.removeHandler(handler)
-        handler.close()
-    handler = RunLog(path, made=made)
+    for earlier in list(log.handlers):  # of another run in this process
+        log.removeHandler(earlier)
+        earlier.close()
     log.addHandler(handler)
     return handler

@@ -9,7 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,30 +20,26 @@ from megazero.base.heartbeat import HEART
 from megazero.base.version import __version__
 from megazero.build.pipeline import check_world
 from megazero.checkpoint.manifest import Manifest
-from megazero.comm.agreement import agree
-from megazero.comm.collectives import gather_bytes
-from megazero.comm.grid import Grid
 from megazero.comm.status_board import TRAIN
 from megazero.config.file import dump
-from megazero.config.schema import Config
 from megazero.config.stages import Course, Part
-from megazero.launcher.environment import RankContext, job_id, job_output
+from megazero.launcher.environment import job_id, job_output
 from megazero.observe.sinks import warn
 from megazero.run.build import Ready, build_trainer
-from megazero.run.checkpointing import RunContext, check_space
+from megazero.run.checkpointing import check_space
 from megazero.run.disks import ranks_here
-from megazero.run.folder import RunFolder
-from megazero.run.history import accounted, changed_since
+from megazero.run.history import changed_since
 from megazero.run.loading import begin, check_kernels, check_same
 from megazero.run.log import RunLog
 from megazero.run.out_of_memory import explain_out_of_memory
 from megazero.run.plan_check import Expectation
-from megazero.run.resume import Undone, from_first, owed_row, resume
+from megazero.run.resume import Start, counted_from, load, owed_row
+from megazero.run.run import Run
 from megazero.run.words import beginning, doubts, next_part, say
 from megazero.train.stopping import Reason
 from megazero.train.validation import Score
 
-_BETWEEN = "build of a stage"  # what ranks do between two parts
+_BETWEEN = "build of a stage"  # the phase of ranks between two parts
 
 
 class Outcome(NamedTuple):
@@ -63,216 +59,154 @@ class Outcome(NamedTuple):
     scores: Mapping[str, Score]
 
 
-@dataclass
-class _Rank:
-    """One rank of a job, and what it has built now.
-
-    Attributes:
-        here: ranks that share this host's memory.
-        held: bytes by category before anything was built.
-    """
-
-    config: Config
-    grid: Grid
-    place: RankContext
-    site: RunContext
-    here: int
-    held: Mapping[str, int]
-    _ready: Ready | None = None
-
-    @property
-    def ready(self) -> Ready:
-        assert self._ready is not None, "a part is built"
-        return self._ready
-
-    @property
-    def device(self) -> torch.device:
-        return self.place.world.device
-
-    def build(self, part: Part, spent: float = 0.0) -> Ready:
-        """Build what a part needs, on all ranks or on none.
-
-        Args:
-            spent: seconds that the job has trained before.
-        """
-        grid, device = self.grid, self.device
-
-        def built() -> Ready:
-            with explain_out_of_memory(part.config, grid, device), doing("building the model"):
-                return build_trainer(self.config, grid, device, self.site, self.here, part=part, spent=spent)
-
-        self._ready = agree(grid["world"], device, built)
-        return self._ready
-
-    def drop(self) -> None:
-        """Close what was built, and give its memory back; the caller has no reference to it left."""
-        self.close()
-        gc.collect()  # layers, units and their hooks know each other
-        self.grid.comm.ledger.let_go(self.held)
-
-    def close(self) -> None:
-        """End the background work of what was built."""
-        if self._ready is not None:
-            ready, self._ready = self._ready, None
-            ready.close()
-
-
-def train_parts(
-    config: Config, grid: Grid, place: RankContext, site: RunContext, name: str, log_file: RunLog
-) -> Outcome | None:
+def train_parts(run: Run, start: Start, log_file: RunLog) -> Outcome | None:
     """Train what is left of a run, and close what that holds, whatever happens.
 
     Returns:
         what was done; None where there was nothing to do: the folder is as it was.
     """
-    rank = _Rank(config, grid, place, site, ranks_here(config, grid, place.world.device), grid.comm.ledger.held())
-    began = time.monotonic()
+    ledger, began = run.grid.comm.ledger, time.monotonic()
+    held, here = ledger.held(), ranks_here(run.config, run.grid, run.device)
     try:
-        part, found = _first_part(rank)
-        ready = rank.ready
-        undone = _begin_files(rank, part, found)
-        if not undone.anything:
-            return None
-        log_file.begin()
-        _announce(part.config, grid, rank.site, ready, name, found)
-        if found is not None:
-            begin(ready.trainer, found, rank.site.job, undone.row)
-        site.signals.only_note(HEART.say)
-        first = ready.trainer.first
-        del ready  # what was built is to be freed before more is
-        return _train_on(rank, part, first, began)
+        while True:
+            ended = _train_part(run, start, here, time.monotonic() - began, log_file)
+            if not isinstance(ended, Start):
+                return ended
+            start = ended
+            if start.first is not None:
+                # not before the first step: a signal is noted, and the step is saved
+                run.grid.comm.status_slot.now(start.at, _BETWEEN)
+                ACTIVITIES.now("step", _BETWEEN, start.at + 1, run.config.run.steps)
+            gc.collect()  # layers, units and their hooks know each other
+            ledger.let_go(held)
     finally:
-        site.signals.only_note(lambda _: None)  # the run ends anyway; a line of it would come behind the last one
+        run.signals.only_note(lambda _: None)  # the run ends anyway; a line of it would come behind the last one
         HEART.say("")
-        rank.close()
 
 
-def _first_part(rank: _Rank) -> tuple[Part, Manifest | None]:
-    """Build the part of the step to go on from, and load that.
+def _train_part(run: Run, start: Start, here: int, spent: float, log_file: RunLog) -> Start | Outcome | None:
+    """Train one part of a run; whatever it has built is closed when it returns.
 
-    The newest step may be damaged, and an older one be of another part, or of the time before some options changed.
+    Args:
+        here: ranks that share this host's memory.
+        spent: seconds that the job has trained before.
+
+    Returns:
+        where the run goes on from; or the outcome of the job; None: there is nothing to do.
     """
-    at = 0 if rank.site.job.load != "all" else rank.site.job.at or 0
-    while True:
-        part = _part_behind(Course(rank.config, rank.site.job.history), at, rank.grid["world"].size)
-        rank.build(part)
-        found = _loaded(rank)
-        if found is None or rank.site.job.load != "all" or found.progress is None or found.step == at:
-            return part, found
-        rank.drop()
-        job = accounted(rank.site.job, found, rank.config, rank.site.job.allowed)
-        at, rank.site = found.step, replace(rank.site, job=replace(job, steps=[found.step]))
+    part = _part_from(run, start)
+
+    def built() -> Ready:
+        with explain_out_of_memory(part.config, run.grid, run.device), doing("building the model"):
+            return build_trainer(run, start, part, here=here, spent=spent)
+
+    ready = run.agree(built)
+    try:
+        found = _loaded(run, start, ready)
+        if found is not None and start.load == "all" and found.progress is not None and found.step != start.at:
+            # The newest step is damaged. The older one may be of another part, or of before some options changed.
+            return replace(counted_from(run, start, found), steps=[found.step])
+        row = None
+        if start.first is not None:
+            _announce_part(run, start, part, ready)
+        elif (undone := _begin_files(run, start, part, ready, found)) is None:
+            return None
+        else:
+            row = undone["row"]
+            log_file.begin()
+            _announce(run, start, part, ready, found)
+        if found is not None:
+            begin(ready.trainer, found, start, row)
+        run.signals.only_note(HEART.say)
+        first = ready.trainer.first if start.first is None else start.first
+        run.grid.comm.status_slot.now(0 if start.first is None else start.at, TRAIN)
+        with explain_out_of_memory(part.config, run.grid, run.device):
+            done = ready.trainer.run()
+        trainer = ready.trainer
+        if trainer.reason is not None or done >= run.config.run.steps:
+            return Outcome(first, done, trainer.reason, trainer.owes, dict(trainer.scores))
+        checkpoints, history = str(run.folder.checkpoints), ready.about.history
+        return Start(start.word, start.run, checkpoints, [done], at=done, history=history, first=first)
+    finally:
+        ready.close()
 
 
-def _part_behind(course: Course, step: int, ranks: int) -> Part:
-    """Return the part to build when a step is done: that of the step, which may owe its row and a validation.
+def _part_from(run: Run, start: Start) -> Part:
+    """Return the part to build: when a job begins, that of the last step, which may owe its row and a validation.
 
     Where options have changed behind it, or these ranks cannot train it any more, the part of the next step.
     """
-    part = course.trained(step)
-    if any(change["step"] == step for change in course.history):
-        return course.part(step)
+    course = Course(run.config, start.history)
+    part, behind = course.trained(start.at), course.part(start.at)
+    if start.first is not None or any(change["step"] == start.at for change in course.history):
+        return behind
     try:
-        check_world(part.config, ranks)
+        check_world(part.config, run.grid["world"].size)
     except UserError:
-        return course.part(step)
+        return behind
     return part
 
 
-def _train_on(rank: _Rank, part: Part, first: int, began: float) -> Outcome:
-    """Train to the end of a part, and then the parts behind it, until the run is done or told to end.
+def _loaded(run: Run, start: Start, ready: Ready) -> Manifest | None:
+    """Load the state with which the part that is built begins, on all ranks; None: it begins with nothing."""
+    kernels = dict.fromkeys((ready.ops.name, ready.trainer.engine.ops.name))  # the device's, and the update's
+    names = run.gather(" and ".join(kernels))
+    run.agree(lambda: check_kernels(names))
+    about = ready.about
+    return load(run, start, ready.holdings, lambda manifest, where: check_same(manifest, about, where, start.load))
 
-    Args:
-        part: what is built.
-        first: steps done before the job.
-        began: by the clock, when the job began to build.
+
+def _begin_files(run: Run, start: Start, part: Part, ready: Ready, found: Manifest | None) -> dict[str, Any] | None:
+    """Find what is left to do; where that is training, write to the folder what is trained now.
+
+    Returns:
+        `row`: the metrics row of the step to go on from, which a killed job did not write, None: it is there. None:
+        nothing is left to do.
     """
-    config, grid, place, done = rank.config, rank.grid, rank.place, 0
-    while True:
-        ready = rank.ready
-        place.status_slot.now(done, TRAIN)
-        with explain_out_of_memory(part.config, grid, rank.device):
-            done = ready.trainer.run()
-        trainer, course, before = ready.trainer, ready.data.course, part
-        if trainer.reason is not None or done >= config.run.steps:
-            return Outcome(first, done, trainer.reason, trainer.owes, dict(trainer.scores))
-        job = rank.site.job.next(str(rank.site.folder.checkpoints), done, ready.about.history)
-        part, rank.site = course.part(done), replace(rank.site, job=job)
-        del ready, trainer
-        place.status_slot.now(done, _BETWEEN)  # not before the first step: a signal is noted, and the step is saved
-        ACTIVITIES.now("step", _BETWEEN, done + 1, config.run.steps)
-        rank.drop()
-        ready = rank.build(part, time.monotonic() - began)
-        found = _loaded(rank)
-        assert found is not None, "there is a step"
-        begin(ready.trainer, found, job, None)
-        _announce_part(rank, before, part, ready)
-        del ready
+    folder = run.folder
+    trains = not (start.own and found is not None and found.step >= run.config.run.steps)
+    due = found is not None and ready.trainer.validates(found.step)
 
-
-def _loaded(rank: _Rank) -> Manifest | None:
-    """Load what the part that is built begins with on all ranks; None: it begins with nothing."""
-    grid, device, job, ready = rank.grid, rank.device, rank.site.job, rank.ready
-    about, ops = ready.about, ready.ops
-    kernels = " and ".join(dict.fromkeys((ops.name, ready.trainer.engine.ops.name)))  # the device's, and the update's
-    names = gather_bytes(kernels.encode(), grid["world"], "agree", device)
-    agree(grid["world"], device, lambda: check_kernels(names))
-    return resume(
-        job,
-        ready.holdings,
-        lambda manifest, where: check_same(manifest, about, where, job.load),
-        world=grid["world"],
-        device=device,
-        warn=warn,
-    )
-
-
-def _begin_files(rank: _Rank, part: Part, found: Manifest | None) -> Undone:
-    """Find what is left to do; where that is training, write to the folder what is trained now."""
-    config, grid, device, site, ready = rank.config, rank.grid, rank.device, rank.site, rank.ready
-    first, folder, trainer = grid["world"].rank == 0, site.folder, ready.trainer
-    trains = not (site.job.own and found is not None and found.step >= config.run.steps)
-    due = found is not None and trainer.validates(found.step)
-
-    def begun() -> dict[str, Any]:
+    def begun() -> dict[str, Any] | None:
         if trains:
-            check_space(config, ready.about, folder.checkpoints)
-        row = owed_row(folder.metrics, found, own=site.job.own, validates=due, warn=warn)
+            check_space(run, ready.about)
+        row = owed_row(folder.metrics, found, own=start.own, validates=due)
         if trains:
-            dump(config, folder.config)
-            _keep_output(folder)
-            Expectation(part.config, grid, device, ready.ops).write(folder.plan)
-        return asdict(Undone(trains, row, not folder.ledger.exists(), folder.picture_is_old()))
+            dump(run.config, folder.config)
+            _keep_output(run)
+            Expectation(part.config, run.grid, run.device, ready.ops).write(folder.plan)
+        undone = trains or row is not None or not folder.ledger.exists() or folder.picture_is_old()
+        return {"row": row} if undone else None
 
-    return Undone(**from_first(agree(grid["world"], device, lambda: begun() if first else None), grid["world"], device))
+    return run.from_first(begun)
 
 
-def _announce(config: Config, grid: Grid, site: RunContext, ready: Ready, name: str, found: Manifest | None) -> None:
-    start, *more = beginning(config, grid, site, ready, name, found)
+def _announce(run: Run, start: Start, part: Part, ready: Ready, found: Manifest | None) -> None:
+    first, *more = beginning(run, start, part, ready, found)
     log = logging.getLogger("megazero")
-    log.info("%s (megazero %s, torch %s)", start, __version__, torch.__version__)
+    log.info("%s (megazero %s, torch %s)", first, __version__, torch.__version__)
     if changed := changed_since(found, ready.about.history):
         log.info("changed: %s", changed)
-    if grid["world"].rank == 0:
-        say("\n".join([start, *more]))
-        for text in doubts(config, site, ready, found):
+    if run.is_first:
+        say("\n".join([first, *more]))
+        for text in doubts(start, part, ready, found):
             warn(text)
 
 
-def _announce_part(rank: _Rank, before: Part, part: Part, ready: Ready) -> None:
-    line = next_part(before, part, rank.config.run.steps)
+def _announce_part(run: Run, start: Start, part: Part, ready: Ready) -> None:
+    line = next_part(Course(run.config, start.history).trained(start.at), part, run.config.run.steps)
     logging.getLogger("megazero").info(line)
-    if rank.grid["world"].rank == 0:
+    if run.is_first:
         say(line)
-        Expectation(part.config, rank.grid, rank.device, ready.ops).write(rank.site.folder.plan)
+        Expectation(part.config, run.grid, run.device, ready.ops).write(run.folder.plan)
 
 
-def _keep_output(folder: RunFolder) -> None:
+def _keep_output(run: Run) -> None:
     """Give a batch job's output a name in the run's folder; warn where the disk cannot."""
     output = job_output()
     if output is not None:
         try:
             if output.is_file():
-                folder.keep_output(output, job_id())
+                run.folder.keep_output(output, job_id())
         except OSError as error:
             warn(f"the job's output stays in {output} alone: {error.strerror}")

@@ -3,9 +3,10 @@
 import contextlib
 import json
 import logging
+import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,6 @@ from megazero.base.heartbeat import HEART
 from megazero.base.stop_signals import REQUEUE, stopped_by
 from megazero.base.version import __version__
 from megazero.build.assemble import bucket_of, grid_of
-from megazero.comm.agreement import agree
 from megazero.comm.grid import Grid
 from megazero.comm.status_board import BUILD, START, STOPPED, RankStatus
 from megazero.config.file import flatten, run_dir
@@ -41,16 +41,15 @@ from megazero.launcher.spawn import run_local
 from megazero.observe.jsonl import read_rows
 from megazero.observe.plot import draw_loss
 from megazero.observe.sinks import warn
-from megazero.run.checkpointing import RunContext
 from megazero.run.early_look import check_parts
-from megazero.run.folder import RunFolder, remove_empty
-from megazero.run.history import accounted
+from megazero.run.folder import RunFolder
 from megazero.run.ledger_file import write_ledger
-from megazero.run.lock import RunLock, remove_dead
-from megazero.run.log import settle_in
+from megazero.run.lock import RunLock
+from megazero.run.log import RunLog, settle_in
 from megazero.run.micro_batch import gpu, with_micro
-from megazero.run.parts import train_parts
-from megazero.run.resume import ResumePoint, find_job, from_first, newest_manifest, refuse_fewer, share
+from megazero.run.parts import Outcome, train_parts
+from megazero.run.resume import find_start
+from megazero.run.run import Run
 from megazero.run.words import ending, say, sharing
 
 
@@ -143,105 +142,88 @@ def run_training(config: Config, name: str, place: RankContext, allowed: Sequenc
 
 def _train(config: Config, name: str, place: RankContext, grid: Grid, allowed: Sequence[str]) -> int:
     """Train with the folder and its lock held around all that is done there; a refused job leaves none behind."""
-    folder, first = _folder(config, name), place.world.rank == 0
-    lock, made = RunLock(folder.lock, job_id()), folder.missing() if first else []
-    refused = False
+    folder = _folder(config, name)
+    lock = RunLock(folder.lock, job_id())
+    run = Run(config, grid, place.world.device, folder, lock, place.signals, name, tuple(allowed))
+    made = folder.missing() if run.is_first else []
 
     def create() -> str | None:
         with place.signals.held():
-            dead = folder.create(lock, resume=_resumes(config)) if first else None
+            dead = folder.create(lock, resume=_resumes(config)) if run.is_first else None
             place.status_slot.now(0, BUILD)  # from here on the folder tells of what happens to the run
             return dead
 
     try:
         with grid.comm.together("run folder"):  # whose board does not tell yet who is missing
-            dead = agree(grid["world"], place.world.device, create)
+            dead = run.agree(create)
         if dead:
             warn(f"{folder.path}: taken over from a job that has died ({dead})")
-        return _train_in(config, name, place, grid, folder, lock, allowed)
+        with grid.comm.together("logs"):
+            log_file = run.agree(lambda: settle_in(run, place.stacks))
+        if isinstance(place.status_slot.board, JobBoard):
+            place.status_slot.board.listen()
+        return _train_in(run, place, log_file)
     except UserError as error:
-        refused = first and lock.held and is_refusal(error.code, place.status_slot.step)
-        if refused:
-            folder.empty(made)
-        raise
-    except StoppedEarly:
-        if first and lock.held:
-            folder.release()
+        if lock.held and is_refusal(error.code, place.status_slot.step):
+            folder.remove(made)
         raise
     finally:
-        if first:
-            lock.release()
-        if refused:
-            remove_empty(made)
+        lock.release()
 
 
-def _train_in(
-    config: Config,
-    name: str,
-    place: RankContext,
-    grid: Grid,
-    folder: RunFolder,
-    lock: RunLock,
-    allowed: Sequence[str],
-) -> int:
-    first, device, began = place.world.rank == 0, place.world.device, time.monotonic()
-    with grid.comm.together("logs"):
-        log_file = agree(grid["world"], device, lambda: settle_in(folder, place))
-    if isinstance(place.status_slot.board, JobBoard):
-        place.status_slot.board.listen()
-    log = logging.getLogger("megazero")
+def _train_in(run: Run, place: RankContext, log_file: RunLog) -> int:
+    """Train in the folder of a run, which is this job's; return the exit code."""
+    began, folder, log = time.monotonic(), run.folder, logging.getLogger("megazero")
     if place.world.shares_gpus:
-        log.info(line := sharing(place.world, grid))
-        if first:
-            say(line)
+        log.info(line := sharing(place.world, run.grid))
+        _say(run, line)
     try:
-        where, load = config.checkpoint.resume, config.checkpoint.load
-
-        def found() -> ResumePoint | None:
-            job = find_job(where, load, folder, lock.word) if first else None
-            return accounted(job, newest_manifest(job.store, job.steps), config, allowed) if job else None
-
-        job = share(agree(grid["world"], device, found), grid["world"], device)
-        if job.stopped:
-            if first:
-                folder.release()
-                say(f"nothing done: {folder.stop} is there; remove it to train")
+        if run.from_first(lambda: os.path.lexists(folder.stop)):
+            log_file.forget()
+            _say(run, f"nothing done: {folder.stop} is there; remove it to train")
             return 0
-        agree(grid["world"], device, lambda: folder.early_stops.refuse() if first else None)
-        agree(grid["world"], device, lambda: refuse_fewer(job, config.run.steps) if first else None)
-        left = Course(config, job.history)
-        agree(grid["world"], device, lambda: check_parts(left, grid["world"].size, done=job.at or 0) if first else None)
-        site = RunContext(folder, lock, job, place.signals)
-        ran = train_parts(config, grid, place, site, name, log_file)
+        run.from_first(folder.early_stops.refuse)
+        start = find_start(run)
+        left, ranks = Course(run.config, start.history), run.grid["world"].size
+        run.from_first(lambda: check_parts(left, ranks, done=start.at))
+        ran = train_parts(run, start, log_file)
     except BaseException as error:
         log.error("%s: %s", type(error).__name__, error)
-        if first:
-            folder.release()
         raise
     if ran is None:
         log_file.forget()
-        if first:
-            say(f"nothing to do: {folder.checkpoints} has step {config.run.steps}, run.steps is {config.run.steps}")
+        steps = run.config.run.steps
+        _say(run, f"nothing to do: {folder.checkpoints} has step {steps}, run.steps is {steps}")
         return 0
-    done, trained = ran.done, ran.first < ran.done
     # A job that was killed behind its last save has left some of this undone.
-    if trained or from_first(first and not folder.ledger.exists(), grid["world"], device):
-        write_ledger(folder, grid, device)
-    stopped = ran.reason if done < config.run.steps or ran.owes else None
+    if ran.first < ran.done or run.from_first(lambda: not folder.ledger.exists()):
+        write_ledger(folder, run.grid, run.device)
+    return _ended(run, ran, time.monotonic() - began)
+
+
+def _ended(run: Run, ran: Outcome, seconds: float) -> int:
+    """Draw what was trained, and say how a job has ended; return the exit code."""
+    folder, steps, trained = run.folder, run.config.run.steps, ran.first < ran.done
+    stopped = ran.reason if ran.done < steps or ran.owes else None
     if stopped is not None and stopped.exit_code == REQUEUE and not trained:
-        agree(grid["world"], device, lambda: folder.early_stops.add(stopped.text) if first else None)
-    if first:
-        if folder.picture_is_old() and (trained or stopped is None):
-            _draw(folder)
-        if not trained and done >= config.run.steps and stopped is None:
-            say(f"finished what an earlier job left: {folder.checkpoints} has step {done}")
-        if stopped is None:
-            say(ending(ran.scores, folder, time.monotonic() - began))
-        else:
-            kept = f"saved in {folder.checkpoints}; go on with checkpoint.resume=auto" if done else "nothing to save"
-            kept += f" once {folder.stop} is gone" if not stopped.exit_code else ""
-            say(f"{stopped.text} after step {done} of {config.run.steps}, {kept}")
-    return stopped.exit_code if stopped else 0
+        text = stopped.text
+        run.from_first(lambda: folder.early_stops.add(text))
+    if run.is_first and folder.picture_is_old() and (trained or stopped is None):
+        _draw(folder)
+    if stopped is None:
+        if not trained:
+            _say(run, f"finished what an earlier job left: {folder.checkpoints} has step {ran.done}")
+        _say(run, ending(ran.scores, folder, seconds))
+        return 0
+    kept = f"saved in {folder.checkpoints}; go on with checkpoint.resume=auto" if ran.done else "nothing to save"
+    kept += f" once {folder.stop} is gone" if not stopped.exit_code else ""
+    _say(run, f"{stopped.text} after step {ran.done} of {steps}, {kept}")
+    return stopped.exit_code
+
+
+def _say(run: Run, text: str) -> None:
+    if run.is_first:
+        say(text)
 
 
 def _draw(folder: RunFolder) -> None:
@@ -268,9 +250,7 @@ def _stopped_early(config: Config, name: str, number: int, phase: str) -> int:
     """
     folder, text = _folder(config, name), stopped_by(number)
     if phase != START:
-        remove_dead(folder.lock)
-        if not folder.lock.exists():  # no other job has come in between
-            folder.release()
+        _locked(folder, lambda: None)  # rank 0 may have been killed with the lock
         folder.early_stops.add(text)
     say(f"{text} before the first step, nothing to save")
     return REQUEUE
@@ -286,16 +266,19 @@ def _after_failure(folder: RunFolder, made: Sequence[Path], statuses: Sequence[R
         return
     refused = re.match(r"MZ-(\d{3}) ", line)
     if refused and is_refusal(int(refused[1]), max(status.step for status in statuses)):
-        lock = RunLock(folder.lock)  # rank 0 may have been killed with it
-        with contextlib.suppress(UserError, OSError):
-            lock.take()
-            folder.empty(made)
-        lock.release()
-        remove_empty(made)
+        _locked(folder, lambda: folder.remove(made))
     if folder.path.exists():
         with contextlib.suppress(OSError), folder.log(0).open("a", encoding="utf-8") as log:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR {line}\n")
-        folder.release()
+
+
+def _locked(folder: RunFolder, action: Callable[[], object]) -> None:
+    """Do something with the lock of a folder, where no other job has it; remove the lock that a killed job left."""
+    lock = RunLock(folder.lock)
+    with contextlib.suppress(UserError, OSError):
+        lock.take()
+        action()
+    lock.release()
 
 
 def _folder(config: Config, name: str) -> RunFolder:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 
 import torch
 
@@ -11,18 +12,20 @@ from megazero.build.job import job_of
 from megazero.build.pipeline import model_shape
 from megazero.checkpoint.manifest import Manifest
 from megazero.comm.grid import Grid
-from megazero.config.file import flatten, spelt
+from megazero.config.file import flatten
+from megazero.config.rules import spelt
 from megazero.config.schema import Config, LrSchedule
 from megazero.config.stages import Course, Part
 from megazero.launcher.environment import World, gpu_settings
 from megazero.observe.console import clock_text
 from megazero.plan.schedule_report import report, summary
 from megazero.run.build import Ready, learning_rate_of
-from megazero.run.checkpointing import RunContext
 from megazero.run.data import packing_text, shared_paths, sources_text
 from megazero.run.folder import RunFolder
 from megazero.run.history import changed_since, in_words, saved_options
 from megazero.run.loading import described, doubt, taken
+from megazero.run.resume import Start
+from megazero.run.run import Run
 from megazero.train.trainer import Trainer
 from megazero.train.validation import Score
 from megazero.zero.resting_table import resting_table
@@ -30,28 +33,26 @@ from megazero.zero.resting_table import resting_table
 _SCHEDULE = [f"schedule.{key}" for key in LrSchedule.model_fields]
 
 
-def beginning(
-    config: Config, grid: Grid, site: RunContext, ready: Ready, name: str, found: Manifest | None
-) -> Iterator[str]:
+def beginning(run: Run, start: Start, part: Part, ready: Ready, found: Manifest | None) -> Iterator[str]:
     """Yield the run's first lines: what is trained, on what and where to, then what is placed where, and the schedule.
 
     Args:
         found: the manifest of what it begins with; None: with nothing.
     """
-    parameters, device = model_shape(config).parameters(), ready.trainer.engine.units[0].device
-    each = ", then ".join(f"{size:,}" for size in _sizes(ready.data.course))
-    start = f"{name}: {parameters:,} parameters, {config.run.steps:,} steps of "
-    start += f"{each} tokens on {_devices(grid, device)}, into {site.folder.path}"
-    yield start if found is None else start + described(found, site.job, ready.about)
-    if found is not None and taken(found, site.job.load) == "all":
-        yield from _other_rate(config, ready.data.course, found)
+    config, grid, course = part.config, run.grid, ready.data.course
+    steps = ", then ".join(f"{size:,}" for size, _ in groupby(each.tokens_per_step for each in course.parts))
+    line = f"{run.name}: {model_shape(config).parameters():,} parameters, {config.run.steps:,} steps of "
+    line += f"{steps} tokens on {_devices(grid, run.device)}, into {run.folder.path}"
+    yield line if found is None else line + described(found, start, ready.about)
+    if found is not None and taken(found, start.load) == "all":
+        yield from _other_rate(config, course, found)
     if changed := changed_since(found, ready.about.history):
         told = ", ".join(in_words(changed))
         yield f"changed behind step {changed[0]['step']}, as --allow-change lets it: {told}"
     yield f"data {sources_text(ready.data)}, tokenizer {_tokenizer(config, ready)}"
     yield from packing_text(ready.data)
     yield _resting(config, ready.trainer)
-    if device.type == "cuda":
+    if run.device.type == "cuda":
         yield f"CUDA runs with {gpu_settings()}"
     if config.parallel.pipeline > 1:
         yield summary(report(job_of(config, grid["world"].size))[0])
@@ -89,12 +90,6 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def _sizes(course: Course) -> list[int]:
-    """Return the tokens of a step, over the parts of a run."""
-    sizes = [part.tokens_per_step for part in course.parts]
-    return [size for place, size in enumerate(sizes) if not place or sizes[place - 1] != size]
-
-
 def _tokenizer(config: Config, ready: Ready) -> str:
     """Return which tokenizer a run has, in words."""
     if ready.tokenizer is None:
@@ -103,9 +98,10 @@ def _tokenizer(config: Config, ready: Ready) -> str:
     return f"{config.data.tokenizer}{'' if ready.tokenizer.lossless else told}"
 
 
-def doubts(config: Config, site: RunContext, ready: Ready, found: Manifest | None) -> Iterator[str]:
+def doubts(start: Start, part: Part, ready: Ready, found: Manifest | None) -> Iterator[str]:
     """Yield a warning for each thing that is accepted, and is probably not meant."""
-    if found is not None and (said := doubt(found, site.job, ready.about)):
+    config = part.config
+    if found is not None and (said := doubt(found, start, ready.about)):
         yield said
     yield from shared_paths(ready.data)
     if not is_installed("matplotlib"):

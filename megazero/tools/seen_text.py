@@ -26,7 +26,7 @@ from megazero.observe.jsonl import read_rows
 from megazero.run.data import RunData, open_data, sources_of
 from megazero.run.folder import RunFolder
 from megazero.run.history import changes_of
-from megazero.run.resume import newest_manifest
+from megazero.run.resume import manifests
 
 _SHOWN = 48  # characters of a text in a table
 
@@ -122,7 +122,7 @@ def _course(folder: RunFolder, config: Config) -> Course:
     Where the run has gone on from there with other options, and saved nothing yet, they have changed behind it.
     """
     store = Store(folder.checkpoints)
-    manifest = newest_manifest(store, store.steps())
+    manifest = next(manifests(store, store.steps()), None)
     if manifest is None or manifest.progress is None:
         return Course(config)
     return Course(config, [*manifest.history, *changes_of(manifest, config, None)])

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.comm.readback import Readback
@@ -30,6 +29,7 @@ from megazero.optim.learning_rate import LearningRate
 from megazero.pipeline.executor import BACKWARDS, Pipeline
 from megazero.schedules.actions import Kind
 from megazero.train.collection import GarbageCollection
+from megazero.train.fault import AFTER_SUMS, Fault, own_fault
 from megazero.train.stopping import FAILED, Reason, Stopping
 from megazero.train.validation import Score, Validation
 from megazero.zero.engine import Engine, StepNumbers, StepResult
@@ -76,11 +76,8 @@ class TrainSchedule:
 
 
 TIDY_SECONDS = 5.0  # that a run which was told to stop gives to deleting old checkpoints
-AFTER_SUMS = 1 << 30  # the place of what is wrong with sums over ranks: behind all that a rank computes
 OVERFLOWS = 50  # skipped steps in a row, with a loss scale, after which a run ends
 
-# Where in the flow of a step's data (first forwards, then backwards, from the loss on) something is wrong, and what.
-Fault = tuple[int, str]
 Blame = Callable[[Fault | None, Callable[[int, str | None], UserError]], UserError]
 
 
@@ -335,10 +332,13 @@ class Trainer:
         return self.reason is not None
 
     def _not_finite(self, pending: _Pending, numbers: StepNumbers) -> UserError:
-        self.now(pending.step + 1, "examination")
+        """Return the error of a step that was not finite: of the rank at which it began, computed once more."""
+        step = pending.step
+        self.now(step + 1, "examination")
         again = "computed again" if not self.engine.delays else "with the parameters of the update after"
         again += ", all was finite: a fault of the machine, or too large a sum?"
-        own = self._own_fault(pending)
+        batches, scale = self.loader.step(step), pending.result.loss_scale
+        own = own_fault(self.engine, self.pipeline, scale, batches, lambda batch: self.feed(batch, step))
         if own is None and self._reduced_fault is not None:
             own = AFTER_SUMS, f"{self._reduced_fault}; {again}"
 
@@ -348,27 +348,6 @@ class Trainer:
                 what += f", skipped {self.overflows} steps in a row, loss scale {numbers.loss_scale:g}"
             what += f"; first not finite: {fault}" if fault else f"; {again}"
             what += "; this step did not update"
-            return UserError(301, what, "lower optimizer.lr or raise schedule.warmup", rank=rank, step=pending.step + 1)
+            return UserError(301, what, "lower optimizer.lr or raise schedule.warmup", rank=rank, step=step + 1)
 
         return self.blame(own, say)
-
-    def _own_fault(self, pending: _Pending) -> Fault | None:
-        """Return what is first not finite in this rank's part of a step, computed once more."""
-        batches, step, last = self.loader.step(pending.step), pending.step, self.pipeline.num_stages - 1
-        seen: list[Fault] = []
-
-        def look(kind: Kind, stage: int, micro_batch: int, made: Tensor) -> None:
-            if torch.isfinite(made).all():
-                return
-            what, place = f"gradient of the input of stage {stage}", 2 * last + 1 - stage
-            if kind is Kind.FORWARD:
-                what, place = "loss" if stage == last else f"output of stage {stage}", stage
-            seen.append((place, f"{what} of micro-batch {micro_batch}"))
-
-        found = self.engine.examine(
-            lambda: self.pipeline.train(batches, lambda batch: self.feed(batch, step), look=look),
-            pending.result.loss_scale,
-        )
-        stages = list(self.pipeline.stages)
-        parameters = [(2 * last + 1 - stages[number], what) for number, what in found]
-        return min([*parameters, *seen], key=lambda fault: fault[0], default=None)

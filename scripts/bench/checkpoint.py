@@ -52,10 +52,11 @@ from megazero.comm.grid import Grid
 from megazero.config.schema import Batch, Checkpoint, Config, Model, Zero, resolved
 from megazero.kernels.select import choose
 from megazero.launcher.signals import Signals
-from megazero.run.checkpointing import Identity, RunContext, about_run, checkpoints_of, holdings_to_load
+from megazero.run.checkpointing import about_run, checkpoints_of, holdings_to_load
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
-from megazero.run.resume import ResumePoint
+from megazero.run.resume import Start
+from megazero.run.run import Run
 from scripts.bench.harness import Group, add_options, chosen, run
 from scripts.bench.ours import CPU, SEQ_LEN, VOCAB, feeder, grid_of
 from scripts.bench.processes import System
@@ -167,16 +168,15 @@ def _hashing(act: Callable[[], float]) -> Callable[[], float]:
 def _ours(
     kind: str, where: Path, config: Config, grid: Grid, built: Built, passes: Callable[[], None]
 ) -> Callable[[], float]:
-    run = RunFolder(where)
-    lock = RunLock(run.lock)
+    folder = RunFolder(where)
+    lock = RunLock(folder.lock)
     if grid["world"].rank == 0:
-        run.create(lock, resume=True)
+        folder.create(lock, resume=True)
     meet_again(grid)
-    job = ResumePoint("bench", "bench", False, str(run.checkpoints), [], True)
-    site = RunContext(run, lock, job, Signals())
-    about = about_run(config, built, grid, site, Identity("none", None))
-    checkpoints = checkpoints_of(config, built, grid, CPU, about, site)
-    holdings, store = holdings_to_load(built), Store(run.checkpoints)
+    ours, start = Run(config, grid, CPU, folder, lock, Signals()), Start("bench", "bench", str(folder.checkpoints))
+    about = about_run(ours, start, built, "none", None)
+    checkpoints = checkpoints_of(ours, start, built, about)
+    holdings, store = holdings_to_load(built), Store(folder.checkpoints)
     steps = ((step, _progress(step)) for step in itertools.count(1))
 
     def clear() -> None:

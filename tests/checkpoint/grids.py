@@ -21,8 +21,6 @@ from megazero.launcher.signals import Signals
 from megazero.plan.job import Job
 from megazero.run.checkpointing import (
     CheckpointMetadata,
-    Identity,
-    RunContext,
     about_run,
     checkpoints_of,
     holdings_to_load,
@@ -30,11 +28,10 @@ from megazero.run.checkpointing import (
 from megazero.run.folder import RunFolder
 from megazero.run.loading import check_same
 from megazero.run.lock import RunLock
-from megazero.run.resume import ResumePoint
+from megazero.run.resume import Start
+from megazero.run.run import Run
 from megazero.zero.placement import Precision
 from tests.layouts import CPU, GLOBAL_BATCH, SHAPES, Rank, config_of
-
-IDENTITY = Identity("some data", None)
 
 
 class Saving:
@@ -49,11 +46,11 @@ class Saving:
         lock = RunLock(self.folder.lock)
         if self.grid["world"].rank == 0:
             self.folder.create(lock, resume=True)
-        job = ResumePoint("word", "run", False, str(self.folder.checkpoints), [], True)
-        site = RunContext(self.folder, lock, job, Signals())
-        self.about: CheckpointMetadata = about_run(config, rank.built, self.grid, site, IDENTITY)
+        run = Run(config, self.grid, CPU, self.folder, lock, Signals())
+        start = Start("word", "run", str(self.folder.checkpoints))
+        self.about: CheckpointMetadata = about_run(run, start, rank.built, "some data", None)
         self.lock = lock
-        self.checkpoints = checkpoints_of(config, rank.built, self.grid, CPU, self.about, site)
+        self.checkpoints = checkpoints_of(run, start, rank.built, self.about)
 
     def save(self, done: int) -> None:
         scale = self.rank.engine.loss_scale

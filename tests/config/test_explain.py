@@ -46,7 +46,7 @@ def test_every_option_with_type_default_meaning_and_relations(capsys):
         ("zero.stage", "0 | 1 | 2 | 3 or null"),
         ("pipeline.schedule", "gpipe | 1f1b | interleaved | zb-h1 | zb-v"),
         ("optimizer.betas", "[number >= 0 < 1, number >= 0 < 1]"),
-        ("data.sources", "[{path, weight, name}, ...] or null"),
+        ("data.sources", "[{path, name, weight}, ...] or null"),
         ("data.valid", "text or number > 0 < 1 or null"),
     ],
 )

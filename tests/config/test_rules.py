@@ -42,10 +42,13 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["zero.secondary_ranks=2", "zero.stage=2"],
         "zero.stage=3",
     ),
-    "zero.offload.path given with nvme": (["zero.offload.optimizer=nvme"], "zero.offload.path=here"),
+    "zero.offload.path given with nvme in zero.offload.optimizer, zero.offload.parameters or memory.offload": (
+        ["zero.offload.optimizer=nvme"],
+        "zero.offload.path=here",
+    ),
     "data.train == null with data.sources": (["data.train=a", "data.sources=[{path: a}]"], "data.train=null"),
     "names of data.sources differ": (["data.sources=[{path: a}, {path: b/a}]"], "data.sources=null"),
-    "names of validation sets differ": (
+    "names of data.validation differ": (
         ["data.sources=[{path: a}]", "data.validation=[{path: b/a}]", "data.valid=0.1"],
         "data.valid=null",
     ),

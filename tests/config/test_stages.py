@@ -45,14 +45,14 @@ def test_parts_of_a_run() -> None:
     assert (course.parts[2].config.schedule.decay, course.parts[3].config.schedule.decay) == ("constant", "cosine")
 
 
-def test_stages_that_change_what_is_trained_on_alone_are_one_part() -> None:
+def test_stages_that_change_what_is_trained_on_alone_are_trained_in_one_go() -> None:
     stages = "stages=[{until_step: 3, data: {sources: [{path: b}]}}, {until_step: 5}, {until_step: 10, data: {sources: "
     stages += "[{path: a}]}}]"
-    (part,) = Course(
-        load("tiny", ["run.steps=10", "data.train=null", "data.sources=[{path: a}, {path: c}]", stages])
-    ).parts
-    mixes = [(mix.first, [source.name for source in mix.sources or ()]) for mix in part.mixes]
+    course = Course(load("tiny", ["run.steps=10", "data.train=null", "data.sources=[{path: a}, {path: c}]", stages]))
+    parts = (*course.parts, *course.behind)
+    mixes = [(part.first, [source.name for source in part.config.data.sources or ()]) for part in parts]
     assert mixes == [(0, ["b"]), (3, ["a", "c"]), (5, ["a"]), (10, ["a", "c"])]
+    assert [course.until(part) for part in course.parts] == [10, 10, 10]
 
 
 def test_a_history_is_what_the_config_was_before() -> None:
@@ -69,8 +69,8 @@ def test_a_history_is_what_the_config_was_before() -> None:
         (3, 5, 6, 4),
         (5, 10, 14, 8),
     ]
-    assert [source.name for source in course.parts[0].mixes[0].sources or ()] == ["a"]
-    assert course.parts[2].mixes[0].sources is None and course.sources() is None
+    assert [source.name for source in course.parts[0].config.data.sources or ()] == ["a"]
+    assert course.parts[2].config.data.sources is None and course.sources() is None
     firsts, eras = zip(*course.eras(), strict=True)
     assert firsts == (0, 3, 5)
     assert [era.parts[-1].config.batch.global_ for era in eras] == [2, 4, 8]

@@ -253,8 +253,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "the lock taken by another job meanwhile",
-    "MZ-421 step=6 RUN: another job has taken this folder over: the lock "
-    "was not renewed in time; see what held this job up",
+    "MZ-421 step=6 RUN: another job has taken this folder over while this one trained; …",
     SINCE,
 )
 def _(site: Site) -> list[str]:
@@ -310,7 +309,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "metrics.jsonl with a line of something else",
-    "MZ-406 RUN/metrics.jsonl: is damaged: line 2: expected a JSON object, got list; mend or remove the line, …",
+    "MZ-406 RUN/metrics.jsonl: is damaged: line 2: expected a JSON object, got list; repair or remove the line, …",
 )
 def _(site: Site) -> list[str]:
     path = site.run / "metrics.jsonl"
@@ -328,7 +327,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "the lock removed meanwhile",
-    "MZ-421 RUN: the lock was removed while this job trained: by hand, or another job has come and gone; …",
+    "MZ-421 step=6 RUN: the lock was removed while this job trained: by hand, or another job has come and gone; …",
     SINCE,
 )
 def _(site: Site) -> list[str]:

@@ -19,6 +19,8 @@ from tests.run.going_on import LINE, go_on
 from tests.sources import options
 from tests.tiny_run import TinyData, repeating
 
+FULL = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def made(tiny_data: TinyData, paths, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -121,11 +123,11 @@ def mix(paths: dict[str, Path], *sources: tuple[str, float, str]) -> list[dict[s
     ("sources", "said"),
     [
         ([("first", 1.5, "first"), ("second", 2, "second")], "source first: weight 3 -> 1.5"),
-        ([("first", 3, "first")], "source second removed"),
-        ([("first", 3, "first"), ("second", 2, "second"), ("third", 7, "new")], "source new added, weight 7"),
-        ([("first", 3, "first"), ("second", 2, "other")], "source second is called other, and begins again"),
-        ([("first", 3, "first"), ("third", 2, "second")], "source second: path {second} -> {third}"),
-        ([("second", 2, "second"), ("first", 3, "first")], "sources in another order"),
+        ([("first", 3, "first"), ("second", 2, "other")], "source other added, weight 2, source second removed"),
+        pytest.param(
+            [("first", 3, "first"), ("third", 2, "second")], "source second: path {second} -> {third}", marks=FULL
+        ),
+        pytest.param([("second", 2, "second"), ("first", 3, "first")], "sources in another order", marks=FULL),
     ],
 )
 def test_another_mix_is_said_source_by_source(

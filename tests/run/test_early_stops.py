@@ -63,8 +63,8 @@ from megazero.__main__ import main
 
 honest = parts.build_trainer
 
-def signalled(config, grid, *rest, **options):
-    built = honest(config, grid, *rest, **options)
+def signalled(run, *rest, **options):
+    built, grid = honest(run, *rest, **options), run.grid
     if grid["world"].rank == grid["world"].size - 1:
         os.kill(os.getpid(), signal.SIGTERM)
     return built

@@ -33,7 +33,7 @@ def rest_of(process: Process | subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, err
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_folder_that_is_moved_while_it_trains(tiny_data: TinyData, tmp_path: Path, ranks: int) -> None:
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     with training(tiny_data, run, *ENDLESS, f"parallel.tensor={ranks}") as process:
@@ -88,7 +88,7 @@ def test_a_folder_that_is_made_read_only_while_it_trains(tiny_data: TinyData, tm
     assert "MZ-4" in err and ("made read-only while it trained" in err or "Permission denied" in err), err
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_token_files_that_are_truncated_while_training(tiny_data: TinyData, tmp_path: Path, ranks: int) -> None:
     with IndexedDatasetWriter(tmp_path / "set", np.uint16) as writer:
         writer.append(all_tokens(tiny_data.train))

@@ -68,6 +68,7 @@ def test_equal_steps_change_nothing(tiny_data: TinyData, done: Path, capsys) -> 
     assert everything(done) == before
 
 
+@pytest.mark.full
 def test_equal_steps_change_nothing_on_two_ranks(tiny_data: TinyData, tmp_path: Path) -> None:
     line = ("train.py", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}", "checkpoint.resume=auto", *TWO)
     assert command(*line).returncode == 0
@@ -137,8 +138,10 @@ REFUSALS: dict[str, tuple[tuple[str, ...], int]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [(), TWO], ids=["one", "two"])
-@pytest.mark.parametrize("what", REFUSALS)
+@pytest.mark.parametrize("ranks", [(), pytest.param(TWO, marks=pytest.mark.full)], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "what", ["token out of range", *(pytest.param(w, marks=pytest.mark.full) for w in REFUSALS if "range" not in w)]
+)
 def test_a_refused_run_leaves_no_folder(tiny_data: TinyData, tmp_path: Path, what: str, ranks: tuple[str, ...]) -> None:
     """Nor the folders above it that were made for it."""
     overrides, code = REFUSALS[what]
@@ -169,13 +172,13 @@ def test_what_others_put_into_a_refused_run_s_folder_stays(tmp_path: Path) -> No
     for path in (folder.log(0).parent, folder.checkpoints / "step_00000001"):
         path.mkdir(parents=True)
     folder.log(0).write_text("a line")
-    folder.empty(made)
+    folder.remove(made)
     assert folder.log(0).exists(), "a step is there: it has trained"
     (folder.checkpoints / "step_00000001").rmdir()
-    folder.empty([])
+    folder.remove([])
     assert folder.log(0).exists(), "not made by the job"
     (folder.path / "notes.txt").write_text("mine")
-    folder.empty(made)
+    folder.remove(made)
     assert [path.name for path in folder.path.iterdir()] == ["notes.txt"]
 
 

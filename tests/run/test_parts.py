@@ -23,6 +23,7 @@ from megazero.tools.certify.tolerances import LOSS_FP32, difference
 from tests.sources import cut, options
 from tests.tiny_run import TinyData, command, repeating
 
+FULL = pytest.mark.full
 STEPS = 8
 LINE = ("model.position=rotary", "model.seq_len=64", "batch.global=8", "batch.micro=1", "optimizer.lr=2e-3")
 LINE += (f"run.steps={STEPS}", "checkpoint.every=1", "data.valid=null", "model.dropout=0.1")
@@ -100,7 +101,9 @@ def test_which_text_a_step_has(tiny_data: TinyData, staged, tmp_path: Path) -> N
     assert orders[0] != orders[1], "an order of its own"
 
 
-@pytest.mark.parametrize("grid", [(4, 1), (1, 4), (2, 2), (2, 1), (1, 2), (1, 1)])
+@pytest.mark.parametrize(
+    "grid", [(2, 2), *(pytest.param(g, marks=FULL) for g in ((1, 4), (1, 1), (2, 1), (4, 1), (1, 2)))]
+)
 def test_six_grids_read_the_same(tiny_data: TinyData, staged, whole: Path, tmp_path: Path, grid, capsys) -> None:
     config = tiny_data.load(tmp_path, *staged)
     found, course = read(config, *grid), Course(config)
@@ -128,7 +131,7 @@ def test_rows(whole: Path) -> None:
     assert peaks[1] < 1.01e-3 and peaks[2] == 2e-3, "its peak; constant"
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=FULL) for step in (1, 2, 3, 5, 7))])
 def test_a_restart_anywhere_is_bitwise(tiny_data: TinyData, staged, whole: Path, tmp_path: Path, step: int) -> None:
     again = Path(shutil.copytree(whole, tmp_path / "run"))
     for later in range(step + 1, STEPS + 1):
@@ -156,6 +159,7 @@ def test_another_grid(tiny_data: TinyData, staged, whole: Path, tmp_path: Path, 
     assert difference([row["loss"] for row in rows], [row["loss"] for row in expected]) <= LOSS_FP32
 
 
+@pytest.mark.full
 def test_a_damaged_step_leads_back_into_an_earlier_stage(
     tiny_data: TinyData, staged, whole: Path, tmp_path: Path, capsys
 ) -> None:
@@ -191,6 +195,7 @@ def test_what_is_said(tiny_data: TinyData, staged, tmp_path: Path, capsys) -> No
     assert {"step": 5} | {key: piece[key] for key in piece if key != "text"} in json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.full
 def test_a_part_gives_its_memory_back(tiny_data: TinyData, staged, tmp_path: Path, monkeypatch, capsys) -> None:
     """Before the next one is built; the ledger knows it, so what is held stays near the plan."""
     held: list[weakref.ref] = []

@@ -30,7 +30,9 @@ def test_time_place_and_speed(tiny_data: TinyData, tmp_path: Path) -> None:
     assert all(min(speeds) <= mean <= max(speeds) for mean in outcome.column("tokens_per_second_mean"))
 
 
-@pytest.mark.parametrize(("clip", "clipped"), [("1e-3", 1), ("1e9", 0), ("0", 0)])
+@pytest.mark.parametrize(
+    ("clip", "clipped"), [("1e-3", 1), *(pytest.param(clip, 0, marks=pytest.mark.full) for clip in ("1e9", "0"))]
+)
 def test_clipped_or_not(tiny_data: TinyData, tmp_path: Path, clip: str, clipped: int) -> None:
     outcome = train(tiny_data.load(tmp_path, f"optimizer.clip={clip}", "data.valid=null"))
     assert outcome.column("clipped") == [clipped] * 4
@@ -113,7 +115,9 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("ranks", [(), ("parallel.tensor=2",)], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "ranks", [(), pytest.param(("parallel.tensor=2",), marks=pytest.mark.full)], ids=["one", "two"]
+)
 def test_a_stop_has_its_row_and_keeps_no_more_than_asked(
     tiny_data: TinyData, tmp_path: Path, ranks: tuple[str, ...], capsys
 ) -> None:

@@ -19,6 +19,7 @@ from megazero.tools.certify.tolerances import LOSS_FP32, difference
 from tests.sources import options
 from tests.tiny_run import TinyData, command, repeating
 
+FULL = pytest.mark.full
 STEPS = ("run.steps=9", "checkpoint.every=1", "data.valid=null", "model.dropout=0.1")
 
 
@@ -62,7 +63,9 @@ def test_sources_of_each_step(tiny_data: TinyData, staged, tmp_path: Path) -> No
         assert len(set(own.tolist())) == len(own)
 
 
-@pytest.mark.parametrize("grid", [(1, 4), (1, 1), (2, 2), (2, 1), (4, 1), (1, 2)])
+@pytest.mark.parametrize(
+    "grid", [(2, 2), *(pytest.param(g, marks=FULL) for g in ((1, 4), (1, 1), (2, 1), (4, 1), (1, 2)))]
+)
 def test_six_grids_read_the_same(tiny_data: TinyData, staged, tmp_path: Path, grid: tuple[int, int]) -> None:
     mixture, (ranks, micro) = open_data(tiny_data.load(tmp_path, *STEPS, *staged)).mixture, grid
     found: dict[int, list[int]] = {}
@@ -77,7 +80,7 @@ def test_six_grids_read_the_same(tiny_data: TinyData, staged, tmp_path: Path, gr
     assert len(found) == 40
 
 
-@pytest.mark.parametrize("step", [2, 3, 5, 6, 7])
+@pytest.mark.parametrize("step", [3, *(pytest.param(step, marks=FULL) for step in (2, 5, 6, 7))])
 def test_a_restart_anywhere_is_bitwise(tiny_data: TinyData, staged, whole: Path, tmp_path: Path, step: int) -> None:
     again = Path(shutil.copytree(whole, tmp_path / "run"))
     for later in range(step + 1, 10):

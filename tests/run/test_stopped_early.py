@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.kernels.test_compiler import SLOW, lives
 
 from megazero.observe.jsonl import read_rows
 from megazero.run.folder import RunFolder
-from tests.kernels.test_compiler import SLOW, lives
 from tests.quiet import without_heartbeat
 from tests.tiny_run import ROOT, TinyData, command
 from tests.warm import Process
@@ -51,9 +51,9 @@ sys.exit(main(["train", *sys.argv[1:]]))
 """
 PLANTS = {
     "rendezvous": "rendezvous.call_roll = stay",
-    "folder": "run.find_job = stay",
+    "folder": "run.find_start = stay",
     "building": "build_run.build = stay",
-    "loading": "parts.resume = stay",
+    "loading": "parts.load = stay",
 }
 
 

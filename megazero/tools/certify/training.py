@@ -28,9 +28,10 @@ from megazero.data.windows import MicroBatch, WindowTokens
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
 from megazero.launcher.environment import World
+from megazero.model.parameter import whole_shapes
 from megazero.optim.adamw import AdamW
 from megazero.run.build import loader_of
-from megazero.run.checkpointing import holdings_to_save, shapes_of
+from megazero.run.checkpointing import holdings_to_save
 from megazero.run.data import RunData, open_data
 from megazero.run.disks import open_disks
 from megazero.tools.certify.codes import record_codes
@@ -162,7 +163,7 @@ def _trained(rig: Rig, config: Config, steps: int) -> Results:
         tensors = {"first": first, **values}
         results.stored.update({f"{kind}/{number}": value.clone() for kind, value in tensors.items()})
     held = [(piece.name, piece.start, piece.stop) for piece, _ in after]
-    results = replace(results, held=held, shapes=shapes_of(rig.built), data_rank=rig.grid["data"].rank)
+    results = replace(results, held=held, shapes=whole_shapes(rig.built.model), data_rank=rig.grid["data"].rank)
     return replace(results, samples=samples, coded=codes.how)
 
 

@@ -15,7 +15,7 @@ from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_whole, require_shapes
 from megazero.config.file import dump, flatten, load
-from megazero.config.rules import broken_relations
+from megazero.config.rules import broken_rules
 from megazero.config.schema import Config, Data, Model, resolved
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.data.tokenizers.common import CONFIG, config_beside, read_tokenizer
@@ -149,7 +149,6 @@ def _trainable(model: dict[str, Any], where: Path, tokenizer: str | None) -> Con
         what = f"model.{fault['loc'][0]}: {fault['msg']}, got {fault['input']!r:.40}"
         raise UserError(415, what, "nobody could train this model: give another", where=where) from None
     values = flatten(config)
-    if broken := next(iter(broken_relations(values)), None):
-        what = f"{broken.equation} is broken: {broken.got(values)}"
-        raise UserError(415, what, "nobody could train this model: give another", where=where)
+    if broken := next(iter(broken_rules(values)), None):
+        raise UserError(415, broken.broken(values), "nobody could train this model: give another", where=where)
     return config

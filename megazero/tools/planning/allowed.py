@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from megazero.build.job import options_of
 from megazero.config.file import flatten
-from megazero.config.rules import broken_exclusions, broken_relations
+from megazero.config.rules import broken_rules
 from megazero.config.schema import Config
 from megazero.plan.job import Job
 
@@ -14,7 +14,6 @@ def allowed_by_rules(config: Config) -> Callable[[Job], bool]:
     values = flatten(config)
 
     def allowed(layout: Job) -> bool:
-        changed = values | options_of(layout)
-        return not broken_relations(changed) and not broken_exclusions(changed)
+        return not broken_rules(values | options_of(layout))
 
     return allowed
