@@ -300,9 +300,7 @@ class Import(Subject):
 
 
 @pytest.fixture(scope="module")
-def subjects(
-    tmp_path_factory: pytest.TempPathFactory, tiny_data: TinyData, finished: RunFolder
-) -> list[Subject]:
+def subjects(tmp_path_factory: pytest.TempPathFactory, tiny_data: TinyData, finished: RunFolder) -> list[Subject]:
     base = tmp_path_factory.mktemp("fuzz")
     plain = (Config, Override, MachineFile, Metrics, Lock, Part, Index, Import)
     found: list[Subject] = [kind(base / kind.__name__) for kind in plain]

@@ -45,6 +45,7 @@ _PLAINLY = {
 }
 # Options of earlier versions, and what to do instead. A run's config.yaml may still name them unset.
 _GONE = {"tile_mb": "split large weights over ranks with parallel.tensor", "grows": "name a folder of finished shards"}
+_COMMAND_LINE = "command line"  # the place of an override
 _DEEPEST = 5  # dots of a key; the options have two at most
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # in a checkout a link to the folder at the top
 
@@ -239,7 +240,7 @@ def _override(text: str, source: _Source) -> None:
             target[section] = inner = {}
         target = inner
     target[last] = parsed
-    source.where[key] = "command line"
+    source.where[key] = _COMMAND_LINE
 
 
 def _faults(error: ValidationError, source: _Source) -> dict[str, UserError]:
@@ -292,7 +293,8 @@ def _violations(config: Config, source: _Source) -> Iterator[UserError]:
     """Yield the rules that the config breaks; where it breaks none, those that its stages break."""
     values = flatten(config)
     for rule in (broken := rules.broken_rules(values)):
-        where = next((source.where[key] for key in rule.options if key in source.where), source.name)
+        places = [source.where[key] for key in rule.options if key in source.where]
+        where = _COMMAND_LINE if _COMMAND_LINE in places else next(iter(places), source.name)
         yield UserError(rule.code, rule.broken(values), rule.do, where=where)
     for number, stage in enumerate(() if broken else config.stages or ()):
         values = flatten(effective(config, stage))

@@ -66,12 +66,12 @@ class TrainSchedule:
         """Return the last step, from 1, of this trainer."""
         return self.steps if self.until is None else self.until
 
-    def validates(self, step: int) -> bool:
-        done = step + 1
+    def validates(self, done: int) -> bool:
+        """Return whether there is a validation behind step `done`, counted from 1."""
         return done == self.steps or (self.valid_every is not None and done % self.valid_every == 0)
 
-    def logs(self, step: int) -> bool:
-        done = step + 1
+    def logs(self, done: int) -> bool:
+        """Return whether step `done`, counted from 1, has a row."""
         return done == self.steps or done % self.log_every == 0
 
 
@@ -104,11 +104,9 @@ class Trainer:
         schedule: when to do what.
         checkpoints: saves, the last step before the last validation or anything else can fail.
         stopping: whether to end before that.
-        summarise: writes what is known of the whole run; called by all ranks before the last step is saved, so that a
-            kill behind that loses nothing.
+        summarise: writes the run's ledger; called by all ranks before the last step is saved.
         now: told the step (from 1) and what is being done.
-        blame: finds the rank whose own part of a step was at fault first; given what is wrong with this rank's, and
-            how to say it, returns the error to raise.
+        blame: given this rank's fault in a step, and how to say it, returns the error of the rank whose fault is first.
     """
 
     def __init__(
@@ -128,8 +126,7 @@ class Trainer:
     ):
         self.engine, self.pipeline, self.feed, self.loader = engine, pipeline, feed, loader
         self.validations, self.recorder, self.schedule, self.now = validations, recorder, schedule, now
-        self.checkpoints, self.stopping, self.summarise = checkpoints, stopping, summarise
-        self.blame = blame
+        self.checkpoints, self.stopping, self.summarise, self.blame = checkpoints, stopping, summarise, blame
         self.first = self.skipped = self.overflows = self.carried = 0
         self.reason: Reason | None = None
         self.scores: dict[str, Score] = {}
@@ -183,8 +180,8 @@ class Trainer:
                 with self.recorder.step(done + 1):
                     self.train_step(done)
                 done += 1
-                rests = self.schedule.validates(done - 1) or self.checkpoints.due(done) or done == self.schedule.last
-                if self.reason or rests or self.schedule.logs(done - 1):
+                rests = self.schedule.validates(done) or self.checkpoints.due(done) or done == self.schedule.last
+                if self.reason or rests or self.schedule.logs(done):
                     self._settle(complete=True)
                 garbage.after(done, rests=rests)
         if done and self.checkpoints.saved != done:  # nothing was trained: it has begun from another run's step
@@ -239,7 +236,7 @@ class Trainer:
             complete: no later one has begun; only then can its state be saved.
         """
         self._read()
-        (pending, self._pending), (numbers, self._numbers) = (self._pending, None), (self._numbers, None)
+        pending, numbers, self._pending, self._numbers = self._pending, self._numbers, None, None
         if pending is None or numbers is None:
             return
         self.overflows = 0 if numbers.finite else self.overflows + 1
@@ -251,7 +248,7 @@ class Trainer:
         if self.reason is FAILED:
             self.checkpoints.finish()  # raises
         last = complete and (done == self.schedule.last or self.reason is not None)
-        row = self._row(pending, numbers) if last or self.validates(done) or self.schedule.logs(pending.step) else None
+        row = self._row(pending, numbers) if last or self.validates(done) or self.schedule.logs(done) else None
         if last or (complete and self.checkpoints.due(done)):
             if last:
                 self.summarise()
@@ -269,7 +266,7 @@ class Trainer:
 
     def validates(self, done: int) -> bool:
         """Return whether there is a validation behind step `done`, counted from 1."""
-        return bool(self.validations) and self.schedule.validates(done - 1)
+        return bool(self.validations) and self.schedule.validates(done)
 
     def _row(self, pending: _Pending, read: StepNumbers) -> dict[str, Value]:
         """Return the row of a step, without a validation."""
@@ -299,19 +296,17 @@ class Trainer:
         self.engine.forget_residuals()
         scale, samples = self.engine.loss_scale, self.loader.samples(done)
         with self.recorder.paused():
-            self.checkpoints.save(
-                done,
-                Progress(
-                    updates=done - self.skipped,
-                    skipped=self.skipped,
-                    overflows=self.overflows,
-                    next_sample=samples,
-                    loss_scale=scale.scale.item() if scale.dynamic else None,
-                    good_steps=int(scale.good.item()) if scale.dynamic else 0,
-                    carried=self.carried,
-                    row=None if row is None else finite(row),
-                ),
+            progress = Progress(
+                updates=done - self.skipped,
+                skipped=self.skipped,
+                overflows=self.overflows,
+                next_sample=samples,
+                loss_scale=scale.scale.item() if scale.dynamic else None,
+                good_steps=int(scale.good.item()) if scale.dynamic else 0,
+                carried=self.carried,
+                row=None if row is None else finite(row),
             )
+            self.checkpoints.save(done, progress)
 
     def _validate(self, done: int) -> dict[str, Score] | None:
         """Return the scores behind a step; None: they were broken off, and `reason` says why."""

@@ -148,7 +148,8 @@ usage(
 usage(
     "a stage with another model",
     "MZ-109 command line: stages[0].model.layers: the weights have its shape, or have learned with it; a stage may "
-    "change model.seq_len, optimizer, schedule, batch, data.sources, data.mask_eod",
+    "change data.sources, data.mask_eod, batch.global, batch.micro, model.seq_len, optimizer.lr, optimizer.clip, "
+    "optimizer.*, schedule.*",
     "stages=[{until_step: 2, model: {layers: 3}}]",
 )
 usage(

@@ -208,8 +208,8 @@ def test_validation_and_rows_come_when_due(tiny_data: TinyData, tmp_path: Path):
 
 def test_due_steps():
     pace = TrainSchedule(7, LearningRate(1.0, 0.0, 0, 7, "cosine"), log_every=3, valid_every=None)
-    assert [step for step in range(7) if pace.logs(step)] == [2, 5, 6]
-    assert [step for step in range(7) if pace.validates(step)] == [6]
+    assert [step for step in range(1, 8) if pace.logs(step)] == [3, 6, 7]
+    assert [step for step in range(1, 8) if pace.validates(step)] == [7]
 
 
 def test_observing_changes_nothing(tiny_data: TinyData, tmp_path: Path):
