@@ -16,7 +16,7 @@ from megazero.base.atomic import write_atomically
 from megazero.base.errors import UserError
 from megazero.base.reading import read_file
 from megazero.data.loss_mask import mask_path
-from megazero.data.token_dataset import Mask
+from megazero.data.token_dataset import Mask, TokenDataset
 from megazero.data.tokenizer import Tokenizer
 
 _BYTES = 1 << 20
@@ -79,12 +79,20 @@ def read_origin(prefix: str | Path) -> Origin | None:
     raise UserError(203, what, "take it away, or rebuild the token files", where=path)
 
 
-def require_counts(origin: Origin | None, documents: int, tokens: int, prefix: Path) -> None:
-    """Refuse what was written of other token files. Raises UserError 203."""
-    if origin is not None and (origin.documents, origin.tokens) != (documents, tokens):
+def origin_of(files: TokenDataset, tokenizer: Tokenizer | None = None) -> Origin | None:
+    """Return what token files were made of, once that fits them and the tokenizer; None: nobody has written it down.
+
+    Raises:
+        UserError: 203, what is written of them is damaged, or of other files; 221, they were made by another tokenizer;
+            225, they have another mask.
+    """
+    origin, prefix = require_tokenizer(files.prefix, tokenizer), files.prefix
+    if origin is not None and (origin.documents, origin.tokens) != (files.num_documents, files.num_tokens):
         what = f"tells of {origin.documents:,} documents and {origin.tokens:,} tokens, "
-        what += f"{prefix}.idx of {documents:,} and {tokens:,}"
+        what += f"{prefix}.idx of {files.num_documents:,} and {files.num_tokens:,}"
         raise UserError(203, what, "take it away if it is of other token files", where=path_of(prefix))
+    require_mask(origin, files.mask, prefix)
+    return origin
 
 
 def require_mask(origin: Origin | None, mask: Mask | None, prefix: Path) -> None:

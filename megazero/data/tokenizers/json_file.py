@@ -75,7 +75,9 @@ class JsonFile(Tokenizer):
         self.fingerprint = xxhash.xxh3_64_hexdigest(content + f"{self.bos} {self.eod}".encode())
         told = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
         told |= {key: beside[key] for key in _CARRIED if key in beside}
-        self.files = {"tokenizer.json": content, CONFIG: json.dumps(told, indent=1).encode()} | self._template()
+        self.files = {"tokenizer.json": content, CONFIG: json.dumps(told, indent=1).encode()}
+        if (template := self.path.with_name(CHAT_TEMPLATE)).exists():
+            self.files[CHAT_TEMPLATE] = read_file(template, BESIDE_BYTES)
 
     def _encode(self, text: str) -> list[int]:
         return self._library.encode(text, add_special_tokens=False).ids
@@ -89,15 +91,6 @@ class JsonFile(Tokenizer):
         if self._sizes[self.eod] == 1 or self.eod in self.encode(text):
             what = f"{end!r:.40} (id {self.eod}) ends a document, but text gives it as well"
             raise UserError(209, what, f"name a special token as eos_token in {CONFIG}", where=self.path)
-
-    def _template(self) -> dict[str, bytes]:
-        """Return the file of a chat template beside it, by its name, if there is one. Raises UserError 209."""
-        path = self.path.with_name(CHAT_TEMPLATE)
-        try:
-            return {CHAT_TEMPLATE: read_file(path, BESIDE_BYTES)} if path.exists() else {}
-        except OSError as error:
-            what = f"cannot be read: {error.strerror}"
-            raise UserError(209, what, "mend it or take it away", where=path) from error
 
     def _roles(self, told: dict[str, Any], special: dict[str, int], vocabulary: dict[str, int]) -> dict[str, str]:
         """Return the token of each role: what begins a text, ends a document, and what else is told. Raises 210."""
