@@ -4,7 +4,7 @@
     megazero merge olmo.npy --tokenizer tokenizer.json --output data/olmo
 
 Documents keep their order, and get one sequence each; empty ones are dropped. All inputs must store ids in the same
-type, and come from the same tokenizer, as far as that is written down beside them (`megazero/data/origin.py`). Where
+type, and come from the same tokenizer, as far as that is written down next to them (`megazero/data/origin.py`). Where
 one of them has a mask, all of them get one: of those without every token counts.
 """
 

@@ -310,7 +310,7 @@ def test_templates_that_are_not_there(tokenizer: Path, tmp_path: Path, capsys) -
         return said
 
     assert "no template: No such file" in refused(226, str(tokenizer), "--chat", "gone.jinja")
-    assert "there is no chat_template.jinja beside it" in refused(226, "bytes", "--chat")
+    assert "there is no chat_template.jinja next to it" in refused(226, "bytes", "--chat")
     (tmp_path / "latin.jinja").write_bytes(b"\xff")
     assert "is not UTF-8" in refused(226, str(tokenizer), "--chat", str(tmp_path / "latin.jinja"))
     assert "got a folder" in refused(226, str(tokenizer), "--chat", str(tmp_path))

@@ -1,7 +1,7 @@
 """Files of the tokenizers library: tokenizer.json, as published models have it.
 
 The file says how text becomes ids. Which id ends a document it does not say: that is the eos_token of the
-tokenizer_config.json beside it, or the one known name among the special tokens. A special token that stands in a text
+tokenizer_config.json next to it, or the one known name among the special tokens. A special token that stands in a text
 is text here, as everything in it; nothing is put before or behind it.
 """
 
@@ -103,7 +103,7 @@ class JsonFile(Tokenizer):
         known = [name for name in _ENDS if name in special]
         if "eos_token" not in named and len(known) != 1:
             what = f"which token ends a document? Of {', '.join(_ENDS)} it has {len(known)}"
-            do = f'put {CONFIG} beside it, with {{"eos_token": "NAME"}}'
+            do = f'put {CONFIG} next to it, with {{"eos_token": "NAME"}}'
             raise UserError(210, what, do, where=self.path)
         end = named.get("eos_token") or known[0]
         return {"bos_token": end, "eos_token": end} | named
