@@ -1,7 +1,7 @@
 """Turn a conversation into runs of text and special tokens, of which the answers are trained on.
 
 The template renders the conversation. Names of special tokens that the template writes become their ids; those that
-stand in a message are text, like any other, so that nobody can end a turn, or begin one as somebody else, by writing
+stand in a message are text, like any other, so that no message can end a turn, or begin one of another role, by writing
 the name. For that every name in the strings of a record, and a part of a name at a string's end, is broken by a mark
 that no text has, and that is taken out again when names have been looked for. (A role is not: it must be a plain name.)
 
@@ -9,7 +9,7 @@ What is an answer says the template, by {% generation %} blocks. Where it has no
 it render to, behind what those before it render to with the beginning of an answer (`add_generation_prompt`); so it is
 what a model has to write when it is asked. That is exact where each rendering is the beginning of the next; a record
 for which a template renders it otherwise is refused. White space behind a special token that ends an answer is not part
-of it: nobody asks the model for more.
+of it: the model is not asked for more.
 
 Prompt and answer are encoded apart, as they are when text is generated; so are special tokens and what is between them.
 """
@@ -122,7 +122,7 @@ class Chat:
         """Return a value whose strings, at any depth, have no name of a special token. Raises what `refuse` makes.
 
         A name is broken by a mark behind its first character. A mark at the end, or the beginning, of a string without
-        its white space, which templates take off, breaks a name that text beside it would complete.
+        its white space, which templates take off, breaks a name that text next to it would complete.
         """
         if isinstance(value, list):
             return [self._broken(each, refuse) for each in value]

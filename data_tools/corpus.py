@@ -320,7 +320,7 @@ _BLANK = object()  # in place of the record of a line
 
 
 def _refuser(where: str) -> Callable[[str], UserError]:
-    return lambda what: UserError(213, what, "mend it, choose another --field, or give --skip-bad", where=where)
+    return lambda what: UserError(213, what, "repair it, choose another --field, or give --skip-bad", where=where)
 
 
 def _rest_of_line(file: BufferedIOBase, line: bytes) -> bytearray:

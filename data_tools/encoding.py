@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain, starmap
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -72,9 +73,8 @@ class Encoder:
         for batch in _batches(pieces):
             under_way.append((batch, self._threads.submit(self._ask, [_sent(piece) for piece in batch])))
             if len(under_way) > _BATCHES_PER_WORKER * self._workers:
-                yield from _oldest(under_way)
-        while under_way:
-            yield from _oldest(under_way)
+                yield from _encoded(*under_way.popleft())
+        yield from chain.from_iterable(starmap(_encoded, under_way))
 
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -98,10 +98,7 @@ class Encoder:
         return found
 
 
-def _oldest(
-    under_way: deque[tuple[list[Piece], Future[list[np.ndarray]]]],
-) -> Iterator[tuple[Piece, np.ndarray]]:
-    batch, future = under_way.popleft()
+def _encoded(batch: list[Piece], future: Future[list[np.ndarray]]) -> Iterator[tuple[Piece, np.ndarray]]:
     return zip(batch, future.result(), strict=True)
 
 

@@ -29,7 +29,7 @@ import numpy as np
 from data_tools.command import Parser, positive, prefix, run
 from megazero.base.errors import UserError
 from megazero.data.joined import open_files
-from megazero.data.origin import require_mask, require_tokenizer
+from megazero.data.origin import origin_of
 from megazero.data.token_dataset import Mask, TokenDataset
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 
@@ -41,7 +41,7 @@ def inspect(options: argparse.Namespace) -> None:
     if options.document is not None and tokenizer is None:
         raise UserError(190, "--document needs --tokenizer", "name the model the data was made with", where="inspect")
     dataset = open_files(options.prefix)
-    require_mask(require_tokenizer(options.prefix, tokenizer), dataset.mask, options.prefix)
+    origin_of(dataset, tokenizer)
     vocab = options.vocab or (tokenizer.vocab_size if tokenizer else None)
     low, high, counts = _scan(dataset, vocab, tokenizer)
     lengths = np.diff(dataset.document_offsets[:])

@@ -4,7 +4,7 @@
     megazero merge olmo.npy --tokenizer tokenizer.json --output data/olmo
 
 Documents keep their order, and get one sequence each; empty ones are dropped. All inputs must store ids in the same
-type, and come from the same tokenizer, as far as that is written down beside them (`megazero/data/origin.py`). Where
+type, and come from the same tokenizer, as far as that is written down next to them (`megazero/data/origin.py`). Where
 one of them has a mask, all of them get one: of those without every token counts.
 """
 
@@ -30,7 +30,7 @@ from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.joined import open_files
-from megazero.data.origin import Origin, joined, path_of, read_origin, require_counts, require_mask
+from megazero.data.origin import joined, origin_of, path_of
 from megazero.data.token_dataset import TokenDataset
 from megazero.data.tokenizer import open_tokenizer
 
@@ -47,8 +47,7 @@ def merge(options: argparse.Namespace) -> None:
         if _SIGNED.get(dataset.dtype.name, dataset.dtype) != stored:
             what = f"stores {dataset.dtype}, but {datasets[0].prefix} stores {datasets[0].dtype}"
             raise UserError(217, what, "preprocess both with the same tokenizer", where=dataset.prefix)
-    origins = [_origin(dataset) for dataset in datasets]
-    whole = joined(origins, datasets[0].prefix)
+    whole = joined([origin_of(dataset) for dataset in datasets], datasets[0].prefix)
     path_of(options.output).unlink(missing_ok=True)  # of token files that are replaced
     masked = any(dataset.mask is not None for dataset in datasets)
     with IndexedDatasetWriter(options.output, stored, masked=masked) as writer:
@@ -59,13 +58,6 @@ def merge(options: argparse.Namespace) -> None:
     if whole is not None:
         replace(whole, mask=writer.mask_digest).write(options.output)
     print(f"{options.output}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
-
-
-def _origin(dataset: TokenDataset) -> Origin | None:
-    origin = read_origin(dataset.prefix)
-    require_counts(origin, dataset.num_documents, dataset.num_tokens, dataset.prefix)
-    require_mask(origin, dataset.mask, dataset.prefix)
-    return origin
 
 
 def copy_documents(dataset: TokenDataset, writer: IndexedDatasetWriter) -> None:

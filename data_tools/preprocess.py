@@ -5,7 +5,7 @@
 
 Every document is encoded and ended with the tokenizer's end-of-document id. Ids are stored as uint16 where the
 vocabulary has at most 65,536 of them, else as int32. Empty documents are skipped and counted. The data set appears
-whole or not at all; PREFIX.json beside it says what it was made of. With --chat a record is a conversation that a
+whole or not at all; PREFIX.json next to it says what it was made of. With --chat a record is a conversation that a
 template renders (`chat.py`): the document is what it renders, nothing is put behind it, and PREFIX.mask says which
 tokens are answers.
 

@@ -29,7 +29,7 @@ class Skipped:
             self.lines.append(f"{error.where}: {error.what}")
 
     def tell(self, output: Path, say: Callable[[str], object]) -> None:
-        """Say what was skipped, and leave the list beside the output; no list where nothing was.
+        """Say what was skipped, and leave the list next to the output; no list where nothing was.
 
         Raises:
             UserError: 208, the list cannot be written.

@@ -70,7 +70,7 @@ def _columns(names: list[str], select: Taken, path: Path) -> list[str]:
     wanted = dict.fromkeys(name if name in names else name.split(".")[0] for name in select.paths)
     if odd := next((name for name in wanted if name not in names), None):
         what = f'expected a column "{odd}", got {", ".join(names)[:80]}'
-        raise UserError(213, what, "choose another --field, or mend --where", where=path)
+        raise UserError(213, what, "choose another --field, or correct --where", where=path)
     return list(wanted)
 
 

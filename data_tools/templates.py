@@ -134,7 +134,7 @@ def open_template(path: Path | None, tokenizer: Tokenizer) -> Template:
     """Open a chat template.
 
     Args:
-        path: its file; None: the tokenizer's own, chat_template.jinja or in tokenizer_config.json, beside its file.
+        path: its file; None: the tokenizer's own, chat_template.jinja or in tokenizer_config.json, next to its file.
         tokenizer: gives the names of special tokens.
 
     Raises:
@@ -153,7 +153,7 @@ def open_template(path: Path | None, tokenizer: Tokenizer) -> Template:
     else:
         where, source = tokenizer.path.with_name(CONFIG), _of_config(config.get("chat_template"))
     if source is None:
-        what = f"no chat template: there is no {CHAT_TEMPLATE} beside it, and none in {CONFIG}"
+        what = f"no chat template: there is no {CHAT_TEMPLATE} next to it, and none in {CONFIG}"
         raise UserError(TEMPLATE_FAULT, what, "give one: --chat TEMPLATE.jinja", where=tokenizer.path)
     return Template(source, where, _token_names(config, tokenizer))
 

@@ -3,7 +3,7 @@
 token_dataset     token files as all users of them see them
 indexed_dataset   the .bin/.idx pair (Megatron's format), written atomically; index_file: its index, read and checked
 joined            a folder of pairs, as one
-data_file, document_offsets   what is read where it is needed, of files of any size
+data_file         a file of any size, read in pieces
 choice, documents which documents are training and which validation; documents joined to one token stream
 sampler           sample id -> window, index in the batch -> (data rank, micro-batch, row): pure functions
 windows           windows of the stream as tensors

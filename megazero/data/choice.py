@@ -1,7 +1,5 @@
 """Choose documents by their numbers: all of them, or one side of the split into training and validation."""
 
-from typing import Protocol
-
 import numpy as np
 
 from megazero.base.errors import UserError
@@ -20,30 +18,25 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(16))
 
 
-class Choice(Protocol):
-    """The protocol of what chooses documents by their numbers.
+class Choice:
+    """A choice of all documents, and the base of other choices.
 
     Attributes:
         name: of what it chooses, among all choices of a data set.
     """
 
-    name: str
-
-    def numbers(self, first: int, stop: int) -> np.ndarray:
-        """Return which of documents [first, stop) are chosen: int64, rising."""
-        ...
-
-
-class Everything:
-    """The choice of all documents."""
-
     name = "all"
 
     def numbers(self, first: int, stop: int) -> np.ndarray:
+        """Return which of documents [first, stop) are chosen: int64, rising."""
         return np.arange(first, stop)
 
 
-class Side:
+class Everything(Choice):
+    """The choice of all documents."""
+
+
+class Side(Choice):
     """The choice of one side of a split: document i is for validation when hash(i) / 2^32 < fraction.
 
     Raises:

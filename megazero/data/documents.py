@@ -139,10 +139,6 @@ class TokenStream:
         at = ordinal - block.ordinal
         return int(block.numbers[at]), int(block.starts[at]), int(block.starts[at + 1])
 
-    def ordinal(self, position: int) -> int:
-        """Return the place among those chosen of the document that has a token of the stream."""
-        return int(self._spread(np.array([position]))[0][0])
-
     def parts(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (document number in the file, offset in it, tokens) of each document in [start, stop), in order."""
         found = []

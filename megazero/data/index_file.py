@@ -113,7 +113,7 @@ def check_index(index: Index) -> None:
             found = index.documents[first : first + _BLOCK + 1]
             steps = np.diff(found)
             # As many documents as sequences means one each; anything else is an index with a flipped bit (an emptied
-            # document beside a doubled one), not something a tool wrote.
+            # document next to a doubled one), not something a tool wrote.
             one_each = documents == sequences
             wrong = steps != 1 if one_each else steps < 0
             if wrong.any():

@@ -1,4 +1,4 @@
-"""Say which tokens are trained on: PREFIX.mask beside PREFIX.bin, one bit for each token.
+"""Say which tokens are trained on: PREFIX.mask next to PREFIX.bin, one bit for each token.
 
     8 bytes   "MZMASK", a zero byte, and 1, the version
     u64       T, number of tokens

@@ -1,7 +1,7 @@
-"""Write down what token files were made of, and read it: PREFIX.json beside PREFIX.bin and PREFIX.idx.
+"""Write down what token files were made of, and read it: PREFIX.json next to PREFIX.bin and PREFIX.idx.
 
 `megazero preprocess` writes it. Token files without one (made by others, or before there was any) are read as
-well; then nobody knows by which tokenizer they were made, nor how many bytes of text they stand for.
+well; then it is not known by which tokenizer they were made, nor how many bytes of text they stand for.
 """
 
 import json
@@ -16,7 +16,7 @@ from megazero.base.atomic import write_atomically
 from megazero.base.errors import UserError
 from megazero.base.reading import read_file
 from megazero.data.loss_mask import mask_path
-from megazero.data.token_dataset import Mask
+from megazero.data.token_dataset import Mask, TokenDataset
 from megazero.data.tokenizer import Tokenizer
 
 _BYTES = 1 << 20
@@ -52,7 +52,7 @@ class Origin:
         return self.text_bytes / self.id_bytes if self.id_bytes else 1.0
 
     def write(self, prefix: Path) -> None:
-        """Write the file beside token files. Raises UserError 208."""
+        """Write the file next to token files. Raises UserError 208."""
         write_atomically(path_of(prefix), (json.dumps(asdict(self), indent=1) + "\n").encode())
 
 
@@ -65,7 +65,7 @@ def path_of(prefix: str | Path) -> Path:
 
 
 def read_origin(prefix: str | Path) -> Origin | None:
-    """Return what token files were made of; None: nobody has written it down. Raises UserError 203: it is damaged."""
+    """Return the record of token files; None: there is no PREFIX.json. Raises UserError 203: it is damaged."""
     path = path_of(prefix)
     if not path.exists():
         return None
@@ -79,16 +79,24 @@ def read_origin(prefix: str | Path) -> Origin | None:
     raise UserError(203, what, "take it away, or rebuild the token files", where=path)
 
 
-def require_counts(origin: Origin | None, documents: int, tokens: int, prefix: Path) -> None:
-    """Refuse what was written of other token files. Raises UserError 203."""
-    if origin is not None and (origin.documents, origin.tokens) != (documents, tokens):
+def origin_of(files: TokenDataset, tokenizer: Tokenizer | None = None) -> Origin | None:
+    """Return the record of token files, once it fits them and the tokenizer; None: there is no PREFIX.json.
+
+    Raises:
+        UserError: 203, what is written of them is damaged, or of other files; 221, they were made by another tokenizer;
+            225, they have another mask.
+    """
+    origin, prefix = require_tokenizer(files.prefix, tokenizer), files.prefix
+    if origin is not None and (origin.documents, origin.tokens) != (files.num_documents, files.num_tokens):
         what = f"tells of {origin.documents:,} documents and {origin.tokens:,} tokens, "
-        what += f"{prefix}.idx of {documents:,} and {tokens:,}"
+        what += f"{prefix}.idx of {files.num_documents:,} and {files.num_tokens:,}"
         raise UserError(203, what, "take it away if it is of other token files", where=path_of(prefix))
+    require_mask(origin, files.mask, prefix)
+    return origin
 
 
 def require_mask(origin: Origin | None, mask: Mask | None, prefix: Path) -> None:
-    """Refuse token files whose mask is not the one that is written down beside them. Raises UserError 225."""
+    """Refuse token files with another mask than PREFIX.json names. Raises UserError 225."""
     if origin is None or origin.mask == (mask and mask.digest):
         return
     if mask is None:

@@ -14,22 +14,19 @@ and any element costs a few dozen integer operations and no memory. Source: J. B
 Arbitrary Finite Domains, CT-RSA 2002, sections 3 (cycle walking) and 5 (Feistel).
 """
 
-from typing import overload
+from typing import TypeVar
 
 import numpy as np
 
 from megazero.data.choice import mix
 
+_Numbers = TypeVar("_Numbers", int, np.ndarray)  # one, or many
 _ROUNDS = 8
 _MIN_HALF_BITS = 4  # tinier halves leave the rounds too little to mix: the orders of 3 windows would not be uniform
 _WORD = np.uint64(0xFFFFFFFF)
 
 
-@overload
-def sample_id(step: int, index: int, global_batch: int) -> int: ...
-@overload
-def sample_id(step: int, index: np.ndarray, global_batch: int) -> np.ndarray: ...
-def sample_id(step: int, index: int | np.ndarray, global_batch: int) -> int | np.ndarray:
+def sample_id(step: int, index: _Numbers, global_batch: int) -> _Numbers:
     """Return the number, over the whole run, of sequence `index` (one or many) of a step."""
     return step * global_batch + index
 
@@ -54,11 +51,7 @@ def index_of(data_rank: int, micro_batch: int, row: int, num_data: int, micro: i
     return (micro_batch * num_data + data_rank) * micro + row
 
 
-@overload
-def window_of(sample: int, num_windows: int, seed: int) -> int: ...
-@overload
-def window_of(sample: np.ndarray, num_windows: int | np.ndarray, seed: int | np.ndarray) -> np.ndarray: ...
-def window_of(sample: int | np.ndarray, num_windows: int | np.ndarray, seed: int | np.ndarray) -> int | np.ndarray:
+def window_of(sample: _Numbers, num_windows: int | np.ndarray, seed: int | np.ndarray) -> _Numbers:
     """Return the window of text of a sample (an id, or int64 ids of any shape), in [0, num_windows).
 
     Over the ids e x N ... e x N + N - 1 of an epoch e every window comes exactly once.
@@ -76,7 +69,9 @@ def window_of(sample: int | np.ndarray, num_windows: int | np.ndarray, seed: int
     while (outside := windows >= limits).any():  # at most 4 tries on average: 2^2h < 4 N, unless N is tiny
         windows[outside] = _permute(windows[outside], keys[:, outside], halves[outside])
     result = windows.astype(np.int64)
-    return result if isinstance(sample, np.ndarray) else int(result[0])
+    if isinstance(sample, np.ndarray):
+        return result
+    return int(result[0])
 
 
 def _words(seed: int | np.ndarray) -> np.ndarray:

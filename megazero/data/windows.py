@@ -14,7 +14,6 @@ Shapes: S sequence, B rows of a micro-batch; sequence first, as everywhere in th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,6 @@ import torch
 from megazero.base.errors import UserError
 from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream, document_lengths, split_streams
-from megazero.data.joined import open_files
 from megazero.data.packing import SHORTEST, Packing
 from megazero.data.token_dataset import TokenDataset
 
@@ -103,7 +101,7 @@ class WindowDataset:
         """Return the windows whose input has a part of the document that is tokens [start, stop) of the stream."""
         if self.packing is None:
             return list(range(start // self.seq_len, min((stop - 1) // self.seq_len + 1, self.num_windows)))
-        place = self.stream.ordinal(start)
+        place = int(self.stream.read(start, start + 1)[1][0])
         return [window for window in range(self.num_windows) if place in self.packing.documents(window)]
 
     def read(self, window: int) -> WindowTokens:
@@ -166,33 +164,6 @@ def micro_batch(reads: Sequence[WindowTokens], sample_ids: np.ndarray, *, mask_e
         documents=documents,
         sample_ids_B=torch.from_numpy(sample_ids.astype(np.int64)),
     )
-
-
-def open_datasets(
-    train: str | Path,
-    valid: str | Path | float | None,
-    seq_len: int,
-    vocab: int,
-    mask_eod: bool,
-    pack: bool = False,
-) -> tuple[WindowDataset, WindowDataset | None]:
-    """Open the training windows and, if any, the validation windows of a run.
-
-    Args:
-        train: path of the training data set.
-        valid: path of another one, or the fraction of the training documents to hold out, or None.
-        seq_len, vocab, mask_eod, pack: see WindowDataset.
-
-    Raises:
-        UserError: 201 to 204, 225, 228 files missing or damaged, 206 a split with an empty side, 207 too few tokens.
-    """
-    dataset = open_files(train)
-    if isinstance(valid, int | float):
-        return cut_windows(dataset, valid, seq_len, vocab, mask_eod, pack)
-    windows, _ = cut_windows(dataset, None, seq_len, vocab, mask_eod, pack)
-    if valid is None:
-        return windows, None
-    return windows, cut_windows(open_files(valid), None, seq_len, vocab, mask_eod, pack)[0]
 
 
 def cut_windows(

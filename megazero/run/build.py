@@ -23,7 +23,7 @@ from megazero.config.schema import Config
 from megazero.config.stages import Course, Part
 from megazero.data.joined import JoinedDataset
 from megazero.data.loader import BatchLoader, validation_batches
-from megazero.data.origin import Origin, joined, require_counts, require_mask, require_tokenizer
+from megazero.data.origin import Origin, joined, origin_of
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.data.windows import MicroBatch, WindowDataset
 from megazero.kernels.operations import Operations
@@ -248,10 +248,7 @@ def _origin_of(data: WindowDataset, tokenizer: Tokenizer | None) -> Origin | Non
     """
     dataset, origins = data.stream.dataset, list[Origin | None]()
     for files in dataset.shards if isinstance(dataset, JoinedDataset) else [dataset]:
-        origin = require_tokenizer(files.prefix, tokenizer)
-        require_counts(origin, files.num_documents, files.num_tokens, files.prefix)
-        require_mask(origin, files.mask, files.prefix)
-        origins.append(origin)
+        origins.append(origin_of(files, tokenizer))
     return joined(origins, dataset.prefix)
 
 

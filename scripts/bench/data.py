@@ -20,7 +20,7 @@ All but the last have the same vocabulary. They must write the same ids, or the 
 
 tokenizer training: from that file to a vocabulary of --vocab pieces.
     sentencepiece        the library's trainer in this process, with the settings and the lines of ours
-    ours                 data_tools/train_tokenizer.py: the same trainer in a process of its own, and a check of the
+    ours                 data_tools/train_tokenizer.py: the same trainer, and a check of the
                          vocabulary on the text. It must find the same pieces, or the script fails
     tokenizers           HuggingFace's trainer of a byte-level BPE, which splits the text into words first
 

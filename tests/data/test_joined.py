@@ -13,8 +13,8 @@ from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.joined import JoinedDataset, open_files, shard_names
-from megazero.data.windows import open_datasets
 from tests.data.test_indexed_dataset import megatron_bytes
+from tests.windows import open_datasets
 
 FIRST = [[1, 2, 3], [4], [5, 6]]
 SECOND = [[7, 8], [9, 10, 11, 12]]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megazero.base.errors import UserError
-from megazero.data.origin import Origin, joined, path_of, read_origin, require_counts, require_tokenizer
+from megazero.data.origin import Origin, joined, origin_of, path_of, read_origin, require_tokenizer
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 
 ORIGIN = Origin("00", 400, 3, 100, text_bytes=330, id_bytes=300, longest=60)
@@ -35,11 +35,15 @@ def test_counts_that_are_none(tmp_path: Path) -> None:
         read_origin(tmp_path / "x")
 
 
-def test_of_other_files(tmp_path: Path) -> None:
-    require_counts(None, 1, 2, tmp_path / "x")
-    require_counts(ORIGIN, 3, 100, tmp_path / "x")
-    with pytest.raises(UserError, match=r"MZ-203.*3 documents and 100 tokens, .*x.idx of 3 and 101"):
-        require_counts(ORIGIN, 3, 101, tmp_path / "x")
+def test_of_other_files(make_dataset, tmp_path: Path) -> None:
+    dataset = make_dataset([[1, 2], [3]], name="x")
+    assert origin_of(dataset) is None
+    mine = replace(ORIGIN, documents=2, tokens=3)
+    mine.write(tmp_path / "x")
+    assert origin_of(dataset) == mine
+    ORIGIN.write(tmp_path / "x")
+    with pytest.raises(UserError, match=r"MZ-203.*3 documents and 100 tokens, .*x.idx of 2 and 3"):
+        origin_of(dataset)
 
 
 def test_of_another_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -30,6 +30,34 @@ INST = """\
 {% else %}{{ ' ' + message.content | trim + ' ' + eos_token }}{% endif %}
 {%- endfor %}
 """
+# The ways of well-known families; ANSWER stands where an answer is rendered.
+_FAMILIES = {
+    "ChatML": "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}{%- if m.role == 'assistant' %}"
+    "ANSWER{{ m.content + '<|im_end|>' }}END{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}{{- '\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}",
+    "Llama 3": "{{- bos_token }}{%- for m in messages %}{{- '<|im_start|>' + m.role + '<|im_end|>\\n\\n' }}"
+    "{%- if m.role == 'assistant' %}ANSWER{{ m.content | trim + '<|end|>' }}END{%- else %}"
+    "{{- m.content | trim + '<|end|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant<|im_end|>\\n\\n' }}{%- endif %}",
+    "Mistral": "{{- bos_token }}{%- for m in messages %}{%- if m.role == 'assistant' %}"
+    "ANSWER{{ ' ' + m.content | trim + eos_token }}END{%- else %}{{- ' [INST] ' + m.content + ' [/INST]' }}"
+    "{%- endif %}{%- endfor %}",
+    "Gemma": "{{- bos_token }}{% set ns = namespace(first=true) %}{%- for m in messages %}"
+    "{%- set role = 'model' if m.role == 'assistant' else m.role %}{{- '<|im_start|>' + role + '\\n' }}"
+    "{%- if role == 'model' %}ANSWER{{ m.content | trim + '<|im_end|>' }}END{%- else %}"
+    "{{- m.content | trim + '<|im_end|>' }}{%- endif %}{{- '\\n' }}{% set ns.first = false %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>model\\n' }}{%- endif %}",
+    "Zephyr": "{% for m in messages %}\n{% if m.role == 'assistant' %}\n{{ '<|assistant|>\\n' }}"
+    "ANSWER{{ m.content + eos_token }}END{{ '\\n' }}{% else %}\n{{ '<|' + m.role + '|>\\n' + m.content + eos_token }}\n"
+    "{% endif %}\n{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}",
+}
+FAMILIES = {  # with and without {% generation %} blocks
+    name: (
+        text.replace("ANSWER", "{% generation %}").replace("END", "{% endgeneration %}"),
+        text.replace("ANSWER", "").replace("END", ""),
+    )
+    for name, text in _FAMILIES.items()
+}
 CHATS: list[list[dict[str, Any]]] = [
     [
         {"role": "system", "content": "Be brief."},

@@ -146,7 +146,7 @@ train([f"{n * n:x} {n * 7919 % 10007:o}\\n" for n in range(400_000)], 9000)
 
 
 @pytest.mark.usefixtures("usual_signals")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_a_signal_ends_a_vocabulary_that_is_being_trained(number: signal.Signals) -> None:
     """The library itself minds none."""
     line = [sys.executable, "-c", TRAIN]

@@ -17,7 +17,18 @@ from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.origin import read_origin
 from megazero.data.tokenizer import open_tokenizer
-from tests.data_tools.chats import CHATML, CHATS, INST, MARKED, PLAIN, SPECIALS, make_tokenizer, turns, write_chats
+from tests.data_tools.chats import (
+    CHATML,
+    CHATS,
+    FAMILIES,
+    INST,
+    MARKED,
+    PLAIN,
+    SPECIALS,
+    make_tokenizer,
+    turns,
+    write_chats,
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +55,22 @@ def as_template(folder: Path, source: str) -> str:
     return str(folder / "x.jinja")
 
 
-def test_ids_and_mask_are_those_of_transformers(tokenizer: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_and_mask_are_those_of_transformers(tokenizer: Path, tmp_path: Path, family: str) -> None:
+    """Also where no generation block tells the answers, of which transformers would have none."""
     import transformers
 
     theirs = transformers.AutoTokenizer.from_pretrained(tokenizer.parent, local_files_only=True)
-    found = processed(tmp_path, tokenizer, CHATS)
+    marked, plain = FAMILIES[family]
+    found = processed(tmp_path, tokenizer, CHATS, as_template(tmp_path, marked))
     assert len(found) == len(CHATS)
     for chat, (ids, scored) in zip(CHATS, found, strict=True):
-        expected = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        expected = theirs.apply_chat_template(
+            chat, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
+        )
         assert ids == expected["input_ids"]
         assert scored == [bool(bit) for bit in expected["assistant_masks"]]
-
-
-def test_prefixes_tell_the_same_answers_as_generation_blocks(tokenizer: Path, tmp_path: Path) -> None:
-    marked = processed(tmp_path, tokenizer, CHATS)
-    assert processed(tmp_path, tokenizer, CHATS, as_template(tmp_path, PLAIN)) == marked
+    assert processed(tmp_path, tokenizer, CHATS, as_template(tmp_path, plain)) == found
 
 
 def test_a_template_without_roles_or_a_prompt(tokenizer: Path, tmp_path: Path) -> None:
@@ -298,7 +310,7 @@ def test_templates_that_are_not_there(tokenizer: Path, tmp_path: Path, capsys) -
         return said
 
     assert "no template: No such file" in refused(226, str(tokenizer), "--chat", "gone.jinja")
-    assert "there is no chat_template.jinja beside it" in refused(226, "bytes", "--chat")
+    assert "there is no chat_template.jinja next to it" in refused(226, "bytes", "--chat")
     (tmp_path / "latin.jinja").write_bytes(b"\xff")
     assert "is not UTF-8" in refused(226, str(tokenizer), "--chat", str(tmp_path / "latin.jinja"))
     assert "got a folder" in refused(226, str(tokenizer), "--chat", str(tmp_path))

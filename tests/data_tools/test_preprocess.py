@@ -92,7 +92,7 @@ def test_what_it_refuses(fails, model: Path, tmp_path: Path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_a_tokenizer_whose_library_panics_is_one_line(command, tmp_path: Path, workers: int):
     """The library's own lines come before it."""
     ranks = write_ranks(tmp_path / "x.tiktoken")
@@ -161,6 +161,7 @@ def test_killed_command_leaves_no_data_set_and_no_workers(tmp_path: Path, model:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["x.unfinished"]
 
 
+@pytest.mark.full  # one that is killed in the middle of a message stays in the quick half
 def test_killed_worker_is_one_line(tmp_path: Path, model: Path):
     with start(tmp_path, model, LONG) as child:
         wait_for_tokens(tmp_path)
@@ -206,7 +207,7 @@ def is_in(calls: tuple[str, ...], process: int) -> bool:
 
 
 @pytest.mark.usefixtures("usual_signals")
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("early", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_interrupt_is_one_line(tmp_path: Path, model: Path, early: bool):
     """Ctrl-C goes to the whole process group, also while workers are starting."""
     with start(tmp_path, model, LONG) as child:
@@ -249,6 +250,7 @@ def peak_memory(tmp_path: Path, model: Path, text: bytes) -> int:
     return sum(peaks.values())
 
 
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, model: Path):
     """One document of 30 MB and one of 3 MB, made of digits: a token per byte, the worst case, and the quickest."""
     line = b"0123456789" * 20 + b"\n"

@@ -55,6 +55,7 @@ def test_each_step_runs_when_needed(few_sources: list[Path], tmp_path: Path):
     assert make(folder) == EVERYTHING
 
 
+@pytest.mark.full
 def test_a_folder_of_another_recipe_is_made_again(few_sources: list[Path], tmp_path: Path):
     """As an earlier version has left it: whole, of another text, and without a word of how it was chosen."""
     make(tmp_path)

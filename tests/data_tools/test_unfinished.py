@@ -68,7 +68,12 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [(), ("--deduplicate",), ("--where", "n!=9", "--deduplicate"), ("--part", "1/2"), CHAT]
+    "more",
+    [
+        ("--where", "n!=9", "--deduplicate"),
+        CHAT,
+        *(pytest.param(words, marks=pytest.mark.full) for words in ((), ("--deduplicate",), ("--part", "1/2"))),
+    ],
 )
 def test_the_same_line_goes_on_and_gives_the_same_bytes(
     text: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_parts: None, more: tuple[str, ...], capsys
@@ -133,7 +138,7 @@ def test_one_command_at_a_time(text: list[str], tmp_path: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize("more", [(), CHAT], ids=["text", "chat"])
-@pytest.mark.parametrize("of", [2, 5])
+@pytest.mark.parametrize("of", [5, pytest.param(2, marks=pytest.mark.full)])
 def test_parts_that_are_merged_are_the_whole(text: list[str], tmp_path: Path, of: int, more: tuple[str, ...]) -> None:
     text = [*text, *with_template(tmp_path, more)]
     assert preprocess.main([*text, "--output", str(tmp_path / "whole")]) == 0

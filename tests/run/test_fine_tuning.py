@@ -130,6 +130,8 @@ GRIDS = {
     "pipeline 2": ("parallel.pipeline=2",),
     "larger micro-batches": ("batch.micro=4",),
 }
+FIRST = "two data ranks, stage 3"
+OTHERS = (pytest.param(grid, marks=pytest.mark.full) for grid in GRIDS if grid != FIRST)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +141,9 @@ def alone(tuning: Tuning, tmp_path_factory: pytest.TempPathFactory) -> RunFolder
     return folder
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(
+    "grid", [FIRST, *(pytest.param(grid, marks=pytest.mark.full) for grid in GRIDS if grid != FIRST)]
+)
 def test_every_grid_trains_the_same(tuning: Tuning, alone: RunFolder, tmp_path: Path, grid: str) -> None:
     options = (*tuning.options, f"run.dir={tmp_path / 'run'}", *GRIDS[grid])
     done = command("train.py", "--config", CONFIGS / "sft.yaml", *options)

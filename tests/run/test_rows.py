@@ -9,11 +9,11 @@ import torch
 from megazero.checkpoint.checkpoints import Checkpoints
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import single
-from megazero.data.windows import open_datasets
 from megazero.observe.jsonl import read_rows
 from megazero.observe.phases import PHASES
 from megazero.run.session import launch
 from tests.tiny_run import TinyData, built, command, train
+from tests.windows import open_datasets
 
 
 def test_time_place_and_speed(tiny_data: TinyData, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from megazero.base.reading import looked_up, parse_object, read_file
 from megazero.base.this_copy import here
 
 FILE_BYTES = 64 << 20  # of a tokenizer's file; the largest published ones have 35 MB
-CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # beside a file, as transformers writes them
+CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # next to a file, as transformers writes them
 BESIDE_BYTES = 4 << 20  # of each of these
 MOST_IDS = 1 << 24  # a table of this many sizes is made, however few ids the file really has
 SPACE_MARK = "\u2581"  # SentencePiece's picture of a space inside pieces
@@ -129,14 +129,14 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def config_beside(path: Path) -> dict[str, Any]:
-    """Return what tokenizer_config.json beside a file says, nothing where there is none. Raises UserError 209."""
+    """Return the content of tokenizer_config.json next to a file, {} where there is none. Raises UserError 209."""
     beside = path.with_name(CONFIG)
     if not beside.exists():
         return {}
     try:
         return parse_object(read_file(beside, BESIDE_BYTES))
     except (OSError, ValueError) as error:
-        raise UserError(209, f"cannot be read: {error}", "mend it or take it away", where=beside) from error
+        raise UserError(209, f"cannot be read: {error}", "repair it or take it away", where=beside) from error
 
 
 def how_to_make(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Files of the tokenizers library: tokenizer.json, as published models have it.
 
 The file says how text becomes ids. Which id ends a document it does not say: that is the eos_token of the
-tokenizer_config.json beside it, or the one known name among the special tokens. A special token that stands in a text
+tokenizer_config.json next to it, or the one known name among the special tokens. A special token that stands in a text
 is text here, as everything in it; nothing is put before or behind it.
 """
 
@@ -75,7 +75,9 @@ class JsonFile(Tokenizer):
         self.fingerprint = xxhash.xxh3_64_hexdigest(content + f"{self.bos} {self.eod}".encode())
         told = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
         told |= {key: beside[key] for key in _CARRIED if key in beside}
-        self.files = {"tokenizer.json": content, CONFIG: json.dumps(told, indent=1).encode()} | self._template()
+        self.files = {"tokenizer.json": content, CONFIG: json.dumps(told, indent=1).encode()}
+        if (template := self.path.with_name(CHAT_TEMPLATE)).exists():
+            self.files[CHAT_TEMPLATE] = read_file(template, BESIDE_BYTES)
 
     def _encode(self, text: str) -> list[int]:
         return self._library.encode(text, add_special_tokens=False).ids
@@ -90,15 +92,6 @@ class JsonFile(Tokenizer):
             what = f"{end!r:.40} (id {self.eod}) ends a document, but text gives it as well"
             raise UserError(209, what, f"name a special token as eos_token in {CONFIG}", where=self.path)
 
-    def _template(self) -> dict[str, bytes]:
-        """Return the file of a chat template beside it, by its name, if there is one. Raises UserError 209."""
-        path = self.path.with_name(CHAT_TEMPLATE)
-        try:
-            return {CHAT_TEMPLATE: read_file(path, BESIDE_BYTES)} if path.exists() else {}
-        except OSError as error:
-            what = f"cannot be read: {error.strerror}"
-            raise UserError(209, what, "mend it or take it away", where=path) from error
-
     def _roles(self, told: dict[str, Any], special: dict[str, int], vocabulary: dict[str, int]) -> dict[str, str]:
         """Return the token of each role: what begins a text, ends a document, and what else is told. Raises 210."""
         named = {}
@@ -110,7 +103,7 @@ class JsonFile(Tokenizer):
         known = [name for name in _ENDS if name in special]
         if "eos_token" not in named and len(known) != 1:
             what = f"which token ends a document? Of {', '.join(_ENDS)} it has {len(known)}"
-            do = f'put {CONFIG} beside it, with {{"eos_token": "NAME"}}'
+            do = f'put {CONFIG} next to it, with {{"eos_token": "NAME"}}'
             raise UserError(210, what, do, where=self.path)
         end = named.get("eos_token") or known[0]
         return {"bos_token": end, "eos_token": end} | named

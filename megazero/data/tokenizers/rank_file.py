@@ -1,7 +1,7 @@
 """Rank files, as tiktoken reads them: one line for each token, its bytes in base64 and its rank.
 
 Such a file holds the byte pairs in the order in which they are merged, and neither the pattern that splits text into
-words before, nor the special tokens. Both are in a file beside it, NAME.tiktoken.json:
+words before, nor the special tokens. Both are in a file next to it, NAME.tiktoken.json:
 
     {"pattern": "\\\\s+|\\\\S+", "special_tokens": {"<|endoftext|>": 100257}, "eod": "<|endoftext|>"}
 
@@ -89,7 +89,7 @@ class RankFile(Tokenizer):
         """Return the pattern, the special tokens and the name of the one that ends a document.
 
         Raises:
-            UserError: 209, what is beside the file is wrong; 210, nothing is.
+            UserError: 209, the file next to it is wrong; 210, there is none.
         """
         beside = self.path.with_name(f"{self.path.name}.json")
         if not beside.exists():
