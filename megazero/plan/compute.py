@@ -194,9 +194,8 @@ class Compute:
         flops = 4 * T * shape.seq_len * shape.hidden / t
         if not self.system.stored_scores:
             forward = flops / 2 / self._fused + self.launch
-            light = (
-                0.0 if shape.learned_positions else self.moved(2 * T * (shape.hidden + shape.kv_width) * self.item / t)
-            )
+            rotated = 2 * T * (shape.hidden + shape.kv_width) * self.item / t
+            light = 0.0 if shape.learned_positions else self.moved(rotated)
             return forward + light, 2.5 * forward + light
         scores = T * shape.seq_len * shape.heads / t
         forward = flops / self._rate + self.moved(scores * _STORED_FORWARD)

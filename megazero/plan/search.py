@@ -171,21 +171,18 @@ def _lack(found: RankMemory, machine: Machine) -> float:
 
 def _least(options: list[Job], machine: Machine, allowed: Callable[[Job], bool]) -> Found | None:
     """Return the first that fits, or None."""
-    room = usable(machine)
     for candidate in options:
-        if planned(candidate, 0, machine).peak > room or not allowed(candidate):
+        if planned(candidate, 0, machine).peak > usable(machine) or not allowed(candidate):
             continue
-        found = list(_until(everywhere(candidate, machine), lambda rank: not fits(rank, machine)))
-        if all(fits(rank, machine) for rank in found):
-            return Found(candidate, step_time(candidate, machine), max(found, key=lambda rank: rank.peak))
+        most: RankMemory | None = None
+        for rank in everywhere(candidate, machine):
+            if not fits(rank, machine):
+                break
+            most = rank if most is None or rank.peak > most.peak else most
+        else:
+            assert most is not None, "a pipeline has a rank"
+            return Found(candidate, step_time(candidate, machine), most)
     return None
-
-
-def _until(ranks: Iterator[RankMemory], stop: Callable[[RankMemory], bool]) -> Iterator[RankMemory]:
-    for rank in ranks:
-        yield rank
-        if stop(rank):
-            return
 
 
 def spreads(job: Job, ranks: int, widest: int, node: int) -> Iterator[Job]:
