@@ -19,7 +19,7 @@ from megazero.plan.memory import RankMemory, planned
 from megazero.plan.placements import stages_that_shard
 from megazero.plan.time import StepTime, step_time
 
-# What a job on a device cannot have beside its communicators: the driver's own memory, loaded kernels, and holes.
+# Memory that a job cannot have: the driver's own, loaded kernels, and holes between tensors.
 RESERVED_BYTES, RESERVED_SHARE = 800 * 2**20, 0.04
 _CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4, 6, 8), "zb-h1": (1,), "zb-v": (2,)}
 _MOST_SEQUENCES = 64
