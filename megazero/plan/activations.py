@@ -13,7 +13,7 @@ h the hidden size, kv the width of keys and of values, f that of the MLP, e byte
     statistics    2 T' 2 4                   LayerNorm's mean and deviation (8 in fp64); RMSNorm has one number
 
 In 16 bits with f = 4 h and t = 1 that is s b h (8 + 6 + 2 + 16) = 32 s b h. Korthikanti et al. 2022 (arXiv 2205.05198,
-Table 2) count 34: two masks of dropout, a byte an element, which nobody stores here, because they are computed again.
+Table 2) count 34: two masks of dropout, a byte an element, which are not stored here, because they are computed again.
 Their 5 a s^2 b for scores is what fused attention never stores. Selective recompute spares the softmax sums, and
 what documents and rotary add; full recompute keeps T' h e, the input, or with Pa T' h e / t.
 """
@@ -45,5 +45,5 @@ def logits(shape: Shape, micro: Micro) -> int:
 
 
 def _wide(item: int) -> int:
-    """Return the bytes of an element of what is computed in a wider type."""
+    """Return the bytes of an element of a tensor that is computed in a wider type."""
     return max(item, 4)

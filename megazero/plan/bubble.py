@@ -1,16 +1,15 @@
 """The seconds that a step waits in a pipeline: for other ranks, and for messages.
 
-With f, b, w the seconds of its forward, of the gradients of its input and of its weights (what is computed again
-belongs to b), p pipeline ranks, m micro-batches, v chunks, the step waits for others (`schedules/simulate.py` gives the
-same):
+With f, b, w the seconds of a micro-batch's forward, of the gradients of its input and of its weights (recomputation
+belongs to b), p pipeline ranks, m micro-batches, v chunks, the step waits for others (`schedules/simulate.py` agrees):
 
     gpipe, 1f1b     (p - 1) (f + b + w)              Narayanan et al. 2021 (arXiv 2104.04473), section 2.2
     interleaved     (p - 1) (f + b + w) / v          ibid.
     zb-h1           (p - 1) max(f + b - w, f)        Qi et al. 2023 (arXiv 2401.10241), table 2
     zb-v            (p - 1) max(f, b, 2 (b - w)) / 2
 
-and for messages: in 1f1b 2 m of them, because a micro-batch's way to the last rank and back is on the critical path;
-gpipe 2 (p - 1), interleaved 2 (p v - 1), zb-h1 4 (p - 1), zb-v 4 p.
+It waits for messages: in 1f1b for 2 m of them, because a micro-batch's way to the last rank and back is on the
+critical path; gpipe 2 (p - 1), interleaved 2 (p v - 1), zb-h1 4 (p - 1), zb-v 4 p.
 """
 
 from megazero.plan.compute import PassTimes

@@ -27,7 +27,7 @@ elements of e bytes, and P reduced ones of g bytes, as codes of c bytes, scales 
 
     gathers         quantised by their owner, (e + c) P / N; written by every rank, (c + e) P
     gradients       quantised for each other rank, and what comes added: (g + c) + (c + 2 g), of P (N - 1) / N
-    error feedback  a residual added to each, what codes mean, what is lost, nothing that is not finite: 10 g + c more
+    error feedback  adds a residual, decodes, keeps the error, drops values that are not finite: 10 g + c more
 
 A pass is a kernel for each rank's part. Neighbours that have codes already (`zero.secondary_ranks`) copy them.
 """
@@ -50,7 +50,7 @@ class PassTimes:
     """Seconds of one micro-batch: forward, gradient of the input, gradients of the weights, recomputation.
 
     Attributes:
-        columns: the gradients of the two column products' weights, beside which a sum can run.
+        columns: the gradients of the two column products' weights, which can hide a sum.
     """
 
     forward: float
@@ -140,7 +140,7 @@ class Compute:
         return self.moved(elements * self.job.bytes.moved_by_update)
 
     def codes(self, own: Sequence[Flow], gathered: int, reduced: int) -> tuple[float, float]:
-        """Return the seconds of a step's passes over what is quantised, of parameters and of gradients.
+        """Return the seconds of a step's passes that quantise parameters, and gradients.
 
         Args:
             own: what the rank sends.
@@ -194,9 +194,8 @@ class Compute:
         flops = 4 * T * shape.seq_len * shape.hidden / t
         if not self.system.stored_scores:
             forward = flops / 2 / self._fused + self.launch
-            light = (
-                0.0 if shape.learned_positions else self.moved(2 * T * (shape.hidden + shape.kv_width) * self.item / t)
-            )
+            rotated = 2 * T * (shape.hidden + shape.kv_width) * self.item / t
+            light = 0.0 if shape.learned_positions else self.moved(rotated)
             return forward + light, 2.5 * forward + light
         scores = T * shape.seq_len * shape.heads / t
         forward = flops / self._rate + self.moved(scores * _STORED_FORWARD)

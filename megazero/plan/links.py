@@ -3,20 +3,20 @@
 A ring of N ranks, k of them in each node, is as fast as its slowest link: the node's own where k = N, else k times a
 device's part of the network, because the other rings of the node's N' / k share it. Its steps cost a latency each.
 Of an all-to-all (quantised gradients; on CPUs everything) (k - 1) / (N - 1) of the bytes stay in the node, and the
-others leave it beside them through a device's own part of the network.
+others leave it at the same time through a device's own part of the network.
 """
 
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 
-AWAY = ("host", "disk")  # the ways to what is offloaded, told like axes
+AWAY = ("host", "disk")  # the ledger's names for copies to the host and to disks, which are no axes
 
 
 def split_by_node(job: Job, found: dict[str, dict[str, int]], devices: int) -> dict[str, dict[str, int]]:
     """Return the `in_node` and `cross_node` bytes of each axis.
 
     A ring with k ranks in each node crosses nodes on every k-th of its links, so 1 / k of what the ranks send crosses.
-    Of quantised gradients each rank sends each other its part (all-to-all): what is for ranks of other nodes crosses.
+    Of quantised gradients each rank sends each other its part (all-to-all): the parts for ranks of other nodes cross.
     The ranks of an axis are `stride` apart, tensor fastest.
 
     Args:

@@ -11,7 +11,7 @@
                   their way to a disk one more n/t
     graphs        input, output and their gradients, which pass between replayed blocks: 4 n
     activations   walked through with the schedule's list of actions: what the micro-batches under way keep, and what
-                  the backward of one of them takes beside that (`peak.py`)
+                  the backward of one of them takes on top (`peak.py`)
 
 Beside these a GPU holds, and no ledger counts (`planned`):
 
@@ -178,7 +178,7 @@ class _Walk:
 
     @cached_property
     def peak(self) -> tuple[int, str]:
-        """Return the peak in its backward, with what is kept, and its cause."""
+        """Return the peak in its backward, kept activations included, and its cause."""
         return self._peak(self._blocks, head=self._head)
 
     @cached_property

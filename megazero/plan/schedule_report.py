@@ -17,7 +17,7 @@ from megazero.schedules.simulate import Costs, Timeline, peak_live, simulate
 _SHOWN_RANKS, _SHOWN_CHARACTERS = 8, 46
 _TABLE_LEGEND = (
     "work: in passes of a block; live: micro-batches of one stage whose activations are there at most",
-    "MB: of one rank in a step, beside what stages 1 and 2 gather after the update",
+    "MB: of one rank in a step, without the gathers of stages 1 and 2 after the update",
 )
 _ACTION_LEGEND = (
     "each rank's actions in their order: the stage, what it does, the micro-batch",

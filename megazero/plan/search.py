@@ -19,7 +19,7 @@ from megazero.plan.memory import RankMemory, planned
 from megazero.plan.placements import stages_that_shard
 from megazero.plan.time import StepTime, step_time
 
-# What a job on a device cannot have beside its communicators: the driver's own memory, loaded kernels, and holes.
+# Memory that a job cannot have: the driver's own, loaded kernels, and holes between tensors.
 RESERVED_BYTES, RESERVED_SHARE = 800 * 2**20, 0.04
 _CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4, 6, 8), "zb-h1": (1,), "zb-v": (2,)}
 _MOST_SEQUENCES = 64
@@ -171,21 +171,18 @@ def _lack(found: RankMemory, machine: Machine) -> float:
 
 def _least(options: list[Job], machine: Machine, allowed: Callable[[Job], bool]) -> Found | None:
     """Return the first that fits, or None."""
-    room = usable(machine)
     for candidate in options:
-        if planned(candidate, 0, machine).peak > room or not allowed(candidate):
+        if planned(candidate, 0, machine).peak > usable(machine) or not allowed(candidate):
             continue
-        found = list(_until(everywhere(candidate, machine), lambda rank: not fits(rank, machine)))
-        if all(fits(rank, machine) for rank in found):
-            return Found(candidate, step_time(candidate, machine), max(found, key=lambda rank: rank.peak))
+        most: RankMemory | None = None
+        for rank in everywhere(candidate, machine):
+            if not fits(rank, machine):
+                break
+            most = rank if most is None or rank.peak > most.peak else most
+        else:
+            assert most is not None, "a pipeline has a rank"
+            return Found(candidate, step_time(candidate, machine), most)
     return None
-
-
-def _until(ranks: Iterator[RankMemory], stop: Callable[[RankMemory], bool]) -> Iterator[RankMemory]:
-    for rank in ranks:
-        yield rank
-        if stop(rank):
-            return
 
 
 def spreads(job: Job, ranks: int, widest: int, node: int) -> Iterator[Job]:

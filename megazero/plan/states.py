@@ -54,8 +54,8 @@ class UnitSize:
     """The size of one unit on a tensor rank: the elements of each of its parameters.
 
     Attributes:
-        split: those of what is split over the tensor axis.
-        whole: those of what is whole on every tensor rank, which lies behind it.
+        split: those of parameters that are split over the tensor axis.
+        whole: those of parameters that are whole on every tensor rank; they lie behind the split ones.
         alignment: every parameter begins at a multiple of so many elements.
     """
 
@@ -71,7 +71,7 @@ class UnitSize:
 
     @cached_property
     def end(self) -> int:
-        """Return the element of the flat buffer at which what is no multiple of a shard ends."""
+        """Return the elements of the flat buffer before it is padded to a multiple of the shards."""
         return self.tail + sum(aligned(numel, alignment=self.alignment) for numel in self.whole)
 
     def padded(self, shard: int) -> int:
@@ -79,7 +79,7 @@ class UnitSize:
         return aligned(self.end, shard, self.alignment)
 
 
-@cache  # a search asks for those of the same parts thousands of times
+@cache  # a search asks for equal parts thousands of times
 def units(
     shape: Shape,
     tensor: int,

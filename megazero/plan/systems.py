@@ -1,8 +1,8 @@
 """The systems that a job can be planned for: `plan --system NAME`, and published runs as their own system ran them.
 
-A system is what differs from ours in overlap, in the rates that its kernels reach, in what it sends and in what it
-holds. Each figure has its source beside it: a paper, a document of the system, or the published rows that it was fitted
-to (`scripts/fit_planner.py`). What is not named is planned as ours; of our own engine no figure is here.
+A system differs from ours in overlap, in the rates that its kernels reach, in the bytes that it sends and holds. Each
+figure has its source next to it: a paper, a document of the system, or the published rows that it was fitted to
+(`scripts/fit_planner.py`). Everything else is planned as ours; no figure here is of our own engine.
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ class System:
         name: as `--system` takes it.
         stored_scores: attention keeps its scores in memory.
         replays_all: full recompute computes a block's last product again, and sums it over the tensor axis.
-        overlaps: gradients are reduced, and parameters gathered, beside the computation.
-        sums: which sums over the tensor axis have products beside them: `none`; `backward`, those beside which weights'
+        overlaps: gradients are reduced, and parameters gathered, in parallel with the computation.
+        sums: which sums over the tensor axis run in parallel with products: `none`; `backward`, those at which weights'
             gradients are due; `all`, under sequence parallelism, those of forward too.
         splits_messages: pipeline messages are sent once, not by each rank of the tensor axis (arXiv 2104.04473, 4.1).
         scattered: share of a ring's rate that gathers and reductions of stage 3 reach; below 1 where each parameter

@@ -1,15 +1,15 @@
 """The seconds of a step, by part, in closed form.
 
-One micro-batch on the busiest pipeline rank takes the seconds of `compute.py`, and of its sums over the tensor axis
-those that overlap with nothing: all of forward, and of backward what is longer than the weight's product beside it. In
-n chunks (`parallel.tensor_chunks`) one n-th of each in forward has no product beside it, and of the others what is
-longer than theirs; with them counts what a product in pieces takes longer.
-Waits for other pipeline ranks: `bubble.py`; for messages between ranks: `links.py`.
+One micro-batch on the busiest pipeline rank takes the seconds of `compute.py`, and those of its sums over the tensor
+axis that no computation hides: all sums of forward, and of a sum in backward the time by which it exceeds the weight's
+product that runs in parallel with it. In n chunks (`parallel.tensor_chunks`) the first chunk of a forward sum is waited
+for in full, each other one for the time by which it exceeds the next chunk's product; products in pieces take longer,
+which counts too. Waits for other pipeline ranks are in `bubble.py`, messages in `links.py`.
 
-Along the data axis, stages 0 and 1 reduce beside the last backward, 2 beside each; updated parameters are gathered
-beside the next forward; stage 3 gathers beside each forward and backward. What is longer than what it runs beside is
-waited for, and one unit's part always, because it has nothing to run beside. Systems that do not overlap wait for all
-(`systems.py`).
+Along the data axis, stages 0 and 1 reduce gradients during the last backward, stages 2 and 3 during each; updated
+parameters are gathered during the next forward; stage 3 gathers during each forward and backward. A step waits for the
+time by which traffic exceeds the computation that hides it, and always for one unit's part, which nothing hides.
+Systems that do not overlap wait for all traffic (`systems.py`).
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class StepTime:
     Attributes:
         step_s: seconds from begin to end.
         parts: seconds that add up to it.
-        hidden: traffic that nobody waits for, by axis.
-        bubble: what the busiest pipeline rank waits for others, over its work.
+        hidden: seconds of traffic that computation hides, by axis.
+        bubble: the time that the busiest pipeline rank waits for others, over its work.
         tokens_per_second_per_device, tflops_per_device: the latter of the model's FLOPs.
         mfu, hfu: model's, and done, FLOPs over the peak.
         micro: times of one micro-batch on a pipeline rank, the mean of all.
@@ -112,7 +112,7 @@ def _sums(job: Job, links: Links, compute: Compute, block: PassTimes, system: Sy
     if system.sums == "none":
         columns = (0.0, 0.0)
     if job.sequence:
-        backward = one + sum(max(0.0, one - column) for column in columns)  # gathers again, and sums, beside products
+        backward = one + sum(max(0.0, one - column) for column in columns)  # gathers again and sums while products run
     else:
         backward = sum(max(0.0, one - column) for column in columns)
     again = 0.0
@@ -137,10 +137,10 @@ def _waits_of_chunks(job: Job, links: Links, compute: Compute, each: float) -> l
 
 
 def _beside_products(one: float, compute: Compute, block: PassTimes) -> PassTimes:
-    """Return the seconds that a block waits where every gather and sum moves beside a product, in pieces of the ring.
+    """Return the seconds that a block waits where each gather and sum runs in parallel with a product, piece by piece.
 
-    Forward has one for each of the four products. Backward has one beside each product for its input and one beside the
-    gradient of either column product's weights. The first piece of a ring, 1 / t of it, has nothing to run beside.
+    Forward has one for each of the four products. Backward has one with each product for its input and one with the
+    gradient of either column product's weights. No product hides the first piece of a ring, 1 / t of it.
 
     Args:
         one: seconds of a gather, or of a sum, alone.
@@ -198,8 +198,8 @@ def _data(
     """Return the seconds of traffic on the data axis and at the ends that are waited for, and those that are not.
 
     Args:
-        first: the share of it that comes beside nothing.
-        coded: seconds of the passes over what is quantised: parameters, gradients.
+        first: the share of the traffic that nothing hides.
+        coded: seconds of the passes that quantise parameters, and gradients.
     """
     job = links.job
     m = job.micro_batches
@@ -236,12 +236,12 @@ def _data(
 
 
 def _rest(traffic: float, computation: float, first: float) -> float:
-    """Return the seconds waited for traffic beside a computation; a share of it, the first, has nothing beside it."""
+    """Return the seconds of traffic that a computation does not hide; the share `first` is never hidden."""
     return max(traffic - computation, traffic * first)
 
 
 def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, busy: PassTimes) -> tuple[float, float]:
-    """Return the seconds of the update on the device, and those waited for what is offloaded."""
+    """Return the seconds of the update on the device, and the seconds that a step waits for the host or disks."""
     job = compute.job
     m = job.micro_batches
     moved: dict[str, float] = {}
@@ -251,13 +251,13 @@ def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, 
     out, back = (moved.get(f"inputs {way}", 0.0) for way in ("out", "back"))
     offload = max(0.0, out - m * busy.forward) + max(0.0, back - m * busy.backward)
     back = moved.get("parameters back", 0.0)
-    if job.parameters_away:  # gathered from there beside the passes
+    if job.parameters_away:  # gathered from there during the passes
         offload += max(0.0, back - m * (busy.forward + busy.backward))
         back = 0.0
     if not job.optimizer_away:
         return compute.update(elements), offload
     update = elements * job.bytes.moved_by_update / machine.host_memory_bandwidth
-    # A disk reads and writes in turns, beside the update.
+    # A disk reads and writes in turns, while the update runs.
     update = max(update, sum(moved.get(f"optimizer {way}", 0.0) for way in ("out", "back")))
     if job.delayed:  # the rest of it is waited for when the next step ends
         update = max(0.0, update - m * (busy.forward + busy.backward))

@@ -20,14 +20,14 @@ tensor axis:
 
     replica         2 P / N gradients, once a step, in units of bytes x (R - 1) / R of R shard groups
 
-Gradients along these axes and at the ends count in the bytes in which they are summed (`zero.reduce_dtype`); what is
-quantised on its way between shard ranks (`zero.quantize`) in those of codes and scales (`base/quantized.py`).
+Gradients along these axes and at the ends count in the bytes in which they are summed (`zero.reduce_dtype`); values
+that are quantised between shard ranks (`zero.quantize`) in those of codes and scales (`base/quantized.py`).
 
     pipeline        n' for each micro-batch and neighbour stage on another rank
     ends            the tied weight's reduced gradient, 2 / 2 = 1 of each element
     norm, loss      fp64 scalars: a sum of squares for each unit; over all ranks the loss, the count of its tokens, and
                     the votes on ending the run
-    host, disk      what is offloaded, to and fro
+    host, disk      copies to and from offloaded state
 
 In stage 3 a forward gathers every unit of the stage; a backward those of the blocks, because the embedding needs none
 and the head's are still there.
@@ -41,7 +41,7 @@ from megazero.plan.job import Job
 from megazero.plan.links import AWAY, axis_size
 from megazero.plan.share import RankUnits, Share, Unit, share_of
 
-_AXIS = {"cpu": "host", "nvme": "disk"}  # the ways to what is offloaded, as the ledger names them
+_AXIS = {"cpu": "host", "nvme": "disk"}  # where offloaded state goes, as the ledger names it
 WIDE = 8  # bytes of a scalar that ranks sum
 TOTALS = 11  # scalars of a step that all ranks sum: loss, its tokens, one that is not finite, votes (`zero/engine.py`)
 
@@ -174,7 +174,7 @@ def _tensor(job: Job, share: Share) -> Iterator[Flow]:
 
 
 def _tails(job: Job, own: RankUnits, shard_rank: int) -> Iterator[Flow]:
-    """Yield what is summed over the tensor axis once a step under sequence parallelism."""
+    """Yield the sums of the tails over the tensor axis, once a step under sequence parallelism."""
     if not job.sequence:
         return
     t, item = job.tensor, job.bytes.gradient

@@ -1,8 +1,8 @@
 """Check a schedule against what every schedule has to keep, before anything runs.
 
 Each stage does each micro-batch once, in order, on the rank that has it; its backward whole, or in two parts, or not at
-all. With transfers in the lists: what is sent has been computed, what is waited for has been posted, and every message
-has a sender and a receiver. Deadlocks are found by `simulate`.
+all. With transfers in the lists: outputs are computed before they are sent, receives are posted before waits, and every
+message has a sender and a receiver. Deadlocks are found by `simulate`.
 """
 
 from collections import Counter
@@ -46,7 +46,7 @@ def check(schedule: Schedule) -> None:
 def _wrong(
     schedule: Schedule, rank: int, action: Action, seen: Counter[tuple[int, Kind]], with_transfers: bool
 ) -> Iterator[str]:
-    """Yield what is wrong with doing an action now."""
+    """Yield the reasons why a rank cannot do an action now."""
     stage, kind, m = action.stage, action.kind, action.micro_batch
     if not (stage < schedule.num_stages and schedule.rank_of[stage] == rank):
         yield f"stage {stage} is not on rank {rank}"

@@ -29,11 +29,10 @@ _MOST_NUMBERS = 600  # boxes; more could not be read
 def draw(schedule: Schedule, timeline: Timeline, path: Path) -> None:
     """Write an SVG or PNG, by the path's suffix. Raises OSError."""
     with picture(path, 14, 0.9 + 0.45 * len(timeline.ranks)) as figure:
-        draw_on(figure.add_subplot(), schedule, timeline)
+        _draw_on(figure.add_subplot(), schedule, timeline)
 
 
-def draw_on(axes: Any, schedule: Schedule, timeline: Timeline) -> None:
-    """Draw a timeline on a part of a figure."""
+def _draw_on(axes: Any, schedule: Schedule, timeline: Timeline) -> None:
     from matplotlib.patches import Patch
 
     numbered = sum(map(len, timeline.ranks)) <= _MOST_NUMBERS

@@ -1,6 +1,6 @@
 """Find what repeats in a rank's step, so that a simulation need not do a thousand micro-batches one after the other.
 
-A rank does the same few actions again and again, each time for the next micro-batches: in 1f1b some forwards, then one
+A rank repeats a few actions again and again, each time for the next micro-batches: in 1f1b some forwards, then one
 backward and one forward many times, then as many backwards as there were forwards. What one stage computes comes in the
 order of micro-batches, so a step is a list of (stage, kind) in which some blocks stand many times in a row, and with
 fewer copies of them it is a step of fewer micro-batches. Copies are left out so that no kind loses more than another:

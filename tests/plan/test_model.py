@@ -1,9 +1,12 @@
 """Parameter counts and FLOPs against published models."""
 
+from dataclasses import MISSING, fields
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megazero.config.schema import Model
 from megazero.plan.model import Shape
 
 
@@ -86,3 +89,10 @@ def test_published_iteration_times_give_the_published_mfu(name, heads, hidden, l
     # both columns are printed rounded: half a last digit of the percentage, half of the time's
     rounding = 0.05 + 100 * ours * 0.005 / seconds
     assert 100 * ours == pytest.approx(mfu, abs=rounding), name
+
+
+def test_a_shape_s_fields_and_defaults_are_those_of_the_config() -> None:
+    options = {name: option.default for name, option in Model.model_fields.items()}
+    assert [field.name for field in fields(Shape)] == list(options)
+    defaults = {field.name: field.default for field in fields(Shape) if field.default is not MISSING}
+    assert defaults == {name: options[name] for name in defaults}

@@ -32,6 +32,7 @@ _UNITS = (
     ("attention", "FLOP/s", "flops"),
     ("memory copy", "B/s", "bandwidth"),
     ("host copy", "B/s", "bandwidth"),
+    ("launch latency", "s", "latency"),
 )
 
 
@@ -189,14 +190,14 @@ def _speeds(devices: "Measured") -> Iterator[Finding]:
     """Yield what one device computes and copies, or why it does not."""
     threads = devices.values.get("threads")
     each = f"{devices.size} at once" + (f", {_threads(threads)} each" if threads else "")
-    for name, value in devices.values.items():
+    for name in (*devices.values, *devices.faults):
         for _, unit, key in (row for row in _UNITS if name.startswith(row[0])):
-            yield Finding(name, f"{amount(value, unit)} ({each})", values={key: value})
-    if latency := devices.values.get("launch latency"):
-        yield Finding("an operation's start", f"{duration(latency)} ({each})", values={"latency": latency})
-    for name, fault in devices.faults.items():
-        if name.startswith(("launch", *(row[0] for row in _UNITS))):
-            yield Finding(name, fault, "unknown")
+            if name in devices.faults:
+                yield Finding(name, devices.faults[name], "unknown")
+                continue
+            value = devices.values[name]
+            text = duration(value) if unit == "s" else amount(value, unit)
+            yield Finding(name, f"{text} ({each})", values={key: value})
 
 
 def _messages(messages: "Measured", devices: "Measured") -> Iterator[Finding]:

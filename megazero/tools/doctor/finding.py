@@ -26,8 +26,8 @@ class Finding:
 
     Attributes:
         name: what it is about.
-        text: what there is, or why nobody knows.
-        do: how to get what is not there; empty where nothing is to be done.
+        text: the finding, or why there is none.
+        do: how to add it; empty where nothing is to be done.
         values: the numbers of the line: bytes, bytes/s, FLOP/s, seconds, as their names end.
     """
 

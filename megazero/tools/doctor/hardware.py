@@ -16,7 +16,7 @@ _MEANING = {
     "memory_bandwidth": "bytes/s, read and written",
     "devices_per_node": "devices that share a host",
     "in_node": "bytes/s that a device sends to others of its host; seconds of an operation on a few bytes",
-    "cross_node": "the same to other hosts, all of them sending",
+    "cross_node": "bytes/s that a device sends to other hosts, all devices sending; seconds",
     "host_link_bandwidth": "bytes/s to or from the host's memory",
     "host_memory_bytes": "a device's share",
     "nccl_channels": "of a collective in a node: not measured; 0: a CPU",

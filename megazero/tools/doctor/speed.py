@@ -6,8 +6,8 @@
     memory copy    2 n bytes: each is read and written once
     host copy      n bytes between pinned memory of the host and a GPU, of the slower direction
 
-Each is done once to warm up and then repeated; the best counts, since what is asked for is a peak and other work on the
-machine only makes it slower.
+Each is done once to warm up and then repeated; the best counts: a peak is asked for, and other work on the machine
+only makes it slower.
 """
 
 import time

@@ -57,7 +57,7 @@ class StepRecord:
     Attributes:
         timeline: its memory.
         operations: what was sent, in order.
-        traffic: the same as totals of axes and purposes, as the ledger counts them.
+        traffic: totals by axis and purpose, as the ledger counts them.
         activations: the most bytes of a step's own, as a run's ledger has them.
         repeated: what operations have once and the step many times.
     """
@@ -77,7 +77,7 @@ class Simulated:
         first, steady: the first step, in which buffers are made that stay, and the second, which every later one is
             like.
         ledger: the ledger after both steps.
-        planned, planned_traffic: what the formulas of plan/ say of the same rank (docs/planning.md).
+        planned, planned_traffic: the memory and traffic of this rank by the formulas of plan/ (docs/planning.md).
     """
 
     grid: Grid
@@ -219,7 +219,7 @@ def _name_places(model: nn.Module, timeline: MemoryTimeline) -> list[torch.utils
 
     def leave(name: str, y: Tensor) -> None:
         stack.pop()
-        timeline.at(module=stack[-1] if stack else name)  # what is done with its result belongs to it
+        timeline.at(module=stack[-1] if stack else name)  # operations on its result belong to it
         if y.grad_fn is not None:
             y.grad_fn.register_prehook(lambda grads: timeline.at(module=name))
 

@@ -16,7 +16,7 @@ from megazero.nvme.disk import PIECE
 
 
 class IdleDisk:
-    """Disks that are done at once: what is read holds anything.
+    """Disks that are done at once; reads return arbitrary values.
 
     Args:
         ledger: counts, as that of `nvme/disk.py`.

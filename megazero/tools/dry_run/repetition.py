@@ -91,10 +91,10 @@ class Repetition:
 
     What a block of actions (`schedules/repeat.py`) sends, and leaves in memory or takes out of it, is counted as many
     times more as copies of it were left out: in the place where they would be, so that what follows is as high as it
-    would be. The next copy has to send and leave the same.
+    would be. The next copy must send and leave as much.
 
     Args:
-        ledger: counts what is sent.
+        ledger: counts the bytes that the rank sends.
         timeline: counts memory.
     """
 
@@ -103,7 +103,7 @@ class Repetition:
         self._copies: dict[Block, tuple[_Mark, _Mark, _Mark]] = {}  # begin and end, and the next one's begin
 
     def actions(self) -> Iterator[tuple[Action, Action]]:
-        """Yield what is to be done in order, with the action of the whole step that it stands for."""
+        """Yield the actions to run, in order, each with the action of the whole step that it stands for."""
         begins: dict[Block, _Mark] = {}
         for number, pair in enumerate(zip(self._short.actions, self._short.originals, strict=True)):
             for block in self._short.blocks:

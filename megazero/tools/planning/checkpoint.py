@@ -1,4 +1,4 @@
-"""Say how large a job's checkpoint is, how long a save takes, and how long before its end a job has to be told."""
+"""Say how large a job's checkpoint is, how long a save takes, and how long before its end a job needs its signal."""
 
 import math
 from dataclasses import dataclass

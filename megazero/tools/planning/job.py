@@ -39,7 +39,7 @@ class Plan:
         ranks: memory of each rank of a pipeline.
         settings: (recompute and Pa as words, memory of the fullest rank with them instead).
         traffic: bytes of the rank that sends most, by axis and purpose.
-        by_node: the same by axis, in the node and across.
+        by_node: bytes by axis, in the node and across.
         tokens, steps: the budget, and the steps that it takes.
         system: the software that trains.
         stage: the stage that is planned, in words; "": there are none.
@@ -147,7 +147,7 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
     Raises:
         UserError: 118, the machine has no peak for the config's precision; 341, nothing fits.
     """
-    # Delayed updates are another algorithm: for whoever trains to choose, not for a search.
+    # Delayed updates are another algorithm: users choose it, not a search.
     split = config.parallel.tensor * config.parallel.pipeline
     job = replace(job_of(with_micro(config, split), split), delayed=False, cuda_graphs=False)
     _check_peak(config, machine)
@@ -158,7 +158,7 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
 
 
 def _shortage(found: Search, job: Job, ranks: int, machine: Machine) -> tuple[str, str]:
-    """Return what is lacking where nothing fits, and what to do."""
+    """Return the shortage where nothing fits, and what to do."""
     shape, near = job.shape, found.nearest
     if near is None:
         sizes = f"{shape.layers} layers, {shape.kv_heads} key-value heads and batch.global {job.global_batch}"

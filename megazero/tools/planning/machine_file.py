@@ -111,32 +111,20 @@ def machine_of(name_or_path: str) -> Machine:
         raise UserError(117, what, "`megazero doctor --write FILE.yaml` writes one", where=path.name) from None
     except Exception as error:  # YAML's own, and Python's: a 13th month, 5,000 digits, half a character
         what = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(117, f"not readable: {what}", "mend the file", where=path.name) from None
+        raise UserError(117, f"not readable: {what}", "correct the file", where=path.name) from None
     return _machine(read)
 
 
 def _machine(read: _MachineFile) -> Machine:
-    shares = read.reached.model_dump()
-    if read.reached.attention is None:
-        shares["attention"] = _ATTENTION * read.reached.matmul
+    values = read.model_dump(exclude_none=True)
+    for part in ("in_node", "cross_node", "disk"):
+        values |= {f"{part}_{field}": value for field, value in values.pop(part, {}).items()}
+    peaks, link, reached = (values.pop(name) for name in ("peak_flops", "host_link_bandwidth", "reached"))
+    reached.setdefault("attention", _ATTENTION * reached["matmul"])
+    optional = {"host_memory_bandwidth": link, "price_per_hour": None}
     return Machine(
-        name=read.name,
-        memory_bytes=read.memory_bytes,
-        peaks={str(dtype): peak for dtype, peak in read.peak_flops.items()},
-        memory_bandwidth=read.memory_bandwidth,
-        devices_per_node=read.devices_per_node,
-        in_node_bandwidth=read.in_node.bandwidth,
-        in_node_latency=read.in_node.latency,
-        cross_node_bandwidth=read.cross_node.bandwidth,
-        cross_node_latency=read.cross_node.latency,
-        host_bandwidth=read.host_link_bandwidth,
-        host_memory_bytes=read.host_memory_bytes,
-        host_memory_bandwidth=read.host_memory_bandwidth or read.host_link_bandwidth,
-        price_per_hour=read.price_per_hour,
-        launch=read.launch,
-        nccl_channels=read.nccl_channels,
-        reached=Efficiency(**shares, fitted="from a file"),
-        disk_bytes=read.disk.bytes if read.disk else 0.0,
-        disk_read=read.disk.read if read.disk else 0.0,
-        disk_write=read.disk.write if read.disk else 0.0,
+        **(optional | values),
+        peaks=peaks,
+        host_bandwidth=link,
+        reached=Efficiency(**reached, fitted="from a file"),
     )

@@ -15,7 +15,7 @@ from megazero.plan.systems import OURS, UNCERTAINTY
 from megazero.tools.planning.checkpoint import Checkpoint
 from megazero.tools.planning.job import Plan, why
 
-_BESIDE = 4  # pipeline ranks beside each other in a table
+_BESIDE = 4  # pipeline ranks next to each other in a table
 # Of the categories of memory in a picture, in their order.
 _COLOURS = ("#4f86bd", "#8fb8de", "#6fa84f", "#b7b7b7", "#7fa7a0", "#f2c879", "#d99f3b", "#8e7cc3", "#b4a7d6")
 # What a step computes the gradient of when a rank holds most, by the names of plan/peak.py.

@@ -66,7 +66,7 @@ def test_findings_of_this_machine(answer: Answer):
         assert bool(finding["do"]) == (finding["state"] == "absent"), finding
         assert all(math.isfinite(v) and v > 0 for v in finding["values"].values()), finding
     wanted = {"processor", "load", "memory", "torch", "packages", "matmul fp32", "matmul bf16", "memory copy"}
-    wanted |= {"attention fp32", "an operation's start"}
+    wanted |= {"attention fp32", "launch latency"}
     assert wanted <= set(names)
     assert {"sockets all-reduce", "sockets all-gather", "interface lo"} <= set(names)
     assert not answer.run_folder.exists(), "it only looks"
