@@ -7,8 +7,9 @@ says which tensor lies where; if it and the manifest disagree, the checkpoint is
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -75,14 +76,13 @@ def load_tensors(
         ReadingStoppedError: `stop` was true.
     """
     copies: list[list[_Copy]] = [[] for _ in manifest.files]
-    starts = {name: [piece[1] for piece in logical.pieces] for name, logical in manifest.tensors.items()}
     for holding in holdings if fills else ():  # what a step tried before may have left
         for kind in holding.tensors.keys() - set(manifest.kinds):
             if holding.disks is None:
                 holding.tensors[kind].zero_()
             else:
                 holding.disks.clear(holding.tensors[kind])
-    for copy in _copies(manifest, starts, holdings):
+    for copy in _copies(manifest, holdings):
         copies[copy.shard].append(copy)
     read = 0
     needed = [index for index, of_file in enumerate(copies) if of_file or index % size == rank]
@@ -115,26 +115,26 @@ def opened(
             progress.advance()
 
 
-def _copies(manifest: Manifest, starts: Mapping[str, list[int]], holdings: Sequence[ShardState]) -> Iterator[_Copy]:
+def _copies(manifest: Manifest, holdings: Sequence[ShardState]) -> Iterator[_Copy]:
     for holding in holdings:
         for wanted in holding.pieces:
             dtype, kinds = DTYPES[manifest.dtype_of(wanted.name)], manifest.kinds_of(wanted.name)
-            for shard, start, stop, *places in _overlapping(manifest.tensors[wanted.name], starts[wanted.name], wanted):
-                common = wanted.within(start, stop)
-                assert common is not None
+            for shard, start, stop, *places in _overlapping(manifest.tensors[wanted.name], wanted):
+                first, last = max(start, wanted.start), min(stop, wanted.stop)
+                at = wanted.at - wanted.start
                 for kind, place in zip(kinds, places, strict=True):
                     if kind in holding.tensors:
-                        into = holding.tensors[kind][common.at : common.at + common.stop - common.start]
-                        at = place + (common.start - start) * dtype.itemsize
-                        yield _Copy(shard, at, into, dtype, holding.disks)
+                        into = holding.tensors[kind][at + first : at + last]
+                        yield _Copy(shard, place + (first - start) * dtype.itemsize, into, dtype, holding.disks)
 
 
-def _overlapping(logical: Logical, starts: list[int], wanted: Piece) -> Iterator[list[int]]:
-    for index in range(bisect_right(starts, wanted.start) - 1, len(starts)):
-        if starts[index] >= wanted.stop:
+def _overlapping(logical: Logical, wanted: Piece) -> Iterator[list[int]]:
+    for index in range(bisect_right(logical.pieces, wanted.start, key=itemgetter(1)) - 1, len(logical.pieces)):
+        piece = logical.pieces[index]
+        if piece[1] >= wanted.stop:
             return
-        if logical.pieces[index][2] > wanted.start:  # what lies behind the last one is not there
-            yield logical.pieces[index]
+        if piece[2] > wanted.start:  # what lies behind the last one is not there
+            yield piece
 
 
 def _fill(reader: ShardReader, at: int, into: Tensor, dtype: torch.dtype) -> None:

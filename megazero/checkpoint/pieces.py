@@ -28,11 +28,6 @@ class Piece:
     stop: int
     at: int
 
-    def within(self, start: int, stop: int) -> "Piece | None":
-        """Return the part of this piece in [start, stop) of the parameter, None if they do not overlap."""
-        first, last = max(self.start, start), min(self.stop, stop)
-        return Piece(self.name, first, last, self.at + first - self.start) if first < last else None
-
 
 @dataclass(frozen=True, eq=False)
 class ShardState:

@@ -74,8 +74,8 @@ COVER = {
 }
 
 # The quick half: one process reads a grid with each kind of split and home, a pipeline what one process wrote.
-KINDS = ("one", "dp8-stage3", "tp4-sequence", "tp2-pp2-zb-v-dp2-stage1", "dp4-shard2-stage3", "tp2-dp2-stage3-nvme")
-QUICK = {"one": KINDS, "pp2-interleaved-dp2-stage2": ("one", "pp2-interleaved-dp2-stage2", "tp4-sequence")}
+KINDS = ("one", "tp2", "pp2-interleaved-dp2-stage2", "dp4-shard2-stage3", "tp2-dp2-stage3-nvme")
+QUICK = {"one": KINDS, "pp2-interleaved-dp2-stage2": ("one", "pp2-interleaved-dp2-stage2")}
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def same(one: Path, other: Path) -> None:
         assert a.read_bytes() == b.read_bytes(), step
 
 
-@pytest.mark.parametrize("slow", ["copy", "write", "commit"])
+@pytest.mark.parametrize("slow", ["copy", "commit", pytest.param("write", marks=pytest.mark.full)])
 def test_in_the_background_the_same_is_saved(
     tiny_data: TinyData, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:

@@ -106,9 +106,16 @@ def test_in_and_out_again(tmp_path: Path, name: str, shards: str, capsys) -> Non
 
 
 @pytest.mark.parametrize(
-    "layout", [job_on(accumulation=4), job_on(tensor=2, pipeline=2, data=2, accumulation=4, stage=3)]
+    ("flavour", "layout"),
+    [
+        ("deep", job_on(tensor=2, pipeline=2, accumulation=4)),
+        *(
+            pytest.param(flavour, layout, marks=pytest.mark.full)
+            for flavour in ("deep", "deep-untied")
+            for layout in (job_on(accumulation=4), job_on(tensor=2, pipeline=2, data=2, accumulation=4, stage=3))
+        ),
+    ],
 )
-@pytest.mark.parametrize("flavour", ["deep", "deep-untied"])
 def test_out_of_any_grid(tmp_path: Path, flavour: str, layout: Job, capsys) -> None:
     """Trained weights, from one rank or eight."""
     run = RunFolder(tmp_path / "run")

@@ -123,7 +123,7 @@ class Certificate:
         if (name, delayed) not in self._kept:
             (found,) = self._trained(1, [work])
             if isinstance(found, str):
-                raise UserError(303, f"{name} did not train: {found}", "see the line above", where="certify")
+                raise UserError(303, f"{name} did not train", "see the line above", where="certify")
             self._kept[name, delayed] = found[0]
         return self._kept[name, delayed]
 
@@ -155,6 +155,7 @@ class Certificate:
                     break
                 done.append([each for each in found if each is not None])
         if not code:
+            assert len(done) == len(works), "all ranks wrote their results"
             return done, ""
         return done[: len(works) - 1], lines[-1] if lines else f"exit code {code}"  # the last may fail at its end
 

@@ -130,7 +130,8 @@ def compare_all(
 def _compared(found: Sequence[Difference], exact: Mapping[str, str | None], fault: str | None) -> Compared:
     worst: dict[str, Difference] = {}
     for each in found:
-        if each.measure not in worst or each.times > worst[each.measure].times:
+        before = worst.setdefault(each.measure, each)
+        if (each.times, each.value) > (before.times, before.value):  # where all is allowed, times are 0
             worst[each.measure] = each
     bitwise = all(each.value == 0 for each in found) and not any(exact.values())
     worst.pop(_EARLIER, None)

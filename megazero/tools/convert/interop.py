@@ -71,7 +71,8 @@ def export(
     """
     config = config_to_theirs(model, str(dtype).removeprefix("torch."), tokens)
     groups = list(_groups(links(model), {n: t.numel * dtype.itemsize for n, t in manifest.tensors.items()}, part))
-    names = [_ONE] if len(groups) == 1 else [_name(i, len(groups)) for i in range(1, len(groups) + 1)]
+    names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
+    names = [_ONE] if len(groups) == 1 else names
     try:
         with new_folder(target) as staging:
             weight_map: dict[str, str] = {}
@@ -158,16 +159,14 @@ class Theirs:
         if odd := next((name for name in unused if not is_no_parameter(name, self.model)), None):
             what = f"{odd:.80} is in the files, and nothing of ours: leaving it out would be another function"
             raise UserError(414, what, "give a model that has only what its config.json says", where=source)
-        self.numel = sum(math.prod(self.shape(name)) for name in self._keys)
+        self.numel = sum(math.prod(self.slot(name).shape) for name in self._keys)
 
     def _has_other_head(self, model: Mapping[str, Any]) -> bool:
         """Return whether there is a head that is not the embedding, which transformers takes, tied or not."""
         if HEAD not in self._slots:
             return False
         head, embedding = HEAD, self._find(family_of(model).embedding)
-        if self._slots[head].shape != self._slots[embedding].shape:
-            return True
-        return not torch.equal(self._values(head), self._values(embedding))
+        return not torch.equal(self._values(head), self._values(embedding))  # of another shape, neither is
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Refuse tensors that do not make parameters of these shapes, or are no plain numbers.
@@ -177,27 +176,24 @@ class Theirs:
         """
         for link in self.links:
             for name in link.theirs:
-                slot = self._slot(name)
+                slot = self.slot(name)
                 if slot.dtype not in FLOATS:
                     what, do = f"{name} is {slot.dtype}: quantised weights", "give the model before that"
                     raise UserError(415, what, do, where=slot.path)
             ours = torch.empty(tuple(shapes[link.ours]), device="meta")
             for name, expected in zip(link.theirs, link.to_theirs(ours), strict=True):
-                if self.shape(name) != tuple(expected.shape):
-                    what = f"{name}: expected shape {tuple(expected.shape)}, got {self.shape(name)}"
+                if self.slot(name).shape != tuple(expected.shape):
+                    what = f"{name}: expected shape {tuple(expected.shape)}, got {self.slot(name).shape}"
                     raise UserError(414, what, "is it the model of that config.json?", where=self._source)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor of theirs."""
-        return self._slot(name).shape
 
     def read(self, link: Link) -> Tensor:
         """Return one of our parameters, in fp32. Raises UserError 414: it is not finite, or cannot be read."""
         theirs = [self._values(self._keys[name]) for name in link.theirs]
-        for name, values in zip(link.theirs, theirs, strict=True):
-            if not bool(torch.isfinite(values).all()):
-                do = "give a model that is whole"
-                raise UserError(414, f"{name} is not finite in fp32", do, where=self._slot(name).path)
+        if odd := next(
+            (name for name, x in zip(link.theirs, theirs, strict=True) if not torch.isfinite(x).all()), None
+        ):
+            what, do = f"{odd} is not finite in fp32", "give a model that is whole"
+            raise UserError(414, what, do, where=self.slot(odd).path)
         return link.to_ours(theirs).contiguous()
 
     def _values(self, key: str) -> Tensor:
@@ -205,7 +201,8 @@ class Theirs:
         with _refused(path), safe_open(path, framework="pt") as file:
             return file.get_tensor(key).to(torch.float32)
 
-    def _slot(self, name: str) -> "_Slot":
+    def slot(self, name: str) -> "Slot":
+        """Return the place of a tensor of theirs."""
         return self._slots[self._keys[name]]
 
     def _find(self, name: str) -> str:
@@ -216,18 +213,17 @@ class Theirs:
         raise UserError(414, f"{name} is not there", "is it a whole model of that config.json?", where=self._source)
 
 
-def import_weights(theirs: Theirs, model: Mapping[str, Any], store: Store) -> None:
+def import_weights(theirs: Theirs, store: Store) -> None:
     """Write the weights of a transformers folder as a checkpoint without a run (step 0).
 
     Args:
         theirs: checked.
-        model: our model section.
         store: of a folder that exists and holds no steps.
 
     Raises:
         UserError: 414, weights that are not finite; 403, the checkpoint cannot be written.
     """
-    sizes = {link.ours: sum(math.prod(theirs.shape(name)) for name in link.theirs) * 4 for link in theirs.links}
+    sizes = {link.ours: sum(math.prod(theirs.slot(name).shape) for name in link.theirs) * 4 for link in theirs.links}
     tensors: dict[str, Logical] = {}
     files: list[File] = []
     try:
@@ -242,7 +238,7 @@ def import_weights(theirs: Theirs, model: Mapping[str, Any], store: Store) -> No
             files.append(write_shard(staging / shard_name(index), beginning, flat))
             for (name, values), place in zip(ours, places, strict=True):
                 tensors[name] = Logical(shape=list(values.shape), pieces=[[index, 0, values.numel(), place]])
-        store.commit(0, _manifest(model, tensors, files).to_bytes())
+        store.commit(0, _manifest(theirs.model, tensors, files).to_bytes())
     except OSError as error:
         raise UserError(403, f"not imported: {error.strerror}", "free space there", where=store.folder) from None
 
@@ -298,7 +294,7 @@ def _theirs(
 
 
 @dataclass(frozen=True)
-class _Slot:
+class Slot:
     """The place of a tensor of theirs, and what the file's header says of it."""
 
     path: Path
@@ -306,7 +302,7 @@ class _Slot:
     shape: tuple[int, ...]
 
 
-def _slots(source: Path) -> dict[str, _Slot]:
+def _slots(source: Path) -> dict[str, Slot]:
     """Return every tensor of a transformers folder by its key, in files of the index also one that it leaves out."""
     if (adapter := source / "adapter_config.json").exists():
         do = "merge it into the model first (merge_and_unload of peft), and take the file away"
@@ -327,7 +323,7 @@ def _slots(source: Path) -> dict[str, _Slot]:
     return {**ChainMap(*held.values()), **{key: held[file][key] for key, file in names.items()}}
 
 
-def _slots_of(path: Path) -> dict[str, _Slot]:
+def _slots_of(path: Path) -> dict[str, Slot]:
     """Return the tensors of one safetensors file, once its kind and the size of its header are known."""
     with _refused(path):
         with open_regular(path) as descriptor:
@@ -336,7 +332,7 @@ def _slots_of(path: Path) -> dict[str, _Slot]:
             raise UnexpectedFileError(f"expected a header of at most {_HEADER_BYTES:,} bytes, got {header:,}", path)
         with safe_open(path, framework="pt") as file:
             slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 - it is no mapping
-            return {key: _Slot(path, part.get_dtype(), tuple(part.get_shape())) for key, part in slices}
+            return {key: Slot(path, part.get_dtype(), tuple(part.get_shape())) for key, part in slices}
 
 
 @contextmanager
@@ -352,7 +348,3 @@ def _refused(path: Path) -> Iterator[None]:
 def _json(path: Path, limit: int) -> dict[str, Any]:
     with _refused(path):
         return parse_object(read_file(path, limit))
-
-
-def _name(number: int, of: int) -> str:
-    return f"model-{number:05d}-of-{of:05d}.safetensors"

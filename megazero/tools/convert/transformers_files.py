@@ -109,7 +109,7 @@ def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object]) -
     theirs.check(whole_shapes(build_model(config)))
     try:
         with new_folder(folder.path) as staging:
-            import_weights(theirs, theirs.model, Store(RunFolder(staging).checkpoints))
+            import_weights(theirs, Store(RunFolder(staging).checkpoints))
             dump(config, RunFolder(staging).config)
             for name, content in files.items():
                 replace_file(staging / name, content)
