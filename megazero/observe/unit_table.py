@@ -1,13 +1,13 @@
-"""Show what steps do with each unit of parameters, in a table once in some steps.
+"""Show what steps do with each unit of parameters, as a table.
 
-A unit tells five kinds of events (`zero/unit.py`):
+A unit reports five kinds of events (`zero/unit.py`):
 
     gather    its parameters are asked for        gathered   they are there        released   they are freed
     reduce    its gradients begin to be summed    reduced    the sum is there
 
-The table counts them since it was drawn last, with the bytes of gathered parameters and of gradients that are there
-now, and the seconds that the host was busy with its messages or waited for them (the ledger's). Values that rest whole
-are never gathered, and count as there.
+The table counts them since the last table, with the bytes of gathered parameters and of gradients that are there now,
+and the seconds that the host was busy with its messages or waited for them (the ledger's). Values that rest whole are
+never gathered, and count as there. torch's profiler has the times within a step (`observe.profile`).
 """
 
 from collections import Counter
@@ -19,11 +19,11 @@ from megazero.base.terminal import in_columns
 from megazero.observe.numbers import Value
 
 GATHERED, RELEASED, REDUCED = "gathered", "released", "reduced"
-_HEADS = ("unit", "gathered", "released", "reduced", "MB now", "seconds waited")
+_HEADS = ("unit", GATHERED, RELEASED, REDUCED, "MB now", "seconds waited")
 
 
 class Watched(Protocol):
-    """A unit that tells its events."""
+    """A unit that reports its events."""
 
     on_event: Callable[[str], object]
 
@@ -39,7 +39,7 @@ class Watched(Protocol):
 
 
 class UnitEvents:
-    """The events of a rank's units, while somebody looks.
+    """The events of a rank's units, counted while someone listens.
 
     Args:
         units: in forward order.
@@ -48,33 +48,33 @@ class UnitEvents:
 
     def __init__(self, units: Sequence[Watched], seconds: Mapping[str, Mapping[str, float]]):
         self._units, self._seconds = units, seconds
-        self._counts: Counter[tuple[str, str]] = Counter()
-        self._waited = self._waited_by_now()
+        self._restart()
 
     def listen(self, *, on: bool = True) -> None:
-        """Let the units tell their events from now on, or not any more."""
+        """Let the units report their events from now on, or no more."""
         for unit in self._units:
-            unit.on_event = partial(self._add, unit) if on else lambda event: None
-        self._counts.clear()
-        self._waited = self._waited_by_now()
+            unit.on_event = partial(self._add, unit.name) if on else lambda event: None
+        self._restart()
 
     def table(self) -> str:
-        """Return the table of what happened since the last one."""
-        waited = self._waited_by_now()
+        """Return the table of the events since the last one."""
         rows: list[tuple[str, ...]] = [_HEADS]
         for unit in self._units:
             counts = (f"{self._counts[unit.name, kind]:,}" for kind in (GATHERED, RELEASED, REDUCED))
-            spent = waited[unit.name] - self._waited[unit.name]
+            spent = self._waited_by_now(unit) - self._waited[unit.name]
             rows.append((unit.name, *counts, f"{unit.visiting_bytes / 1e6:,.2f}", f"{spent:.4f}"))
-        self._counts.clear()
-        self._waited = waited
+        self._restart()
         return "\n".join(in_columns(rows))
 
-    def _add(self, unit: Watched, kind: str) -> None:
-        self._counts[unit.name, kind] += 1
+    def _restart(self) -> None:
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._waited = {unit.name: self._waited_by_now(unit) for unit in self._units}
 
-    def _waited_by_now(self) -> dict[str, float]:
-        return {unit.name: sum(self._seconds.get(unit.name, {}).values()) for unit in self._units}
+    def _add(self, unit: str, kind: str) -> None:
+        self._counts[unit, kind] += 1
+
+    def _waited_by_now(self, unit: Watched) -> float:
+        return sum(self._seconds.get(unit.name, {}).values())
 
 
 class UnitTableSink:
@@ -88,7 +88,7 @@ class UnitTableSink:
         self._events, self._stream = events, stream
 
     def start(self) -> None:
-        """Let the units tell from the first step on."""
+        """Let the units report from the first step on."""
         self._events.listen()
 
     def row(self, row: Mapping[str, Value]) -> None:
@@ -97,5 +97,5 @@ class UnitTableSink:
             print(self._events.table(), file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Let the units tell nothing any more."""
+        """Let the units report no more."""
         self._events.listen(on=False)

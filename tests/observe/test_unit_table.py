@@ -18,7 +18,7 @@ def watched(stage: int) -> tuple[str, str]:
     train(sharded, "plain", steps=4)
     shown = out.getvalue()
     sharded.watch(0)
-    train(sharded, "plain", steps=4)
+    train(sharded, "plain", steps=2)
     return shown, out.getvalue()
 
 
@@ -39,7 +39,7 @@ def test_a_table_of_the_steps_since_the_last_one(stage: int, gathered: tuple[int
 
 def test_events_are_counted_while_somebody_looks():
     sharded = sharded_case("plain", 3)
-    events = UnitEvents(sharded._assembly.values.units, {})
+    events = UnitEvents(sharded._units, {})
     stream = io.StringIO()
     sink = UnitTableSink(events, stream)
     train(sharded, "plain", steps=1)
