@@ -3,7 +3,7 @@
 A module may come with values, on any device, or without, on torch's meta device. Part by part: rank 0 makes the values
 of parameters without any, by `initial` or by the modules' own `reset_parameters`; what it has is sent to all (as a sum
 to which the others add zeros), each rank keeps what rests there, and the whole is freed. So no rank ever has more than
-one part beside what it keeps, and ranks need not draw the same random numbers.
+one part in addition to its own shards, and ranks need not draw the same random numbers.
 """
 
 import math
@@ -64,7 +64,7 @@ def make_values(part: Part, world: Axis, device: torch.device, initial: Initial 
 
 @contextmanager
 def _stand_ins(owner: nn.Module, shapes: Shapes, device: torch.device) -> Iterator[None]:
-    """Let a module reset, beside its own parameters, copies of those that another part has already."""
+    """Let a module reset its own parameters, and copies of those that another part has already."""
     taken = {name: p for name, p in owner._parameters.items() if p is not None and hasattr(p, "gradient_slot")}
     for name, parameter in taken.items():
         values = torch.zeros(shapes[Place(owner, name)], dtype=parameter.dtype, device=device)
@@ -121,10 +121,10 @@ def adopt_buffers(module: nn.Module, world: Axis, device: torch.device, initial:
     """Move a module's buffers to the device; every rank gets the values of rank 0.
 
     Args:
-        initial: writes the values of those on the meta device; None: nobody does.
+        initial: writes the values of buffers on the meta device; None: they have none.
 
     Raises:
-        UserError: 509, one is on the meta device, and nobody has made its values.
+        UserError: 509, a buffer is on the meta device and has no values.
     """
 
     def check() -> None:

@@ -50,7 +50,7 @@ class Backwards:
             if self._all_summed and not self._shards_gradients:
                 for unit in self.engine.units:
                     unit.keep_own_gradients()
-                stage.clear()  # what is reduced next holds what was reduced before
+                stage.clear()  # the next reduction includes the last one
         self._all_summed, self._reduced, self._failed = last, sends, True
         parts = self.assembly.parts
         now = {member.name for part in parts for member in part.trained}
@@ -89,7 +89,7 @@ class Backwards:
             raise UserError(503, "the last backward of the step had last=False", do, where=call)
 
     def forget(self) -> None:
-        """Forget the gradients of this step, also those that are under way."""
+        """Forget the gradients of this step, and wait for reductions under way."""
         (stage,) = self.engine.stages
         stage.finish_reduction()
         for unit in self.engine.units:

@@ -158,7 +158,7 @@ class Calls:
             if call is not None and part.sharded and not part.root and not part.looks_up:
                 for x in tensors_in(outputs):
                     before_backward(x, call.begin_backward)
-            # What gives its own parameter away, or a view of it, has to stay as long as somebody may look at it.
+            # A part that returns its own parameter, or a view of it, stays gathered: the caller may read it.
             keeps = part.sharded and any(values.unit_of(x) in part.units for x in tensors_in(outputs))
             return outputs
         finally:
@@ -238,7 +238,7 @@ class Calls:
 
     @contextmanager
     def backward(self, factor: Tensor | None) -> Iterator[None]:
-        """Be around a backward that trains the module. One that fails leaves no call whose backward is to come.
+        """Take gradients in this context, in which a backward trains the module. If it fails, no call stays open.
 
         Args:
             factor: see `Calls`.

@@ -56,7 +56,7 @@ def meet(timeout: timedelta) -> tuple[World, CommContext, Process]:
     """Return this process' place in the world, a communication context with a ledger of its own, and its modules.
 
     Raises:
-        UserError: 111, 3xx, the ranks do not come together; 510, torch.distributed was initialised by somebody else.
+        UserError: 111, 3xx, the ranks do not come together; 510, torch.distributed is initialised already.
     """
     here = _HERE.get()
     if here is None:

@@ -1,6 +1,6 @@
 """Divide a module into parts, whose parameters are gathered together, and find the place of every parameter.
 
-A part is a submodule with all parameters below it that belong to no part inside it; what is left is the part `ROOT`,
+A part is a submodule with all parameters below it that belong to no part inside it; the rest is the part `ROOT`,
 the module itself. A parameter that submodules of several parts share belongs to the root, which is there during the
 whole forward and backward.
 
@@ -53,7 +53,7 @@ class Member:
 
     @property
     def tables(self) -> Iterator[nn.Embedding]:
-        """Yield the plain embeddings that look it up: not those that compute what they look up."""
+        """Yield the plain embeddings that look it up; one whose forward is of a subclass is none."""
         for place in self.places:
             owner = place.owner
             is_weight = place.attribute == "weight" and "forward" not in vars(owner)
@@ -79,8 +79,8 @@ class Part:
         name: of the submodule, or ROOT.
         module: the submodule.
         members: the parameters that belong to it.
-        trained: those that may be trained, once all have units.
-        units: of all.
+        trained: members that may be trained; set by `find_units`.
+        units: of all members; set by `find_units`.
         sharded: some unit rests in shards.
         running: a call of it runs now.
         open: its calls whose backward is still to come; one whose graph is dropped is not.
@@ -106,7 +106,7 @@ class Part:
         self.looks_up = isinstance(self.module, nn.Embedding | nn.EmbeddingBag)  # its backward reads nothing of it
 
     def find_units(self) -> None:
-        """Find the units of the members, those that are trained first."""
+        """Find the units of the members, trained ones first."""
         self.members.sort(key=lambda member: not member.unit.trainable)
         self.trained = [member for member in self.members if member.unit.trainable]
         self.units = list(dict.fromkeys(member.unit for member in self.members))

@@ -1,7 +1,7 @@
 """Look up in tables whose rows are split, and update them: all tables of one width and dtype together.
 
 Of a table of R rows on N ranks each rank has the rows [k R/N, (k+1) R/N), and is their only owner. The rows that a rank
-owns of all tables of a group lie in one buffer, one table after the other, with what the optimizer keeps of them beside
+owns of all tables of a group lie in one buffer, one table after the other, with the optimizer's state next to
 it; so a look-up in all of them is three exchanges, and one update:
 
     ids        the distinct rows that this rank's samples ask for, each sent to its owner as its place in that buffer

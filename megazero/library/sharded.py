@@ -84,7 +84,8 @@ class Sharded(WholeValues):
         self._known = _places(self.module)
         self._skipped = torch.zeros((), dtype=torch.int64, device=assembly.values.device)
         self._checked = self.steps = 0
-        self._events = UnitEvents(assembly.values.units, assembly.memory.ledger.seconds)
+        self._units = assembly.values.units
+        self._events = UnitEvents(self._units, assembly.memory.ledger.seconds)
 
     @property
     def rank(self) -> int:

@@ -41,7 +41,7 @@ class Process:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Be around a backward."""
+        """Mark that a backward runs in this context."""
         self.in_backward = True
         try:
             yield

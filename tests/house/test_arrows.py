@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "run": EVERYTHING,
     # ZeRO for modules of others
-    "library": {"checkpoint", "comm", "kernels", "launcher", "observe.unit_table", "optim", "plan.placements", "zero"},
+    "library": {"checkpoint", "comm", "kernels", "launcher", "observe.unit_table", "optim", "zero"},
     # what no run imports
     "tools": EVERYTHING,
     "__main__": EVERYTHING,

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from tests.library.odd_modules import CASES, made
 from tests.ranks import run_ranks
 
 STEPS, LR = 3, 0.05
+STAGES = [1, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2))]  # 1 publishes, 3 gathers
 ADAMW = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
 
 

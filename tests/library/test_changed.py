@@ -14,7 +14,7 @@ from megazero.base.errors import UserError
 from megazero.library import calls
 from megazero.library.sharded import Sharded
 from tests.library.odd_modules import WIDTH, made, numbers, of_numbers
-from tests.library.running import on_ranks, sharded_case
+from tests.library.running import STAGES, on_ranks, sharded_case
 
 Change = Callable[[nn.Parameter], Any]
 AROUND: dict[str, Change] = {
@@ -38,8 +38,9 @@ def weight_of(sharded: Sharded) -> nn.Parameter:
     return sharded.module.get_parameter("first.weight")
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, None), (1, "bf16"), pytest.param(2, None, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("change", AROUND)
 def test_a_change_through_a_view_is_refused_by_the_next_call(change: str, stage: int, precision: str | None):
     for call in NEXT.values():
@@ -59,7 +60,7 @@ def test_a_change_between_backward_and_step_is_refused():
         sharded.step()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_only_what_was_asked_for_can_be_changed(stage: int):
     """Another parameter, of this unit or of another one, would have it until the next update."""
     sharded = sharded_case("plain", stage)
@@ -84,7 +85,7 @@ def differing(stage: int) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
         return str(caught.value), held, {name: value.clone() for name, value in values.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_after_different_changes_all_ranks_have_those_of_rank_0(stage: int):
     (said, held, first), (_, theirs, second) = on_ranks(2, differing, stage)
     assert "rank 1 has changed it to other values than rank 0, which all ranks have now" in said
@@ -114,7 +115,7 @@ def between(stage: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_graph_of_other_values_has_no_backward(stage: int):
     for said in on_ranks(2, between, stage):
         assert all("MZ-506" in line or "modified by an inplace operation" in line for line in said), said

@@ -47,7 +47,7 @@ def from_compiled(way: str, stage: int) -> str:
     return "ran"
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("way", ["in place", "a container", "before", "after", "the module after", "a function"])
 def test_what_is_compiled_around_units_is_refused(way: str, stage: int):
     for line in on_ranks(2, from_compiled, way, stage):

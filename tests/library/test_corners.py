@@ -13,7 +13,7 @@ import megazero
 from megazero import Sharded
 from megazero.base.errors import UserError
 from tests.library.odd_modules import WIDTH, Stack, made, numbers, of_numbers
-from tests.library.running import ADAMW, on_ranks, plain, sharded_case, train
+from tests.library.running import ADAMW, STAGES, on_ranks, plain, sharded_case, train
 
 
 def of(make: Any, stage: int, **options: Any) -> Sharded:
@@ -183,7 +183,7 @@ def after_a_failed_backward(stage: int) -> dict[str, Tensor]:
     return sharded.full_state_dict()
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_failed_backward_is_forgotten(stage: int):
     expected, _ = plain("plain", 2)
     found, *_ = on_ranks(2, after_a_failed_backward, stage)

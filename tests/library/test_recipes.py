@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import megazero
 from megazero.base.errors import UserError
 from tests.library.odd_modules import made, numbers, of_numbers
-from tests.library.running import ADAMW, on_ranks, sharded_case
+from tests.library.running import ADAMW, STAGES, on_ranks, sharded_case
 
 STEPS, DECAY = 3, 0.9
 CLIPS = [("*norm*", 0.01), ("*", 0.02)]  # the first pattern that fits counts
@@ -29,7 +29,7 @@ def averaged(stage: int) -> dict[str, Tensor]:
     return average
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_an_average_of_the_weights(stage: int):
     module, average = made("plain"), dict[str, Tensor]()
     optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def group_norms(gradients: dict[str, Tensor]) -> dict[str, float]:
     return {pattern: float(nn.utils.get_total_norm([gradients[name] for name in of])) for pattern, of in groups.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_norms_of_groups(stage: int):
     module = made("plain")
     ((of_numbers(module, 0, 0) + of_numbers(module, 0, 1)) / 2).backward()
@@ -87,8 +87,12 @@ def grouped(names: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-@pytest.mark.parametrize("options", [{}, {"shard_ranks": 1}, {"offload": {"optimizer": "cpu"}}], ids=str)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(pytest.param(o, marks=pytest.mark.full) for o in ({"shard_ranks": 1}, {"offload": {"optimizer": "cpu"}}))],
+    ids=str,
+)
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_limit_for_each_group(stage: int, options: dict[str, Any]):
     module, norms = made("plain"), list[float]()
     optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)  # type: ignore[arg-type]
@@ -157,7 +161,7 @@ def synchronised(stage: int) -> dict[str, Tensor]:
     return sharded.full_state_dict()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_batch_normalisation_over_all_ranks(stage: int):
     module = with_norm(nn.BatchNorm1d)
     optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import megazero
 from megazero.comm.host import Host
 from tests.library.odd_modules import Stack, made, numbers, of_numbers
-from tests.library.running import ADAMW, on_ranks, plain, sharded_case, train
+from tests.library.running import ADAMW, STAGES, on_ranks, plain, sharded_case, train
 
 STEPS = 3
 shard = import_module("megazero.library.shard")  # its function has its name
@@ -120,7 +120,7 @@ def hybrid(stage: int) -> tuple[dict[str, Tensor], int]:
     return sharded.full_state_dict(), sharded.memory()["optimizer"]["now"]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_hybrid_sharding(stage: int):
     module = made("plain")
     optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)  # type: ignore[arg-type]
@@ -147,7 +147,13 @@ def offloaded(stage: int, offload: Any, optimizer: Any) -> tuple[dict[str, Tenso
 
 
 @pytest.mark.parametrize("optimizer", [{"name": "adamw", **ADAMW}, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
-@pytest.mark.parametrize(("stage", "offload"), [(1, {"optimizer": "cpu"}), (3, "cpu"), (3, {"parameters": "cpu"})])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        (3, "cpu"),
+        *(pytest.param(*o, marks=pytest.mark.full) for o in ((1, {"optimizer": "cpu"}), (3, {"parameters": "cpu"}))),
+    ],
+)
 def test_offload_changes_no_bit(stage: int, offload: Any, optimizer: Any):
     (expected, _), *_ = on_ranks(2, offloaded, stage, None, optimizer)
     (found, held), *_ = on_ranks(2, offloaded, stage, offload, optimizer)
