@@ -213,7 +213,7 @@ def stay_on(interface: str, environment=os.environ) -> None:
 
 
 def quiet_torch(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let torch write errors only: for each connection to a store that has ended it would write a stack as a warning."""
+    """Let torch write errors only; as warnings it writes a stack for each connection to a store that has ended."""
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
