@@ -48,10 +48,6 @@ class Process:
         """Return whether the process has a handler for a signal."""
         return _in_mask(self.pid, "SigCgt", number)
 
-    def has_waiting(self, number: int) -> bool:
-        """Return whether a signal is pending: sent to the process, and not yet handled."""
-        return _in_mask(self.pid, "ShdPnd", number) or _in_mask(self.pid, "SigPnd", number)
-
     def send(self, number: int) -> bool:
         """Send a signal, if the process lives, is this user's and has a handler for it; return whether it was sent."""
         with contextlib.suppress(OSError):

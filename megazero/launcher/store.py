@@ -27,7 +27,7 @@ _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of netdevice(7)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two looks at the store
 _LISTEN = "set MASTER_ADDR to this host and MASTER_PORT to a free port"
 _START = "start all ranks by one launcher; if this is to be one process, unset RANK, WORLD_SIZE and LOCAL_RANK"
-_ATTEMPT = timedelta(seconds=1)  # of one attempt to connect: a signal is handled between two
+_ATTEMPT = 1.0  # seconds of one attempt to connect
 
 
 def open_store(place: RankContext, timeout: timedelta) -> Store:
@@ -124,10 +124,14 @@ def _served(meeting: Meeting, timeout: timedelta) -> Store:
 
 def _reached(meeting: Meeting, timeout: timedelta) -> Store:
     """Connect to the store of rank 0, which may start later. Raises DistError: it cannot be reached in time."""
-    end = time.monotonic() + timeout.total_seconds()
-    while True:
+
+    def listens() -> bool:  # torch's own client handles no signal while it tries
         try:
-            return TCPStore(meeting.host, meeting.port, timeout=_ATTEMPT, wait_for_workers=False)
-        except dist.DistError:
-            if time.monotonic() > end:
-                raise
+            socket.create_connection((meeting.host, meeting.port), _ATTEMPT).close()
+            return True
+        except (OSError, UnicodeError):
+            return False
+
+    if not until(listens, timeout.total_seconds()):
+        raise dist.DistNetworkError("nothing listens there")
+    return TCPStore(meeting.host, meeting.port, timeout=timeout, wait_for_workers=False)

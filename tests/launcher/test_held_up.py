@@ -31,14 +31,14 @@ def start_step(case: str, rank: int, *more: object) -> tuple[list[Process], list
 
 
 PHASES = {"start": "start", "memory": "start", "group": "start", "axes": "start", "build": "build", "inside": "build"}
-SLOW = {("memory", 1), ("group", 0), ("axes", 1), ("start", 0)}
-LOCAL = [(case, rank) for case in PHASES for rank in (0, 1)]
+QUICK = [("start", 1), ("axes", 0), ("build", 0), ("inside", 1)]
+REST = [(case, rank) for case in PHASES for rank in (0, 1) if (case, rank) not in QUICK]
 
 
 @pytest.mark.parametrize(
     "cases",
-    [[case for case in LOCAL if case not in SLOW], pytest.param(sorted(SLOW), marks=pytest.mark.full)],
-    ids=["most", "rest"],
+    [QUICK, pytest.param(REST, marks=pytest.mark.full)],
+    ids=["some", "rest"],
 )
 def test_a_local_rank_that_is_stopped_is_named(tmp_path: Path, cases: list[tuple[str, int]]):
     """One job after the other is started, and all wait at the same time. Who is stopped has no stacks to show."""
