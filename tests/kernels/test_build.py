@@ -92,6 +92,7 @@ def lives(pid: int) -> bool:
         return False
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 @pytest.mark.usefixtures("usual_signals")
 def test_an_interruption_ends_the_compiler_and_what_it_has_started(tmp_path: Path, source: Path) -> None:
