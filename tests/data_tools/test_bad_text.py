@@ -18,7 +18,7 @@ from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizer import open_tokenizer
 from tests.data_tools.conftest import REPOSITORY, Command
-from tests.kernels.test_compiler import lives
+from tests.processes import alive
 
 GOOD = "int value(void); /* é */\n" * 20
 
@@ -168,7 +168,7 @@ def test_a_signal_ends_a_vocabulary_that_is_being_trained(tmp_path: Path, number
         process.communicate()
         assert time.monotonic() - began < 10, "a busy machine may take a few seconds; the library takes many more"
     assert process.returncode == (130 if number == signal.SIGINT else -number)
-    while any(lives(int(child)) for child in children):
+    while any(alive(int(child)) for child in children):
         assert time.monotonic() - began < 10
         time.sleep(0.01)
     assert not (tmp_path / "m").exists()
