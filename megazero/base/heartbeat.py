@@ -55,7 +55,7 @@ class Heartbeat:
     def end(self) -> None:
         """Stop for good."""
         self.pause()
-        self._stream = None
+        self._stream, self._redraws = None, False
 
     def pause(self) -> None:
         """Remove the line and end the thread: a fork copies no threads, but would copy a lock that one holds."""
@@ -72,7 +72,10 @@ class Heartbeat:
         if self._stream is not None and self._thread is None:
             self._stop.clear()
             self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+            # The thread inherits the mask: signals, also those that the main thread holds back later, are not for it.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             self._thread.start()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -139,7 +142,6 @@ class Heartbeat:
                 self._line.stop()
 
     def _beat(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals are for the main thread
         while not self._stop.wait(_LOOK):
             self.tick()
 

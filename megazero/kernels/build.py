@@ -126,8 +126,7 @@ def build_library(
 
 def find_gcc() -> str:
     """Return the path of g++; raise BuildError where there is none."""
-    compiler = shutil.which("g++")
-    if compiler is None:
+    if (compiler := shutil.which("g++")) is None:
         raise BuildError("no g++ on this machine")
     return compiler
 
@@ -140,8 +139,7 @@ def find_nvcc() -> str:
     """
     home = os.environ.get("CUDA_HOME")
     folders = f"{home}/bin" if home else f"{os.environ.get('PATH', os.defpath)}:/usr/local/cuda/bin"
-    compiler = shutil.which("nvcc", path=folders)
-    if compiler is None:
+    if (compiler := shutil.which("nvcc", path=folders)) is None:
         raise BuildError(f"no nvcc in {home}/bin (CUDA_HOME)" if home else "no nvcc on the PATH or in /usr/local/cuda")
     return compiler
 

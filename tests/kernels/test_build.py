@@ -14,6 +14,7 @@ import torch
 
 from megazero.kernels import build, cpu
 from megazero.kernels.build import BuildError, build_cpu, build_cuda, build_library
+from tests.processes import alive
 from tests.tiny_run import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -28,8 +29,8 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def plain(source: Path, *options: str, **more: list[str]) -> Path:
-    return build_library(source, build.find_gcc, ["-shared", "-fPIC", *options], **more)
+def plain(source: Path, *options: str, folders: list[str] | None = None) -> Path:
+    return build_library(source, build.find_gcc, ["-shared", "-fPIC", *options], folders=folders or [])
 
 
 def compiler(folder: Path, script: str) -> Path:
@@ -85,13 +86,7 @@ build_library(Path(sys.argv[1]), lambda: sys.argv[2], [])
 """
 
 
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 @pytest.mark.usefixtures("usual_signals")
 def test_an_interruption_ends_the_compiler_and_what_it_has_started(tmp_path: Path, source: Path) -> None:
@@ -107,7 +102,7 @@ def test_an_interruption_ends_the_compiler_and_what_it_has_started(tmp_path: Pat
         process.communicate()
     assert process.returncode != 0
     deadline = time.monotonic() + 30
-    while any(lives(int(pid)) for pid in started.read_text().split()):
+    while any(alive(int(pid)) for pid in started.read_text().split()):
         assert time.monotonic() < deadline, "the compiler lives"
         time.sleep(0.01)
     assert [path.suffix for path in (tmp_path / "user/megazero").iterdir()] == [".lock"]
