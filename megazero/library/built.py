@@ -195,13 +195,6 @@ def watch(part: BuiltPart, unit: Unit, take: Callable[[BuiltPart, Shown, nn.Para
             parameter.requires_grad_(asked)
 
 
-def before_backward(outputs: Any, event: Callable[[object], None]) -> None:
-    """Let autograd call `event` when the gradient of a tensor among some outputs has arrived, before it goes on."""
-    for x in tensors_in(outputs):
-        if x.grad_fn is not None:
-            x.grad_fn.register_prehook(event)
-
-
 def tensors_in(outputs: Any) -> Iterator[Tensor]:
     """Yield the tensors in lists, tuples, dictionaries and dataclasses, one inside of the other."""
     if isinstance(outputs, Tensor):

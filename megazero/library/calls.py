@@ -31,10 +31,11 @@ import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import UserError
-from megazero.library.built import BuiltPart, Forward, Shown, before_backward, hide, prepare, put, tensors_in
+from megazero.library.built import BuiltPart, Forward, Shown, hide, prepare, put, tensors_in
 from megazero.library.process import Process
 from megazero.library.saved import saving
 from megazero.zero.gather import Gather
+from megazero.zero.saved import before_backward
 from megazero.zero.unit import Unit
 
 
@@ -66,13 +67,11 @@ class _Call:
             if self.before is not None:
                 self.calls.prefetch(self.before)
 
-    def need(self, unit: Unit) -> Tensor:
-        """Return the whole values of a unit that backward needs."""
+    def need(self, unit: Unit) -> None:
+        """Gather a unit that backward needs."""
         self.begin_backward()
         if unit.whole is None:  # of another part, of which this one has saved something
             self.calls.gather.unshard([unit])
-        assert unit.whole is not None, "it has been gathered"
-        return unit.whole
 
     def deliver(self, gradients: Sequence[Tensor | None]) -> None:
         """Write the gradients of the part's trained parameters into its units; None: there was no use of one."""
@@ -166,10 +165,11 @@ class Calls:
         part.depth, keeps = 1, part.root and wants
         try:
             self._show(part, call)
-            with saving(call.need, self._unit_of) if self._sharded and call is not None else nullcontext():
+            with saving(call.need, self._storages) if self._sharded and call is not None else nullcontext():
                 outputs = forward(*arguments, **named)
             if call is not None and part.sharded and not part.root and not part.looks_up:
-                before_backward(outputs, call.begin_backward)
+                for x in tensors_in(outputs):
+                    before_backward(x, call.begin_backward)
             # What gives its own parameter away, or a view of it, has to stay as long as somebody may look at it.
             keeps = keeps or (part.sharded and any(self._unit_of(x) in part.units for x in tensors_in(outputs)))
             return outputs

@@ -9,15 +9,13 @@
 
 The backward events are hooks of autograd's nodes: one of the node of each layer's output, which ends the backward of
 the layer after it and begins its own, and one of the node that the first one's input came from, if there is one. So a
-layer with units has to return a tensor of its own, never its input. What a layer saves for its backward of a sharded
-unit's parameters is replaced by (unit, place) with torch's saved_tensors_hooks, and looked up in the unit's current
-buffer when backward needs it, because buffers rotate. A unit of which a layer saved nothing (the embedding's table) is
-not gathered for its backward. A layer that is recomputed in its backward saves nothing before that, and needs all its
-units.
+layer with units has to return a tensor of its own, never its input. Of a sharded unit's parameters a layer saves places
+only (`saved.py`). A unit of which a layer saved nothing (the embedding's table) is not gathered for its backward. A
+layer that is recomputed in its backward saves nothing before that, and needs all its units.
 """
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -25,24 +23,10 @@ import torch
 from torch import Tensor
 
 from megazero.zero.gather import Gather
+from megazero.zero.saved import before_backward, saved_places
 from megazero.zero.unit import Unit
 
 Layer = Callable[..., Tensor]
-
-
-@dataclass(slots=True, eq=False)
-class _Saved:
-    """A place in a unit's parameters, which stands for a saved tensor; not frozen, because a layer makes many."""
-
-    unit: Unit
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def view(self) -> Tensor:
-        """Return the saved tensor, as a view of the unit's current buffer."""
-        assert self.unit.whole is not None, f"backward needs unit {self.unit.layout.name}, which is not there"
-        return self.unit.whole.as_strided(self.shape, self.stride, self.offset)
 
 
 @dataclass(eq=False)
@@ -60,20 +44,6 @@ class _Call:
     before: "_Call | None"
     needed: list[Unit]
     after: "_Call | None" = None
-    _gathered: dict[int, Unit] = field(init=False)  # by the storage that holds its parameters during forward
-
-    def __post_init__(self) -> None:
-        gathered = ((unit, unit.whole) for unit in self.units if not unit.parameters_rest_whole)
-        self._gathered = {whole.untyped_storage()._cdata: unit for unit, whole in gathered if whole is not None}
-
-    def pack(self, tensor: Tensor) -> Tensor | _Saved:
-        """Return what is saved in place of a tensor; units of which something is saved are `needed`."""
-        unit = self._gathered.get(tensor.untyped_storage()._cdata)
-        if unit is None:
-            return tensor.detach()  # the tensor itself would hold the graph that holds it
-        if unit not in self.needed:
-            self.needed.append(unit)
-        return _Saved(unit, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def pre_backward(self, _: object = None) -> None:
         """End the backward of the layer after; wait for what this one's needs, and prefetch for the layer before."""
@@ -93,16 +63,6 @@ class _Call:
         """Release the layer's units, except those that the layer before needs."""
         next_units = self.before.needed if self.before is not None else []
         self.gather.reshard([unit for unit in self.units if unit not in next_units])
-
-
-def _unpack(packed: Tensor | _Saved) -> Tensor:
-    return packed.view() if isinstance(packed, _Saved) else packed
-
-
-def _before_backward(x: Tensor, event: Callable[[object], None]) -> None:
-    """Let autograd call `event` when the gradient of x has arrived, before it goes on; not if there will be none."""
-    if x.grad_fn is not None:
-        x.grad_fn.register_prehook(event)
 
 
 class ShardedLayer:
@@ -146,16 +106,21 @@ class ShardedLayer:
         if before is not None:
             before.after = call
         else:
-            _before_backward(x, call.post_backward)
-        with torch.autograd.graph.saved_tensors_hooks(call.pack, _unpack):
+            before_backward(x, call.post_backward)
+        with saved_places(_sharded_by_storage(self.units), call.needed):
             y = self.layer(x, *arguments)
         if not self.keep:
             self._release(next_units)
-        _before_backward(y, call.pre_backward)
+        before_backward(y, call.pre_backward)
         return y
 
     def _release(self, next_units: list[Unit]) -> None:
         self._gather.reshard([unit for unit in self.units if unit not in next_units])
+
+
+def _sharded_by_storage(units: list[Unit]) -> dict[int, Unit]:
+    gathered = ((unit, unit.whole) for unit in units if not unit.parameters_rest_whole)
+    return {whole.untyped_storage()._cdata: unit for unit, whole in gathered if whole is not None}
 
 
 def shard_layers(
