@@ -138,8 +138,8 @@ class Rank:
         self.data, self.tensor = self.grid["data"], self.grid["tensor"]
         self.job, self.shape = job, shape
         self.host = Host(CPU, grid.comm.ledger, apart=True)
-        disks = disks_of(grid) if job.uses_disks else None
-        self.built = built = build(config_of(job, shape, precision), self.grid, CPU, REFERENCE, self.host, disks=disks)
+        homes = {"nvme": disks_of(grid)} if job.uses_disks else {}
+        self.built = built = build(config_of(job, shape, precision), self.grid, CPU, REFERENCE, self.host, homes=homes)
         self.model, self.engine, self.pipeline = built.model, built.engine, built.pipeline
 
     @property

@@ -64,7 +64,7 @@ class AgreedGather(Gather):
     def unshard(self, units: list[Unit]) -> None:
         """Gather units that are needed now, while the others may need other ones."""
         for unit in units:
-            if unit.whole is None:
+            if unit.parameters.whole is None:
                 self._reach(self._numbers[unit])
                 super().prefetch([unit])
                 super().unshard([unit])
@@ -109,10 +109,10 @@ class AgreedGather(Gather):
         assert unit is not None, "who calls its module on one rank has it on all"
         with self._time(unit):
             with self._stream.queued():
-                whole, pending = unit.start_unshard()
+                whole, pending = unit.parameters.start_gather()
                 pending.wait()
             self._stream.join()
-        unit.discard(whole)
+        unit.parameters.discard(whole)
 
     def _words(self, number: int) -> str:
         """Return in words what a rank waits for that is no unit."""

@@ -21,6 +21,7 @@ from megazero.zero.gather import Gather
 from megazero.zero.layout import UnitLayout
 from megazero.zero.offload import Offload
 from megazero.zero.placement import Precision, UnitAxes
+from megazero.zero.resting import Resources
 from megazero.zero.unit import Unit
 
 
@@ -48,16 +49,15 @@ def unit_of(layout: UnitLayout, dtype: torch.dtype, memory: Memory, axes: UnitAx
     """Return a unit of zeros."""
     narrow = dtype in (torch.bfloat16, torch.float16)
     precision = Precision(dtype, torch.float32 if narrow else dtype)
-    return Unit(
-        layout,
-        axes,
+    resources = Resources(
         precision,
         memory.device,
-        (memory.pool(dtype), memory.pool(precision.gradients)),
-        memory.offload,
+        memory.pool(dtype),
+        memory.pool(precision.gradients),
+        offload=memory.offload or Offload(),
         ops=memory.ops(dtype if dtype.is_floating_point else torch.float32),
-        trainable=trained,
     )
+    return Unit(layout, axes, resources, trainable=trained)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Assembly:
         memory, units = self.memory, [unit for part in self.parts for unit in part.units if unit.trainable]
         names = [unit.layout.name for unit in units]
         wide = any(unit.masters.dtype == torch.float64 for unit in units)
-        narrow = next((unit.updated.values.dtype for unit in units), torch.float32)
+        narrow = next((unit.resting.updated.values.dtype for unit in units), torch.float32)
         ops = memory.ops(torch.float64 if wide else narrow, updates=True)
         if before is None:
             there = "host_" if memory.offload is not None and memory.offload.optimizer is not None else ""
@@ -103,7 +103,7 @@ class Assembly:
             clip=self.clip,
             tokens_per_step=1,
             grid=self.grid,
-            scaling=any(unit.parameters.values.dtype == torch.float16 for unit in units),
+            scaling=any(unit.resting.parameters.values.dtype == torch.float16 for unit in units),
             ops=ops,
             offload=memory.offload,
             halts=False,
@@ -144,11 +144,11 @@ class Assembly:
             if why:
                 raise UserError(502, f"{shown.name} requires a gradient, and {why}", "keep it frozen")
         layout = replace(unit.layout, name=unit.name.replace("frozen)", "unfrozen)"))
-        new = unit_of(layout, unit.parameters.values.dtype, self.memory, unit.axes, trained=True)
-        new.resting.write(unit.parameters.values.to(new.masters.dtype), unit.parameters.first)
+        new = unit_of(layout, unit.resting.parameters.values.dtype, self.memory, unit.axes, trained=True)
+        new.resting.write(unit.resting.parameters.values.to(new.masters.dtype), unit.resting.parameters.first)
         by_name = {shown.name: shown.parameter for shown in part.frozen}
-        new.move_parameters([by_name[interval.name] for interval in layout.intervals])
-        there = "" if unit.parameters.home is None else "host_"
-        self.memory.ledger.hold(f"{there}parameters", -unit.parameters.values.nbytes)
+        new.parameters.move_to([by_name[interval.name] for interval in layout.intervals])
+        there = "" if unit.resting.parameters.home is None else "host_"
+        self.memory.ledger.hold(f"{there}parameters", -unit.resting.parameters.values.nbytes)
         part.give(unit, new)
         return new

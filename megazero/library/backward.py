@@ -27,7 +27,7 @@ class Backwards:
     def __init__(self, engine: Engine, calls: Calls, tables: Tables, lockstep: Lockstep):
         self.engine, self.calls, self.lockstep, self._tables = engine, calls, lockstep, tables
         self.trains = bool(engine.units or tables.trained)
-        self._shards_gradients = any(not unit.gradients_rest_whole for unit in engine.units)
+        self._shards_gradients = any(not unit.gradients.rest_whole for unit in engine.units)
         self._one = torch.ones((), device=engine.loss_scale.scale.device)
         self._all_summed = self._failed = False
         self._begin_step()
@@ -51,7 +51,7 @@ class Backwards:
             stage.finish_reduction()
             if self._all_summed and not self._shards_gradients:
                 for unit in self.engine.units:
-                    unit.keep_own_gradients()
+                    unit.gradients.keep_own()
                 stage.clear()  # what is reduced next holds what was reduced before
         self._all_summed, self.reduced, self._failed = last, sends, True
         parts = self.calls.parts
@@ -101,7 +101,7 @@ class Backwards:
         (stage,) = self.engine.stages
         stage.finish_reduction()
         for unit in self.engine.units:
-            unit.drop_gradients()
+            unit.gradients.drop()
         self._tables.forget()
         self.calls.release_all()
         self.calls.close()

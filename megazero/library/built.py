@@ -65,7 +65,7 @@ class Shown:
     @property
     def values(self) -> Tensor:
         """Return the parameter's values in a unit that is whole here."""
-        return self.unit.whole_views()[self.index].detach()
+        return self.unit.parameters.values()[self.index].detach()
 
 
 def _asking(shown: list[Shown]) -> list[Shown]:
@@ -129,7 +129,7 @@ class BuiltPart:
     def _find(self) -> None:
         self.shown = [*self.trained, *self.frozen]
         self.units = list(dict.fromkeys(shown.unit for shown in self.shown))
-        self.sharded = not all(unit.parameters_rest_whole for unit in self.units)
+        self.sharded = not all(unit.parameters.rest_whole for unit in self.units)
 
 
 def give_rows(table: nn.Embedding) -> None:
@@ -190,7 +190,7 @@ def watch(part: BuiltPart, unit: Unit, take: Callable[[BuiltPart, Shown, nn.Para
         with torch._C.DisableTorchFunctionSubclass():  # parameters may watch what others do with them
             parameter.requires_grad_(True)
             parameter.register_post_accumulate_grad_hook(partial(take, part, shown))
-            if unit.parameters_rest_whole:
+            if unit.parameters.rest_whole:
                 part.nodes.append(get_gradient_edge(parameter).node)
             parameter.requires_grad_(asked)
 

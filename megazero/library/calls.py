@@ -62,7 +62,9 @@ class _Call:
         """Gather the part, whose backward begins; prefetch the one whose backward comes next."""
         self.calls.require_step(self)
         self.calls.join()
-        if (self.calls.in_backward or not self.shown) and any(unit.whole is None for unit in self.part.units):
+        if (self.calls.in_backward or not self.shown) and any(
+            unit.parameters.whole is None for unit in self.part.units
+        ):
             self.calls.gather_for_backward(self.part, keeps=bool(self.shown))
             if self.before is not None:
                 self.calls.prefetch(self.before)
@@ -70,7 +72,7 @@ class _Call:
     def need(self, unit: Unit) -> None:
         """Gather a unit that backward needs."""
         self.begin_backward()
-        if unit.whole is None:  # of another part, of which this one has saved something
+        if unit.parameters.whole is None:  # of another part, of which this one has saved something
             self.calls.gather.unshard([unit])
 
     def deliver(self, gradients: Sequence[Tensor | None]) -> None:
@@ -190,21 +192,21 @@ class Calls:
         """Gather a part that is about to run, and prefetch the one that ran after it last time."""
         if not part.sharded:
             return
-        if any(unit.whole is None for unit in part.units):
+        if any(unit.parameters.whole is None for unit in part.units):
             self.gathered(part)
             self.gather.unshard(part.units)
         if self._running is not None and not self.in_backward:
             self._running.after = part
         self._running = part
         for unit in part.units:
-            if unit.whole is not None:
-                self._storages[unit.whole.untyped_storage()._cdata] = unit
+            if unit.parameters.whole is not None:
+                self._storages[unit.parameters.whole.untyped_storage()._cdata] = unit
         if part.after is not None and part.after is not part and not self.in_backward:
             self.prefetch(part.after)
 
     def prefetch(self, part: BuiltPart) -> None:
         """Start to gather a part that will be needed soon."""
-        if part.sharded and any(unit.whole is None for unit in part.units):
+        if part.sharded and any(unit.parameters.whole is None for unit in part.units):
             self.gather.prefetch(part.units)
 
     def gather_for_backward(self, part: BuiltPart, *, keeps: bool) -> None:
@@ -261,15 +263,15 @@ class Calls:
         if not part.sharded or part.depth:
             return
         units = [unit for unit in part.units if unit.trainable]
-        values = {unit.whole.untyped_storage()._cdata for unit in units if unit.whole is not None}
+        values = {unit.parameters.whole.untyped_storage()._cdata for unit in units if unit.parameters.whole is not None}
         given = (x for x in gradients if x is not None and x.layout == torch.strided)
         if values.isdisjoint(x.untyped_storage()._cdata for x in given):  # else a gradient is a parameter's own values
             self._release(units)
 
     def _release(self, units: list[Unit]) -> None:
         for unit in units:
-            if unit.whole is not None and not unit.parameters_rest_whole:
-                self._storages.pop(unit.whole.untyped_storage()._cdata, None)
+            if unit.parameters.whole is not None and not unit.parameters.rest_whole:
+                self._storages.pop(unit.parameters.whole.untyped_storage()._cdata, None)
         self.gather.reshard(units)
 
     def release_all(self) -> None:
@@ -286,7 +288,7 @@ class Calls:
             self.reduced.add(part)
             for unit in part.units:
                 if unit.trainable:
-                    unit.deliveries.on_complete()
+                    unit.gradients.deliveries.on_complete()
 
     def take(self, shown: Shown, gradient: Tensor) -> None:
         """Write a gradient into its unit's buffer, or add it to those before; drop it if others are trained."""
@@ -294,7 +296,7 @@ class Calls:
             return
         if self.factor is not None:
             gradient = gradient * self.factor
-        slot = shown.unit.views[shown.name]
+        slot = shown.unit.gradients.views[shown.name]
         if gradient.layout == torch.sparse_coo:  # of an embedding alone
             slot.write_rows(gradient._indices()[0], gradient._values())
         else:
@@ -308,7 +310,7 @@ class Calls:
             live = {shown.unit for shown in part.live}
             for unit in part.units:
                 if unit.trainable and unit not in live:
-                    unit.deliveries.on_complete()
+                    unit.gradients.deliveries.on_complete()
 
     @contextmanager
     def backward(self, factor: Tensor | None) -> Iterator[None]:
@@ -369,7 +371,7 @@ class Calls:
     def next_step(self) -> None:
         """Begin the next step: parameters that rest whole have their new values."""
         self.void()
-        self.gather.unshard([unit for part in self.parts for unit in part.units if unit.parameters_rest_whole])
+        self.gather.unshard([unit for part in self.parts for unit in part.units if unit.parameters.rest_whole])
 
     def void(self) -> None:
         """Let no graph of what has run have a backward: parameters have other values now."""

@@ -173,13 +173,13 @@ class Elementwise:
         return [piece.step for piece, _ in self._pieces[unit]]
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.updated`.
+        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.resting.updated`.
 
         The host waits for `skip`: an optimizer of torch cannot be told by the device to change nothing.
         """
         if not bool(skip):
             for piece, factor in self._pieces[unit]:
-                gradient = unit.reduced_gradients[piece.where].to(unit.masters.dtype)
+                gradient = unit.gradients.reduced[piece.where].to(unit.masters.dtype)
                 piece.update(gradient * scale.to(gradient.dtype), lr * factor, counts=self._counts)
         unit.resting.round_masters()
 

@@ -231,7 +231,7 @@ def _unit_name(part: Part, dtype: torch.dtype, kinds: Mapping[tuple[torch.dtype,
 def _agreed(built: Sequence[BuiltPart], device: torch.device, process: Process) -> AgreedGather | None:
     """Return the gathering of units by ranks that call different ones; None: no unit is gathered."""
     units = [unit for part in built for unit in part.units]
-    return None if all(unit.parameters_rest_whole for unit in units) else AgreedGather(device, units, process)
+    return None if all(unit.parameters.rest_whole for unit in units) else AgreedGather(device, units, process)
 
 
 def _cast(inputs: Any, dtype: torch.dtype | None) -> Any:

@@ -151,7 +151,7 @@ class State:
         for unit in self._units:
             if not unit.trainable:
                 self._engine.gather.publish(unit)
-        self._engine.gather.unshard([unit for unit in self._units if unit.parameters_rest_whole])
+        self._engine.gather.unshard([unit for unit in self._units if unit.parameters.rest_whole])
         return SavedStep(manifest.step, progress.skipped)
 
     def _read(self, path: Path, manifest: Manifest, held: Sequence[ShardState], *, fills: bool) -> None:

@@ -63,8 +63,8 @@ class WholeValues:
         self._lockstep.meet("gathered")
         self._calls.release_all()
         self._engine.gather.unshard(units)
-        found = {name: unit.parameter(name) for unit in units for name in _names(unit) if name in chosen}
-        before = {unit: unit.version for unit in units}
+        found = {name: unit.parameters.value(name) for unit in units for name in _names(unit) if name in chosen}
+        before = {unit: unit.parameters.version for unit in units}
         self._calls.lent = chosen
         try:
             with torch.no_grad():
@@ -74,14 +74,14 @@ class WholeValues:
             self._calls.release_all()
             raise
         self._calls.lent = None
-        changed = [unit for unit in units if unit.version != before[unit]]
+        changed = [unit for unit in units if unit.parameters.version != before[unit]]
         odd = self._difference({name: found[name] for unit in changed for name in _names(unit) if name in chosen})
         if odd is not None:
             changed = units
             for value in found.values():
                 from_first(value, self._world)
         for unit in changed:
-            unit.take_whole([name for name in _names(unit) if name in chosen])
+            unit.parameters.keep_changes([name for name in _names(unit) if name in chosen])
         if changed:
             self._calls.void()
         self._calls.release_all()
@@ -104,7 +104,7 @@ class WholeValues:
         for unit in self._units:
             self._engine.gather.unshard([unit])
             if wanted:
-                found |= {name: unit.parameter(name).to("cpu", copy=True) for name in _names(unit)}
+                found |= {name: unit.parameters.value(name).to("cpu", copy=True) for name in _names(unit)}
             self._engine.gather.reshard([unit])
         for table in self._tables:
             if (whole := table.gathered(wanted=wanted)) is not None:
@@ -186,7 +186,7 @@ class WholeValues:
         for unit in trained:
             if chosen.isdisjoint(_names(unit)):
                 continue
-            whole = unit.whole_gradients()
+            whole = unit.gradients.whole()
             found = {i.name: whole[i.start : i.stop].view(i.shape) for i in unit.layout.intervals if i.name in chosen}
             yield unit, {name: values * factor.to(values.dtype) for name, values in found.items()}
 
@@ -232,13 +232,13 @@ def _names(unit: Unit) -> list[str]:
 
 def _scale_reduced(unit: Unit, names: Sequence[str], factor: Tensor) -> None:
     """Multiply the reduced gradients of some parameters, as far as this rank updates with them."""
-    shard, reduced = unit.shard, unit.take_reduced(0)
+    shard, reduced = unit.shard, unit.gradients.take_reduced(0)
     for interval in unit.layout.intervals:
         if interval.name in names:
             here = slice(max(interval.start, shard.start), min(interval.stop, shard.stop))
             if here.start < here.stop:
                 reduced[here.start - shard.start : here.stop - shard.start].mul_(factor)
-    unit.put_reduced(0, reduced)
+    unit.gradients.put_reduced(0, reduced)
 
 
 def _raw(x: Tensor) -> bytes:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.comm.home import Access
+from megazero.comm.home import Access, PagedHome
 from megazero.comm.ledger import DISK, Ledger
 from megazero.nvme.crossing import Crossing, Mark
 from megazero.nvme.disk_queue import DiskQueue, Transfer
@@ -37,7 +37,7 @@ _WINDOWS = 2  # windows that are
 _UNSENT = 4  # buffers that wait to be written, whose memory is kept
 
 
-class Disk:
+class Disk(PagedHome):
     """The buffers of one rank on disks.
 
     Args:

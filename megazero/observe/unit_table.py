@@ -50,8 +50,6 @@ class UnitEvent:
 class Watched(Protocol):
     """A unit that tells its events."""
 
-    on_event: Callable[[str], object]
-
     @property
     def name(self) -> str:
         """Return its name."""
@@ -60,6 +58,10 @@ class Watched(Protocol):
     @property
     def visiting_bytes(self) -> int:
         """Return the bytes of its values that are there for a while."""
+        ...
+
+    def listen(self, listener: Callable[[str], object]) -> None:
+        """Let `listener` be called with each event."""
         ...
 
 
@@ -81,7 +83,7 @@ class UnitEvents:
     def listen(self, *, on: bool = True) -> None:
         """Let the units tell their events from now on, or not any more."""
         for unit in self._units:
-            unit.on_event = partial(self._add, unit) if on else lambda event: None
+            unit.listen(partial(self._add, unit) if on else lambda event: None)
         self._listens = on
         self._counts.clear()
         self._waited = self._waited_by_now()

@@ -119,7 +119,7 @@ def build_trainer(
     if config.zero.offload.optimizer != "none" and device.type != "cpu":
         host_ops = for_host(config.precision.kernels, precision_of(config).masters)
     disks = open_disks(config, device, grid.comm.ledger, here)
-    built = build(config, grid, device, ops, host_ops=host_ops, disks=disks)
+    built = build(config, grid, device, ops, host_ops=host_ops, homes={"nvme": disks} if disks else {})
     settle_attention(config, built.model, device, first=first)
     engine, pipeline = built.engine, built.pipeline
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)

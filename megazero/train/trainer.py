@@ -300,7 +300,7 @@ class Trainer:
         self.now(done, "save")
         self.stopping.before_save()
         self.engine.flush_delayed()
-        self.engine.forget_residuals()
+        self.engine.forget_between_steps()
         scale, samples = self.engine.loss_scale, self.loader.samples(done)
         with self.recorder.paused():
             self.checkpoints.save(

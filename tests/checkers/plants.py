@@ -84,9 +84,9 @@ def plant_early_drop(patch: pytest.MonkeyPatch) -> None:
 
     def finish(self: Reduction, leave: int) -> None:
         for unit, _ in list(self._under_way):
-            if unit.partial is not None and not unit.gradients_rest_whole and leave:
-                unit._pools[1].give(unit.partial)
-                unit.partial = None
+            if unit.gradients.partial is not None and not unit.gradients.rest_whole and leave:
+                unit.gradients._pool.give(unit.gradients.partial)
+                unit.gradients.partial = None
         honest(self, leave)
 
     patch.setattr(Reduction, "_finish", finish)
@@ -97,7 +97,7 @@ def plant_unwaited(patch: pytest.MonkeyPatch) -> None:
     honest = Gather.unshard
 
     def unshard(self: Gather, units: list[Unit]) -> None:
-        if not (len(units) == 1 and units[0].publishes):
+        if not (len(units) == 1 and units[0].parameters.publishes):
             honest(self, units)
 
     patch.setattr(Gather, "unshard", unshard)

@@ -30,7 +30,7 @@ def lost_sum(honest: Callable[..., Any]) -> Callable[..., Any]:
 
     def start(unit: Unit, *, accumulate: bool) -> Any:
         pending = honest(unit, accumulate=accumulate)
-        return pending.then(lambda: unit.own_gradients.zero_()) if unit.name == "blocks.1" else pending
+        return pending.then(lambda: unit.gradients.own.zero_()) if unit.name == "blocks.1" else pending
 
     return start
 

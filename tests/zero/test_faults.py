@@ -30,15 +30,15 @@ NAME = "blocks.1.mlp.down.weight"
 
 def doubled(rank: Rank) -> None:
     """One rank's gradient of one parameter counts twice, in every step."""
-    unit = next(unit for unit in rank.engine.units if NAME in unit.views)
-    close = unit.close_gradients
+    unit = next(unit for unit in rank.engine.units if NAME in unit.gradients.views)
+    close = unit.gradients.close
 
     def close_and_double() -> None:
         close()
         if rank.data.rank == 1:
-            unit.views[NAME].view.mul_(2)
+            unit.gradients.views[NAME].view.mul_(2)
 
-    unit.close_gradients = close_and_double
+    unit.gradients.close = close_and_double
 
 
 def skipped(rank: Rank) -> None:
@@ -49,10 +49,10 @@ def skipped(rank: Rank) -> None:
     start = reduction._start
 
     def start_some(unit):
-        if NAME not in unit.views:
+        if NAME not in unit.gradients.views:
             return start(unit)
-        unit.own_gradients.copy_(unit.partial[unit.shard])
-        return done(unit.partial)
+        unit.gradients.own.copy_(unit.gradients.partial[unit.shard])
+        return done(unit.gradients.partial)
 
     reduction._start = start_some
 

@@ -166,12 +166,17 @@ def many_steps(
     ledger = grid.comm.ledger
 
     def memory() -> set[int]:
-        pools = {pool for unit in rank.engine.units for pool in unit._pools}
+        pools = {pool for u in rank.engine.units for pool in (u.parameters._pool, u.gradients._pool)}
         free = [buffer for pool in pools for buffers in pool._free.values() for buffer in buffers]
         kept = [
             t
             for u in rank.engine.units
-            for t in (u.parameters.values, u.gradients.values, u.masters, *rank.engine.optimizer.state[u].values())
+            for t in (
+                u.resting.parameters.values,
+                u.resting.gradients.values,
+                u.masters,
+                *rank.engine.optimizer.state[u].values(),
+            )
         ]
         return {tensor.untyped_storage().data_ptr() for tensor in free + kept}
 

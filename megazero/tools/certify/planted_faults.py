@@ -172,25 +172,25 @@ def scaled(by: float, *, everywhere: bool) -> Plant:
 
 
 def _scale_reduced(unit: Unit, by: float) -> None:
-    end = unit.end_reduce
+    end = unit.gradients.end_reduce
 
     def scale_and_end() -> None:
-        unit.own_gradients.mul_(by)
+        unit.gradients.own.mul_(by)
         end()
 
-    unit.end_reduce = scale_and_end  # type: ignore[method-assign]
+    unit.gradients.end_reduce = scale_and_end  # type: ignore[method-assign]
 
 
 def lost_gradients(rig: Rig) -> None:
     unit = block_of(rig)
-    close = unit.close_gradients
+    close = unit.gradients.close
 
     def close_and_lose() -> None:
         close()
-        assert unit.partial is not None
-        unit.partial.zero_()
+        assert unit.gradients.partial is not None
+        unit.gradients.partial.zero_()
 
-    unit.close_gradients = close_and_lose  # type: ignore[method-assign]
+    unit.gradients.close = close_and_lose  # type: ignore[method-assign]
 
 
 def rough_sums(rig: Rig) -> None:
@@ -200,15 +200,15 @@ def rough_sums(rig: Rig) -> None:
 
 
 def _round_before_sum(unit: Unit) -> None:
-    close = unit.close_gradients
+    close = unit.gradients.close
 
     def close_and_round() -> None:
         close()
-        assert unit.partial is not None
-        mantissa, exponent = torch.frexp(unit.partial)
-        unit.partial.copy_(torch.ldexp((mantissa * 4).round() / 4, exponent))
+        assert unit.gradients.partial is not None
+        mantissa, exponent = torch.frexp(unit.gradients.partial)
+        unit.gradients.partial.copy_(torch.ldexp((mantissa * 4).round() / 4, exponent))
 
-    unit.close_gradients = close_and_round  # type: ignore[method-assign]
+    unit.gradients.close = close_and_round  # type: ignore[method-assign]
 
 
 def norm_without_a_unit(rig: Rig) -> None:
@@ -217,13 +217,13 @@ def norm_without_a_unit(rig: Rig) -> None:
 
 
 def other_weights(rig: Rig) -> None:
-    block_of(rig).parameters.values.mul_(1.01)
+    block_of(rig).resting.parameters.values.mul_(1.01)
 
 
 def stale_shards(rig: Rig) -> None:
     gather, block = rig.built.engine.gather, block_of(rig)
     publish = gather.publish
-    gather.publish = lambda unit: unit.depart() if unit is block else publish(unit)  # type: ignore[method-assign]
+    gather.publish = lambda unit: unit.parameters.send_updated() if unit is block else publish(unit)  # type: ignore[method-assign]
 
 
 def lost_micro_batch(rig: Rig) -> None:

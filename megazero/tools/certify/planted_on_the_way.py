@@ -9,10 +9,11 @@ from torch import Tensor
 
 from megazero.base.quantized import BLOCK, code_bytes
 from megazero.comm.home import Access
+from megazero.extensions.quantized import QuantizedGathering, QuantizedSumming
+from megazero.extensions.secondary import SecondShard
 from megazero.memory.partition import PartitionedStore
 from megazero.memory.recompute import Recomputed
 from megazero.tools.certify.training import Rig
-from megazero.zero.quantized import Quantizer
 from megazero.zero.unit import Unit
 
 
@@ -22,13 +23,13 @@ def block_of(rig: Rig) -> Unit:
 
 
 def lost_on_the_way(rig: Rig) -> None:
-    away = block_of(rig).offloaded_gradients
+    away = block_of(rig).resting.offloaded_gradients
     assert away is not None, "the layout offloads"
     away.send = lambda reduced, at=0: None  # type: ignore[method-assign]
 
 
 def unwritten(rig: Rig) -> None:
-    disks = block_of(rig).disks
+    disks = block_of(rig).resting.paged
     assert disks is not None, "the layout has disks"
     windows = disks.windows
 
@@ -61,27 +62,27 @@ def _one_late(put: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def stale_neighbours(rig: Rig) -> None:
-    second = block_of(rig).secondary
-    assert second is not None, "the layout has second shards"
+    second = block_of(rig).parameters.gathering
+    assert isinstance(second, SecondShard), "the layout has second shards"
     second.forget = lambda: None  # type: ignore[method-assign]
 
 
-def _gradients_of(unit: Unit) -> Quantizer:
-    quantizer = unit.quantizers.gradients
-    assert quantizer is not None, "the layout quantises gradients"
-    return quantizer
+def _summing_of(unit: Unit) -> QuantizedSumming:
+    summing = unit.gradients.summing
+    assert isinstance(summing, QuantizedSumming), "the layout quantises gradients"
+    return summing
 
 
 def _before(rig: Rig, method: str, wrong: Callable[..., object]) -> None:
     """Call `wrong(quantizer, ...)` before a method of what quantises the gradients of a block."""
-    quantizer = _gradients_of(block_of(rig))
+    quantizer = _summing_of(block_of(rig))
     right = getattr(quantizer, method)
 
     def both(*given: Any, **options: Any) -> Any:
         wrong(quantizer, *given)
         return right(*given, **options)
 
-    object.__setattr__(quantizer, method, both)
+    setattr(quantizer, method, both)
 
 
 def lost_residuals(rig: Rig) -> None:
@@ -97,10 +98,10 @@ def larger_own(rig: Rig) -> None:
 
 
 def _coded_otherwise(rig: Rig, wrong: Callable[[Callable[..., None], Tensor, Tensor, int], None]) -> None:
-    quantizer = _gradients_of(block_of(rig))
+    quantizer = _summing_of(block_of(rig))
     right = quantizer.ops.quantize_
     ops = replace(quantizer.ops, quantize_=lambda codes, x, bits: wrong(right, codes, x, bits))
-    object.__setattr__(quantizer, "ops", ops)
+    quantizer.ops = ops
 
 
 def truncated_codes(rig: Rig) -> None:
@@ -125,19 +126,21 @@ def _scales(codes: Tensor, numel: int, bits: int) -> Tensor:
 
 
 def added_twice(rig: Rig) -> None:
-    quantizer = _gradients_of(block_of(rig))
+    quantizer = _summing_of(block_of(rig))
     dequantize_ = quantizer.ops.dequantize_
 
     def twice(into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
         dequantize_(into, codes, bits, add)
         dequantize_(into, codes, bits, add)
 
-    object.__setattr__(quantizer, "ops", replace(quantizer.ops, dequantize_=twice))
+    quantizer.ops = replace(quantizer.ops, dequantize_=twice)
 
 
 def scales_of_another(rig: Rig) -> None:
-    quantizer = block_of(rig).quantizers.parameters
-    assert quantizer is not None, "the layout quantises parameters"
+    quantizer = block_of(rig).parameters.gathering
+    if isinstance(quantizer, SecondShard):
+        quantizer = quantizer.far
+    assert isinstance(quantizer, QuantizedGathering), "the layout quantises parameters"
     dequantize_ = quantizer.ops.dequantize_
 
     def swapped(into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
@@ -147,4 +150,4 @@ def scales_of_another(rig: Rig) -> None:
         dequantize_(into, codes, bits, add)
         scales.copy_(own)
 
-    object.__setattr__(quantizer, "ops", replace(quantizer.ops, dequantize_=swapped))
+    quantizer.ops = replace(quantizer.ops, dequantize_=swapped)

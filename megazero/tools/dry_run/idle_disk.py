@@ -10,12 +10,12 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from megazero.comm.home import Access
+from megazero.comm.home import Access, PagedHome
 from megazero.comm.ledger import DISK, Ledger
 from megazero.nvme.disk import PIECE
 
 
-class IdleDisk:
+class IdleDisk(PagedHome):
     """Disks that are done at once: what is read holds anything.
 
     Args:

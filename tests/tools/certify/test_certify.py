@@ -212,8 +212,8 @@ def test_a_doubled_gradient_is_found_and_named(
 
     def close_and_double(unit: Unit) -> None:
         close(unit)
-        if name in unit.views and unit.numel > len(unit.masters) and unit.shard.start > 0:
-            unit.views[name].view.mul_(2)
+        if name in unit.gradients.views and unit.numel > len(unit.masters) and unit.shard.start > 0:
+            unit.gradients.views[name].view.mul_(2)
 
     monkeypatch.setattr(Unit, "close_gradients", close_and_double)
     config = config_of(tiny_data, tmp_path, *SMALL)
