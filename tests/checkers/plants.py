@@ -15,7 +15,7 @@ from megazero.comm.host import Host
 from megazero.comm.pool import Pool
 from megazero.comm.regions import Region
 from megazero.comm.streams import SideStream
-from megazero.comm.transport import p2p
+from megazero.comm.transport.nccl_channels import NcclChannels
 from megazero.memory import partition
 from megazero.memory.activation_store import Arena
 from megazero.model import linear
@@ -135,24 +135,24 @@ def keep_three(store: partition.PartitionedStore) -> Tensor:
 
 def plant_send(patch: pytest.MonkeyPatch) -> None:
     """A message is sent from memory that is written to at once."""
-    honest = p2p._Nccl.send
+    honest = NcclChannels.send
 
     def send(self: Any, channel: Any, number: int, x: Tensor) -> None:
         honest(self, channel, number, x)
         x.add_(1.0)
 
-    patch.setattr(p2p._Nccl, "send", send)
+    patch.setattr(NcclChannels, "send", send)
 
 
 def plant_receive(patch: pytest.MonkeyPatch) -> None:
     """A message is used without a wait for it."""
-    honest = p2p._Nccl.post
+    honest = NcclChannels.post
 
     def post(self: Any, channel: Any, number: int, into: Tensor) -> Any:
         _, came = honest(self, channel, number, into)
         return lambda: into, came
 
-    patch.setattr(p2p._Nccl, "post", post)
+    patch.setattr(NcclChannels, "post", post)
 
 
 def plant_queued(patch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ def test_bad_gradient_is_named_by_its_parameter(tiny_data: TinyData, tmp_path: P
         close()
         unit.gradients.views[name].view.view(-1)[-1] = torch.inf
 
-    monkeypatch.setattr(unit, "close_gradients", flip_one_element)
+    monkeypatch.setattr(unit.gradients, "close", flip_one_element)
     before = state(trainer)
     what = rf"step=1: loss 5\.\d+, gradient norm inf; first not finite: gradient of {name};"
     with pytest.raises(UserError, match=what):

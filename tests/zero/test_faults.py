@@ -96,7 +96,9 @@ def test_planted_faults_are_found(stage: int, plant: Callable[[Rank], None]) -> 
 def everything(rank: Rank) -> list[torch.Tensor]:
     """All that an update may change."""
     engine = rank.engine
-    kept = [t for u in engine.units for t in (u.parameters.values, u.masters, *engine.optimizer.state[u].values())]
+    kept = [
+        t for u in engine.units for t in (u.resting.parameters.values, u.masters, *engine.optimizer.state[u].values())
+    ]
     return [t.clone() for t in kept + [step for u in engine.units for step in engine.optimizer.steps(u)]]
 
 

@@ -117,7 +117,7 @@ class Owner:
         self.deliveries = DeliveryCounter("owner")
         self.partial = torch.empty(0)
 
-    def open_gradients(self) -> None:
+    def open(self) -> None:
         pass
 
 
