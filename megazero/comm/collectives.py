@@ -154,9 +154,8 @@ def start_reduce_scatter(
         staging.fetch(x)
         parts, into = staging.host.chunk(axis.size), own if accumulate else result
         scatter = _scatter(axis, tag, parts, parts[axis.rank], accumulate=False)
-        landed = _landing(
-            _exchanged(axis, purpose, scatter.start(), x), staging, into, _own_elements(staging.host, axis)
-        )
+        first = axis.rank * into.numel()
+        landed = _landing(_exchanged(axis, purpose, scatter.start(), x), staging, into, first=first)
         return landed.then(lambda: result.add_(own)) if accumulate else landed
     flat_parts = [part.view(-1) for part in x.chunk(axis.size)]
     scatter = _scatter(axis, tag, flat_parts, result.view(-1), accumulate=accumulate)
@@ -186,7 +185,8 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
         place = _own_elements(staging.host, axis)
         staging.fetch(whole.view(-1)[place], place)
         gather = _gather(axis, tag, staging.host.chunk(axis.size))
-        return _landing(_exchanged(axis, purpose, gather.start(), whole), staging, whole)
+        others_parts = (slice(0, place.start), slice(place.stop, whole.numel()))
+        return _landing(_exchanged(axis, purpose, gather.start(), whole), staging, whole, others_parts)
     flat_parts = [part.view(-1) for part in whole.chunk(axis.size)]
     return _exchanged(axis, purpose, _gather(axis, tag, flat_parts).start(), whole)
 
@@ -294,11 +294,21 @@ def _own_elements(x: Tensor, axis: Axis) -> slice:
     return slice(axis.rank * length, (axis.rank + 1) * length)
 
 
-def _landing(on_host: Pending, staging: HostStaging, into: Tensor, place: slice = slice(None)) -> Pending:
-    """Return an operation on the host whose result, the elements `place` there, is copied to the device at its end."""
+def _landing(
+    on_host: Pending, staging: HostStaging, into: Tensor, places: Sequence[slice] = (slice(None),), first: int = 0
+) -> Pending:
+    """Return an operation on the host whose result is copied to the device at its end.
+
+    Args:
+        into: flat elements `places` of it are copied.
+        first: the element on the host that belongs to its first one.
+    """
 
     def land() -> Tensor:
-        staging.land(into, place)
+        flat = into.view(-1)
+        on_host_too = staging.host[first : first + len(flat)]
+        for place in places:
+            flat[place].copy_(on_host_too[place])
         staging.release()
         return into
 
