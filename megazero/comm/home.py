@@ -11,6 +11,7 @@ from typing import Literal
 
 from torch import Tensor, dtype
 
+WINDOW = 1 << 20  # elements of a window of a paged home
 Access = Literal["read", "write", "update"]  # write: all of it, whatever it was
 
 

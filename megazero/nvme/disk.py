@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.comm.home import Access, PagedHome
+from megazero.comm.home import WINDOW, Access, PagedHome
 from megazero.comm.ledger import DISK, Ledger
 from megazero.nvme.crossing import Crossing, Mark
 from megazero.nvme.disk_queue import DiskQueue
@@ -30,7 +30,7 @@ from megazero.nvme.files import open_all
 from megazero.nvme.pieces import Loaded, Piece, grow, padded
 from megazero.nvme.traffic import PieceMemory, PieceTraffic
 
-PIECE = 1 << 20  # elements
+PIECE = WINDOW  # elements
 _AHEAD = 4  # pieces that are read before they are needed
 _WINDOWS = 2  # windows that are
 _UNSENT = 4  # buffers that wait to be written, whose memory is kept

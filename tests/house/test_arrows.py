@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "optim": {"comm", "kernels", "zero.placement", "zero.unit"},
     "memory": {"comm"},
     "pipeline": {"comm", "schedules"},
-    "extensions": {"comm", "config", "kernels", "zero"},  # of zero, which the registry alone knows
+    "extensions": {"comm", "config", "kernels", "nvme.opening", "zero"},  # of zero, which the registry alone knows
     # third floor
     "checkpoint": {"comm", "plan.placements", "zero.layout", "zero.unit"},
     "data": set(),

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from megazero.base.quantized import BLOCK, code_bytes
 from megazero.comm.home import Access
-from megazero.extensions.quantized import QuantizedGathering, QuantizedSumming
-from megazero.extensions.secondary import SecondShard
 from megazero.memory.partition import PartitionedStore
 from megazero.memory.recompute import Recomputed
 from megazero.tools.certify.training import Rig
@@ -62,15 +60,13 @@ def _one_late(put: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def stale_neighbours(rig: Rig) -> None:
-    second = block_of(rig).parameters.gathering
-    assert isinstance(second, SecondShard), "the layout has second shards"
-    second.forget = lambda: None  # type: ignore[method-assign]
+    block_of(rig).parameters.gathering.forget = lambda: None  # type: ignore[method-assign]
 
 
-def _summing_of(unit: Unit) -> QuantizedSumming:
-    summing = unit.gradients.summing
-    assert isinstance(summing, QuantizedSumming), "the layout quantises gradients"
-    return summing
+def _summing_of(unit: Unit) -> Any:
+    """Return what quantises the gradients of a unit: an extension, which only its registry imports."""
+    assert unit.gradients.summing.rounds, "the layout quantises gradients"
+    return unit.gradients.summing
 
 
 def _before(rig: Rig, method: str, wrong: Callable[..., object]) -> None:
@@ -137,10 +133,9 @@ def added_twice(rig: Rig) -> None:
 
 
 def scales_of_another(rig: Rig) -> None:
-    quantizer = block_of(rig).parameters.gathering
-    if isinstance(quantizer, SecondShard):
-        quantizer = quantizer.far
-    assert isinstance(quantizer, QuantizedGathering), "the layout quantises parameters"
+    gathering = block_of(rig).parameters.gathering
+    assert gathering.rounds, "the layout quantises parameters"
+    quantizer: Any = getattr(gathering, "far", gathering)
     dequantize_ = quantizer.ops.dequantize_
 
     def swapped(into: Tensor, codes: Tensor, bits: int, add: bool) -> None:

@@ -10,9 +10,8 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from megazero.comm.home import Access, PagedHome
+from megazero.comm.home import WINDOW, Access, PagedHome
 from megazero.comm.ledger import DISK, Ledger
-from megazero.nvme.disk import PIECE
 
 
 class IdleDisk(PagedHome):
@@ -22,7 +21,7 @@ class IdleDisk(PagedHome):
         ledger: counts, as that of `nvme/disk.py`.
     """
 
-    window = PIECE
+    window = WINDOW
 
     def __init__(self, ledger: Ledger):
         self._ledger = ledger
