@@ -88,7 +88,7 @@ def tell(grid: Grid, layout: Job, precision: Precision) -> tuple[dict[str, int],
     return held, sent, sum(unit.numel for unit in rank.engine.units), table
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16-param"])
+@pytest.mark.parametrize("dtype", ["bf16", *(pytest.param(d, marks=pytest.mark.full) for d in ("fp32", "bf16-param"))])
 @pytest.mark.parametrize(("stage", "what"), [(1, "optimizer"), (2, "optimizer"), *((3, what) for what in WHAT)])
 @pytest.mark.parametrize("data", [1, 2])
 def test_what_rests_where_and_what_is_sent(data: int, stage: int, dtype: str, what: str) -> None:
