@@ -200,7 +200,7 @@ def test_planted_arrow_is_found(path: str, text: str):
         ("megazero/zero/planted.py", "from . import unit\nfrom .layout import Layout\nimport torch, model"),
         ("megazero/checkpoint/planted.py", "from megazero.zero.layout import Layout\nfrom megazero.zero import layout"),
         ("megazero/checkpoint/planted.py", "from megazero import __version__"),
-        ("megazero/build/assemble.py", "from megazero.model.block import Block\nfrom megazero.zero.unit import Unit"),
+        ("megazero/build/assemble.py", "from megazero.model.block import Block\nfrom megazero.zero.unit import U"),
     ],
 )
 def test_allowed_arrow_is_not(path: str, text: str):
