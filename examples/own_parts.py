@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
 
-from megazero.build.units import build_units
+from megazero.build.units import build_units, resources_of
 from megazero.comm.grid import Axis, Grid, single
 from megazero.data.windows import MicroBatch
 from megazero.kernels.operations import REFERENCE
@@ -97,7 +97,7 @@ class Momentum:
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
         """Update this rank's shard; nothing changes where `skip` is 1."""
         velocity, goes = self.state[unit]["velocity"], (1.0 - skip).to(unit.masters.dtype)
-        gradient = unit.reduced_gradients.to(velocity.dtype) * scale.to(velocity.dtype)
+        gradient = unit.gradients.reduced.to(velocity.dtype) * scale.to(velocity.dtype)
         velocity.lerp_(velocity * self._decay + gradient, goes)
         unit.masters.add_(velocity * goes, alpha=-lr)
         unit.resting.round_masters()
@@ -126,8 +126,8 @@ def build(grid: Grid, stage: ZeroStage, dtype: torch.dtype = torch.float32) -> t
     model.layers[1:-1] = list(model.blocks)
     names = [name for name, _ in model.units()]
     axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=stage, replica=grid["replica"])
-    where = {"device": torch.device("cpu"), "ledger": grid.comm.ledger}
-    units = build_units(model, names, seed=0, axes=lambda _: axes, precision=Precision(dtype, dtype), **where)
+    resources = resources_of(Precision(dtype, dtype), torch.device("cpu"), grid.comm.ledger)
+    units = build_units(model, names, seed=0, axes=lambda _: axes, resources=resources)
     told = {"clip": 1.0, "tokens_per_step": 4 * LENGTH, "grid": grid, "scaling": False, "ops": REFERENCE}
     engine = Engine([names], units, names, Momentum(units), **told)
     model.layers[:] = engine.shard_layers(engine.stages[0], model.layers, model.units_of_layers(), keep_last=True)

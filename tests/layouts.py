@@ -13,6 +13,7 @@ from megazero.build.assemble import DTYPES, StageInputs, build
 from megazero.build.job import job_of, laid_out
 from megazero.comm.context import BUCKET
 from megazero.comm.grid import Grid
+from megazero.comm.home import PagedHome
 from megazero.comm.host import Host
 from megazero.config.schema import Config, resolved
 from megazero.data.sampler import index_of
@@ -20,8 +21,6 @@ from megazero.kernels.operations import REFERENCE
 from megazero.model.batch_context import BatchContext
 from megazero.model.parameter import declarations_by_name
 from megazero.model.transformer import Transformer
-from megazero.nvme.disk import Disk
-from megazero.nvme.disk_queue import DiskQueue
 from megazero.pipeline.stage import Stage
 from megazero.plan.job import Job
 from megazero.plan.model import Shape
@@ -138,8 +137,8 @@ class Rank:
         self.data, self.tensor = self.grid["data"], self.grid["tensor"]
         self.job, self.shape = job, shape
         self.host = Host(CPU, grid.comm.ledger, apart=True)
-        disks = disks_of(grid) if job.uses_disks else None
-        self.built = built = build(config_of(job, shape, precision), self.grid, CPU, REFERENCE, self.host, disks=disks)
+        homes = {"nvme": disks_of(grid)} if job.uses_disks else {}
+        self.built = built = build(config_of(job, shape, precision), self.grid, CPU, REFERENCE, self.host, homes=homes)
         self.model, self.engine, self.pipeline = built.model, built.engine, built.pipeline
 
     @property
@@ -168,8 +167,11 @@ class Rank:
         return {n: v.clone() for n, v in self.engine.named_parameters()}
 
 
-def disks_of(grid: Grid) -> Disk:
+def disks_of(grid: Grid) -> PagedHome:
     """A folder as a disk; its windows are so short that all units have several."""
+    from megazero.nvme.disk import Disk
+    from megazero.nvme.disk_queue import DiskQueue
+
     return Disk([Path(tempfile.gettempdir())], grid.comm.ledger, 1 << 24, DiskQueue(depth=4), window=1 << 9)
 
 

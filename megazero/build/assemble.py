@@ -6,7 +6,7 @@ to bottom.
 
 from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,13 @@ from torch import Tensor
 from megazero.build.job import job_of
 from megazero.build.pipeline import layers_of, model_shape
 from megazero.build.recompute import recompute
-from megazero.build.units import axes_of, build_units, offload_of, quantizers_of
+from megazero.build.units import axes_of, build_units, offload_of, resources_of
 from megazero.build.upload import Upload
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Axis, Grid, make_grid, single
-from megazero.comm.home import PagedHome
+from megazero.comm.home import Home
 from megazero.comm.host import Host
+from megazero.extensions.registry import extensions_of
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.model.batch_context import BatchContext
 from megazero.model.contract import Layer, Model
@@ -32,9 +33,8 @@ from megazero.pipeline.stage import Stage
 from megazero.pipeline.transport import Transport
 from megazero.schedules.layers import Layers, lowered
 from megazero.zero.engine import Engine
-from megazero.zero.offload import Offload
 from megazero.zero.placement import Precision, UnitAxes
-from megazero.zero.quantized import Quantizers
+from megazero.zero.resting import Resources
 
 if TYPE_CHECKING:
     from megazero.config.schema import Config, Optimizer
@@ -102,45 +102,26 @@ def build_engine(
     seed: int | None,
     axes: Callable[[str], UnitAxes],
     grid: Grid,
-    precision: Precision,
-    device: torch.device,
+    resources: Resources,
     optimizer: Optimizer,
     tokens_per_step: int,
-    ops: Operations,
     update_ops: Operations,
     recomputed: Container[Layer] = (),
-    offload: Offload | None = None,
-    quantizers: Quantizers | None = None,
 ) -> Engine:
     """Build units, optimizer state, and the events of a step around the layers that this rank has.
 
     Args:
         stages: of each of this rank's stages the parts of the model's path, in forward order.
         seed: of the initial values; None: anything.
-        ops: the kernels to use on the device.
-        update_ops: those to use where the update is, which may be the host.
+        resources: of all units.
+        update_ops: the kernels to use where the update is, which may be the host.
         recomputed: layers that run again in their backward.
-        offload: what rests elsewhere than on the device; None: nothing.
-        quantizers: of what is sent between shard ranks; None: it is sent as it is.
     """
     on_path = model.units_of_layers()
     used = [_distinct(name for i in parts for name in on_path[i]) for parts in stages]
     names = {name for of_stage in used for name in of_stage}
-    comm = grid.comm
-    units = build_units(
-        model,
-        names,
-        seed=seed,
-        axes=axes,
-        precision=precision,
-        device=device,
-        ledger=comm.ledger,
-        offload=offload,
-        ops=ops,
-        quantizers=quantizers,
-    )
-    there = "host_" if offload is not None and offload.optimizer is not None else ""
-    o = optimizer
+    units = build_units(model, names, seed=seed, axes=axes, resources=resources)
+    comm, o, there = grid.comm, optimizer, "" if resources.offload.optimizer is None else "host_"
     adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=comm.bucket, ops=update_ops)
     comm.ledger.hold(f"{there}staging", adam.staging_bytes)
     engine = Engine(
@@ -151,9 +132,10 @@ def build_engine(
         clip=o.clip,
         tokens_per_step=tokens_per_step,
         grid=grid,
-        scaling=precision.parameters == torch.float16,
+        scaling=resources.precision.parameters == torch.float16,
         ops=update_ops,
-        offload=offload,
+        offload=resources.offload,
+        extensions=resources.extensions,
     )
     for gradients, parts in zip(engine.stages, stages, strict=True):
         last = parts.stop == len(model.layers)
@@ -186,17 +168,17 @@ def build(
     host: Host | None = None,
     *,
     host_ops: Operations | None = None,
-    disks: PagedHome | None = None,
+    homes: Mapping[str, Home] | None = None,
 ) -> Built:
     """Build the model that a config asks for, as one rank of a grid has it.
 
     Args:
         host: where what is offloaded goes; None: the memory of this machine.
         host_ops: the kernels of an update on the host; None: those of the device, which is the host.
-        disks: where goes what is offloaded to NVMe; None: nothing is.
+        homes: more homes of offloaded values, by the words of the config that ask for them.
     """
     host = host or Host(device, grid.comm.ledger)
-    return assemble(config, grid, device, ops, host, config.run.seed, host_ops=host_ops, disks=disks)
+    return assemble(config, grid, device, ops, host, config.run.seed, host_ops=host_ops, homes=homes)
 
 
 def assemble(
@@ -208,30 +190,26 @@ def assemble(
     seed: int | None,
     *,
     host_ops: Operations | None = None,
-    disks: PagedHome | None = None,
+    homes: Mapping[str, Home] | None = None,
 ) -> Built:
     """Build the same with initial values of another seed; None: with anything in its memory."""
     layers, precision, job = layers_of(config), precision_of(config), job_of(config, grid["world"].size)
     stages = layers.of_rank(grid["pipeline"].rank)
     model = build_model(config, ops, grid["tensor"])
-    offload = offload_of(config, host, disks)
-    updates_there = offload is not None and offload.optimizer is not None
-    recomputed = recompute(job, model, layers, stages, grid, precision.parameters, device, host, disks)
+    offload = offload_of(config, host, homes or {})
+    recomputed = recompute(job, model, layers, stages, grid, precision.parameters, device, host, homes or {})
+    extensions = extensions_of(config, grid, ops, precision, device)
     engine = build_engine(
         model,
         list(stages.values()),
         seed=seed,
         axes=axes_of(config, grid),
         grid=grid,
-        precision=precision,
-        device=device,
+        resources=resources_of(precision, device, grid.comm.ledger, offload=offload, ops=ops, extensions=extensions),
         optimizer=config.optimizer,
         tokens_per_step=config.batch.global_ * config.model.seq_len,
-        ops=ops,
-        update_ops=(host_ops or ops) if updates_there else ops,
+        update_ops=ops if offload.optimizer is None else host_ops or ops,
         recomputed=recomputed,
-        offload=offload,
-        quantizers=quantizers_of(config, ops, device, grid.comm.ledger),
     )
     if model.rotary is not None:
         grid.comm.ledger.hold("angles", model.rotary.table_bytes(precision.parameters))

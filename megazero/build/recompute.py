@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from megazero.comm.grid import Axis, Grid
-from megazero.comm.home import PagedHome
+from megazero.comm.home import Home, PagedHome
 from megazero.comm.host import Host
 from megazero.comm.pool import Pool
 from megazero.memory.activation_store import Arena, ArenaStore
@@ -37,7 +37,7 @@ def recompute(
     dtype: torch.dtype,
     device: torch.device,
     host: Host,
-    disks: PagedHome | None,
+    homes: Mapping[str, Home],
 ) -> set[Layer]:
     """Put recomputed layers in the place of blocks, or of their attention's core.
 
@@ -45,7 +45,7 @@ def recompute(
         stages: of this rank, with their parts of the model's path.
         dtype: of activations.
         host: where inputs are kept, if the job says so and it is apart.
-        disks: where they are kept, if the job says so.
+        homes: those of offloaded values beyond the host, by the words of a config.
 
     Returns:
         The parts of the path that run again in their backward.
@@ -77,7 +77,8 @@ def recompute(
             plain = axis.size == 1 and host_of is None
             store = ArenaStore(arena) if plain else PartitionedStore(arena, axis, pool, device)
         else:
-            assert disks is not None, "whoever builds opens the disks"
+            disks = homes["nvme"]
+            assert isinstance(disks, PagedHome), "disks have windows"
             store = PartitionedStore(DiskArena(slots, going, disks), axis, pool, device)
         for i in own:
             block = blocks[i]

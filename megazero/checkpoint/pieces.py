@@ -107,4 +107,4 @@ def _holding(
     pieces = tuple(pieces_of(unit.layout, share, numel, unit.axes.tensor, once=once))
     within = slice(share.start - unit.shard.start, share.stop - unit.shard.start)
     tensors = {kind: flat[within] for kind, flat in {WEIGHT: unit.masters, **state}.items()}
-    return ShardState(pieces, tensors, disks=unit.disks if unit.masters.is_meta else None)
+    return ShardState(pieces, tensors, disks=unit.resting.paged if unit.masters.is_meta else None)

@@ -29,3 +29,19 @@ FEW_CTAS = 4  # multiprocessors of a communicator of NCCL whose messages are sma
 P2P = "p2p"  # what one rank waits for from one other
 # Where operations go on; the place of each in a rank's status slot and outbox.
 LANES = (P2P, *JOINED, *(row.name for row in AXES), ENDS)
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A one-way channel between two ranks of an axis.
+
+    Attributes:
+        index: its position among all channels; the same on both sides.
+        source, target: ranks on the axis.
+        name: of its content, for the ledger and the board: "activations", "gradients".
+    """
+
+    index: int
+    source: int
+    target: int
+    name: str

@@ -101,7 +101,7 @@ def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
     if (pool := axis.comm.host_staging) is not None:
         staging = HostStaging(x, pool)
         staging.fetch(x)
-        return _landing(_reduced(staging.host, axis, tag, purpose), staging, lambda: staging.land(x), x)
+        return _landing(_reduced(staging.host, axis, tag, purpose), staging, x)
     return _reduced(x, axis, tag, purpose)
 
 
@@ -150,36 +150,16 @@ def start_reduce_scatter(
     if axis.comm.backend == "nccl":
         return _nccl_reduce_scatter(x, axis, purpose, own, result, accumulate=accumulate)
     if (pool := axis.comm.host_staging) is not None:
-        return _scattered_on_host(x, axis, tag, purpose, own, result, HostStaging(x, pool), accumulate=accumulate)
+        staging = HostStaging(x, pool)
+        staging.fetch(x)
+        parts, into = staging.host.chunk(axis.size), own if accumulate else result
+        scatter = _scatter(axis, tag, parts, parts[axis.rank], accumulate=False)
+        first = axis.rank * into.numel()
+        landed = _landing(_exchanged(axis, purpose, scatter.start(), x), staging, into, first=first)
+        return landed.then(lambda: result.add_(own)) if accumulate else landed
     flat_parts = [part.view(-1) for part in x.chunk(axis.size)]
     scatter = _scatter(axis, tag, flat_parts, result.view(-1), accumulate=accumulate)
     return _exchanged(axis, purpose, scatter.start(), result)
-
-
-def _scattered_on_host(
-    x: Tensor,
-    axis: Axis,
-    tag: int,
-    purpose: str,
-    own: Tensor,
-    result: Tensor,
-    staging: HostStaging,
-    *,
-    accumulate: bool,
-) -> Pending:
-    """Start a reduce-scatter through the host; this rank's part of the sum is taken in that part's memory there."""
-    staging.fetch(x)
-    parts, place = staging.host.chunk(axis.size), _own_elements(staging.host, axis)
-    scatter = _scatter(axis, tag, parts, parts[axis.rank], accumulate=False)
-
-    def land() -> None:
-        if accumulate:
-            staging.land(own, place)  # which may hold anything at the end
-            result.add_(own)
-        else:
-            staging.land(result, place)
-
-    return _landing(_exchanged(axis, purpose, scatter.start(), result), staging, land, result)
 
 
 def start_all_gather(part: Tensor, axis: Axis, purpose: str) -> Pending:
@@ -201,22 +181,14 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
     if axis.comm.backend == "nccl":
         return _nccl(axis, purpose, nccl_gather(whole, own, group=axis.group, async_op=True), lambda: whole)
     if (pool := axis.comm.host_staging) is not None:
-        return _gathered_on_host(whole, axis, tag, purpose, HostStaging(whole, pool))
+        staging = HostStaging(whole, pool)
+        place = _own_elements(staging.host, axis)
+        staging.fetch(whole.view(-1)[place], place)
+        gather = _gather(axis, tag, staging.host.chunk(axis.size))
+        others_parts = (slice(0, place.start), slice(place.stop, whole.numel()))
+        return _landing(_exchanged(axis, purpose, gather.start(), whole), staging, whole, others_parts)
     flat_parts = [part.view(-1) for part in whole.chunk(axis.size)]
     return _exchanged(axis, purpose, _gather(axis, tag, flat_parts).start(), whole)
-
-
-def _gathered_on_host(whole: Tensor, axis: Axis, tag: int, purpose: str, staging: HostStaging) -> Pending:
-    """Start an all-gather through the host: only this rank's part goes there, and only the others' come back."""
-    flat, own = whole.view(-1), _own_elements(staging.host, axis)
-    staging.fetch(flat[own], own)
-    gather = _gather(axis, tag, staging.host.chunk(axis.size))
-
-    def land() -> None:
-        for others_parts in (slice(0, own.start), slice(own.stop, len(flat))):
-            staging.land(flat[others_parts], others_parts)
-
-    return _landing(_exchanged(axis, purpose, gather.start(), whole), staging, land, whole)
 
 
 def start_all_to_all(x: Tensor, out: Tensor, axis: Axis, purpose: str) -> Pending:
@@ -232,12 +204,13 @@ def start_all_to_all(x: Tensor, out: Tensor, axis: Axis, purpose: str) -> Pendin
         going, coming = HostStaging(x, pool), HostStaging(out, pool)
         going.fetch(x)
         swapped = swap(axis, tag, going.host.chunk(axis.size), coming.host.chunk(axis.size)).start()
+        landed = _landing(_exchanged(axis, purpose, swapped, out), coming, out)
 
-        def land() -> None:
-            coming.land(out)
+        def release() -> Tensor:
             going.release()
+            return out
 
-        return _landing(_exchanged(axis, purpose, swapped, out), coming, land, out)
+        return landed.then(release)
     return _exchanged(axis, purpose, swap(axis, tag, x.chunk(axis.size), out.chunk(axis.size)).start(), out)
 
 
@@ -321,15 +294,25 @@ def _own_elements(x: Tensor, axis: Axis) -> slice:
     return slice(axis.rank * length, (axis.rank + 1) * length)
 
 
-def _landing(on_host: Pending, staging: HostStaging, land: Callable[[], None], result: Tensor) -> Pending:
-    """Return an operation on the host whose result is copied to the device at its end."""
+def _landing(
+    on_host: Pending, staging: HostStaging, into: Tensor, places: Sequence[slice] = (slice(None),), first: int = 0
+) -> Pending:
+    """Return an operation on the host whose result is copied to the device at its end.
 
-    def last() -> Tensor:
-        land()
+    Args:
+        into: flat elements `places` of it are copied.
+        first: the element on the host that belongs to its first one.
+    """
+
+    def land() -> Tensor:
+        flat = into.view(-1)
+        on_host_too = staging.host[first : first + len(flat)]
+        for place in places:
+            flat[place].copy_(on_host_too[place])
         staging.release()
-        return result
+        return into
 
-    return on_host.then(last)
+    return on_host.then(land)
 
 
 def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:

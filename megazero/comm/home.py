@@ -1,77 +1,78 @@
-"""Describe the places beside the device's memory where values may rest: the host's memory, and disks.
+"""Describe the places next to the device's memory where values may rest: the host's memory, and paged homes (disks).
 
-What rests on disks is too large for memory: a tensor without data (of torch's meta device) stands for it, and only
-windows of it are in memory at a time.
+A paged home has more room than memory: a tensor without data (of torch's meta device) stands for a buffer there, and
+only windows of it are in memory at a time.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor, dtype
 
+WINDOW = 1 << 20  # elements of a window of a paged home
 Access = Literal["read", "write", "update"]  # write: all of it, whatever it was
 
 
-class Home(Protocol):
-    """Memory beside the device's: the host's (`host.py`), or disks (`nvme/disk.py`)."""
+class Home(ABC):
+    """Memory next to the device's."""
 
+    @abstractmethod
     def zeros(self, numel: int, dtype: dtype, category: str) -> Tensor:
         """Return a new flat buffer of zeros."""
-        ...
 
+    @abstractmethod
     def send(self, x: Tensor, into: Tensor, purpose: str) -> None:
         """Start to copy to this home. `x` may be freed at once, but must not be written to before `join`."""
-        ...
 
+    @abstractmethod
     def bring(self, x: Tensor, into: Tensor, purpose: str) -> None:
         """Copy from this home, after all that was sent before."""
-        ...
 
+    @abstractmethod
     def join(self) -> None:
         """Let later work wait for all that was sent: it may be written to afterwards."""
-        ...
 
+    @abstractmethod
     def settle(self) -> None:
         """Wait until all that was sent has arrived."""
-        ...
 
 
-class PagedHome(Home, Protocol):
-    """Disks.
+class PagedHome(Home):
+    """A home whose buffers have no data in memory.
 
     Attributes:
         window: elements of a window; each begins at a multiple of it.
     """
 
-    @property
-    def window(self) -> int: ...
+    window: int
 
-    def start_bring(self, x: Tensor, into: Tensor, purpose: str) -> "Future[None]":
+    @abstractmethod
+    def start_bring(self, x: Tensor, into: Tensor, purpose: str) -> Future[None]:
         """Start to copy from this home, after all that was sent before."""
-        ...
 
+    @abstractmethod
     def expect(self, x: Tensor) -> None:
         """Start to read what will be brought soon, as far as there is memory for it."""
-        ...
 
+    @abstractmethod
     def clear(self, x: Tensor) -> None:
         """Let a whole buffer be zeros again."""
-        ...
 
+    @abstractmethod
     def versions(self, handle: Tensor) -> set[int]:
         """Return how many updates have written a buffer: one number, unless an update is half done."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End what is under way; the buffers are gone."""
-        ...
 
+    @abstractmethod
     def windows(
         self, flats: Sequence[tuple[Tensor, Access]], purpose: str, skip: Tensor | None = None
     ) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield some flat buffers of one length window by window; see `windows` below."""
-        ...
 
 
 def windows(

@@ -13,13 +13,14 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from megazero.comm.home import Home
 from megazero.comm.ledger import HOST, Ledger
 from megazero.comm.pinned import pinned_bytes
 from megazero.comm.readback import Readback
 from megazero.comm.streams import SideStream
 
 
-class Host:
+class Host(Home):
     """The memory and threads of the host that a device belongs to.
 
     Args:

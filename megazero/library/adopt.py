@@ -93,7 +93,7 @@ class _Former(nn.Parameter):
 def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> None:
     """Take the values of rank 0 into a unit, and give the module parameters that are views of it."""
     take(unit, {m.name: m.places[0].owner._parameters[m.places[0].attribute] for m in members}, world)
-    made, names = unit.make_parameters(), [interval.name for interval in unit.layout.intervals]
+    made, names = unit.parameters.make(), [interval.name for interval in unit.layout.intervals]
     for member in members:
         member.parameter.__class__ = _Former
         member.parameter.is_sharded = member.name  # type: ignore[attr-defined]  # another module may hold it too
@@ -104,7 +104,7 @@ def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> None:
 
 def take(unit: Unit, values: Mapping[str, Tensor | None], world: Axis) -> None:
     """Let a unit have the values that rank 0 has; the others' are not read."""
-    dtype = unit.masters.dtype if unit.trainable else unit.parameters.values.dtype
+    dtype = unit.masters.dtype if unit.trainable else unit.resting.parameters.values.dtype
     whole = torch.zeros(unit.numel, dtype=dtype, device=unit.device)
     if world.rank == 0:
         with torch.no_grad():

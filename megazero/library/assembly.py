@@ -22,6 +22,7 @@ from megazero.zero.engine import Engine
 from megazero.zero.layout import UnitLayout
 from megazero.zero.offload import Offload
 from megazero.zero.placement import STAGES, Precision, UnitAxes
+from megazero.zero.resting import Resources
 from megazero.zero.unit import Unit
 
 
@@ -53,16 +54,15 @@ class Memory:
         """Return a unit of zeros."""
         narrow = dtype in (torch.bfloat16, torch.float16)
         precision = Precision(dtype, torch.float32 if narrow else dtype)
-        return Unit(
-            layout,
-            self.axes,
+        resources = Resources(
             precision,
             self.device,
-            (self.pool(dtype), self.pool(precision.gradients)),
-            self.offload,
+            self.pool(dtype),
+            self.pool(precision.gradients),
+            offload=self.offload or Offload(),
             ops=self.ops(dtype if dtype.is_floating_point else torch.float32),
-            trainable=trained,
         )
+        return Unit(layout, self.axes, resources, trainable=trained)
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class Assembly:
         units = [unit for unit in self.values.units if unit.trainable]
         names = [unit.layout.name for unit in units]
         wide = any(unit.masters.dtype == torch.float64 for unit in units)
-        narrow = next((unit.updated.values.dtype for unit in units), torch.float32)
+        narrow = next((unit.resting.updated.values.dtype for unit in units), torch.float32)
         ops = self.memory.ops(torch.float64 if wide else narrow, updates=True)
         self.optimizer = self.recipe.make(units, self.grid.comm.bucket, ops)
         there = "host_" if self.memory.updates_on_host else ""
@@ -106,7 +106,7 @@ class Assembly:
             clip=self.clip,
             tokens_per_step=1,
             grid=self.grid,
-            scaling=any(unit.parameters.values.dtype == torch.float16 for unit in units),
+            scaling=any(unit.resting.parameters.values.dtype == torch.float16 for unit in units),
             ops=ops,
             offload=self.memory.offload,
             halts=False,

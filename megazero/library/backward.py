@@ -24,7 +24,7 @@ class Backwards:
     def __init__(self, assembly: Assembly):
         self.assembly, self.engine = assembly, assembly.engine
         self.trains = bool(self.engine.units or assembly.tables.trained)
-        self._shards_gradients = any(not unit.gradients_rest_whole for unit in self.engine.units)
+        self._shards_gradients = any(not unit.gradients.rest_whole for unit in self.engine.units)
         self._one = torch.ones((), device=self.engine.loss_scale.scale.device)
         self._all_summed = False
         self.begin_step()
@@ -49,7 +49,7 @@ class Backwards:
             stage.finish_reduction()
             if self._all_summed and not self._shards_gradients:
                 for unit in self.engine.units:
-                    unit.keep_own_gradients()
+                    unit.gradients.keep_own()
                 stage.clear()  # the next reduction includes the last one
         self._all_summed, self._reduced, self._failed = last, sends, True
         parts = self.assembly.parts
@@ -93,7 +93,7 @@ class Backwards:
         (stage,) = self.engine.stages
         stage.finish_reduction()
         for unit in self.engine.units:
-            unit.drop_gradients()
+            unit.gradients.drop()
         self.assembly.tables.forget()
         self.assembly.values.release_all()
         self.begin_step()

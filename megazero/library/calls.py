@@ -63,7 +63,7 @@ class _Call:
     def need(self, unit: Unit) -> None:
         """Gather a unit that backward needs."""
         self.begin_backward()
-        if unit.whole is None:  # of another part, of which this one has saved something
+        if unit.parameters.whole is None:  # of another part, of which this one has saved something
             self.calls.values.gather.unshard([unit])
 
     def deliver(self, gradients: Sequence[Tensor | None]) -> None:
@@ -197,7 +197,7 @@ class Calls:
         if not part.sharded or part.running:
             return
         units = [unit for unit in part.units if unit.trainable]
-        values = {unit.whole.untyped_storage()._cdata for unit in units if unit.whole is not None}
+        values = {unit.parameters.whole.untyped_storage()._cdata for unit in units if unit.parameters.whole is not None}
         given = (x for x in gradients if x is not None and x.layout == torch.strided)
         if values.isdisjoint(x.untyped_storage()._cdata for x in given):  # else a gradient is a parameter's own values
             self.values.release_units(units)
@@ -212,7 +212,7 @@ class Calls:
             self.reduced.add(part)
             for unit in part.units:
                 if unit.trainable:
-                    unit.deliveries.on_complete()
+                    unit.gradients.deliveries.on_complete()
 
     def take(self, member: Member, gradient: Tensor) -> None:
         """Write a gradient into its unit's buffer, or add it to those before; drop it if others are trained."""
@@ -220,7 +220,7 @@ class Calls:
             return
         if self.factor is not None:
             gradient = gradient * self.factor
-        slot = member.unit.views[member.name]
+        slot = member.unit.gradients.views[member.name]
         if gradient.layout == torch.sparse_coo:  # of an embedding alone
             slot.write_rows(gradient._indices()[0], gradient._values())
         else:
@@ -234,7 +234,7 @@ class Calls:
             live = {member.unit for member in part.live}
             for unit in part.units:
                 if unit.trainable and unit not in live:
-                    unit.deliveries.on_complete()
+                    unit.gradients.deliveries.on_complete()
 
     @contextmanager
     def backward(self, factor: Tensor | None) -> Iterator[None]:

@@ -29,8 +29,8 @@ def _row(part: Part, states: int) -> tuple[str, ...]:
     trained = [unit for unit in part.units if unit.trainable]
     frozen = [unit for unit in part.units if not unit.trainable]
     held = [
-        sum(unit.parameters.values.nbytes for unit in part.units),
-        sum(unit.gradients.values.nbytes for unit in trained),
+        sum(unit.resting.parameters.values.nbytes for unit in part.units),
+        sum(unit.resting.gradients.values.nbytes for unit in trained),
         sum(_optimizer_bytes(unit, states) for unit in trained),
     ]
     counts = [_elements(trained), _elements(frozen), *held]

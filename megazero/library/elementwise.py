@@ -161,12 +161,12 @@ class Elementwise:
         return [piece.step for piece in self._pieces]
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Update the unit's masters with gradients multiplied by `scale`, and write `unit.updated`.
+        """Update the unit's masters with gradients multiplied by `scale`, and write `unit.resting.updated`.
 
         The host waits for `skip`: an optimizer of torch cannot be told by the device to change nothing.
         """
         if not bool(skip):
             for piece in self._pieces:
-                gradient = unit.reduced_gradients[piece.where].to(unit.masters.dtype)
+                gradient = unit.gradients.reduced[piece.where].to(unit.masters.dtype)
                 piece.update(gradient * scale.to(gradient.dtype), lr, counts=self._counts)
         unit.resting.round_masters()

@@ -57,7 +57,7 @@ class Following:
         return self._of[unit].steps(unit)
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.updated`."""
+        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.resting.updated`."""
         intervals = unit.layout.intervals
         if frozen := {interval.name for interval in intervals if interval.name in self.frozen}:
             for name in frozen:
@@ -86,7 +86,7 @@ class Following:
     def _values_of(self, unit: Unit, names: Collection[str]) -> Iterator[Tensor]:
         """Yield what rests here of some parameters of a unit: values, state, counts."""
         if names:
-            flats = [unit.masters, unit.updated.values, *self.state[unit].values()]
+            flats = [unit.masters, unit.resting.updated.values, *self.state[unit].values()]
             for (name, where), step in zip(_pieces(unit), self.steps(unit), strict=True):
                 if name in names:
                     yield from (step, *(flat[where] for flat in flats))

@@ -68,7 +68,7 @@ class Member:
     @property
     def values(self) -> Tensor:
         """Return the parameter's values in a unit that is whole here."""
-        return self.unit.whole_views()[self.index].detach()
+        return self.unit.parameters.values()[self.index].detach()
 
 
 @dataclass(eq=False)
@@ -110,12 +110,12 @@ class Part:
         self.members.sort(key=lambda member: not member.unit.trainable)
         self.trained = [member for member in self.members if member.unit.trainable]
         self.units = list(dict.fromkeys(member.unit for member in self.members))
-        self.sharded = not all(unit.parameters_rest_whole for unit in self.units)
+        self.sharded = not all(unit.parameters.rest_whole for unit in self.units)
 
     @property
     def here(self) -> bool:
         """Return whether the values of all its units are whole here."""
-        return all(unit.whole is not None for unit in self.units)
+        return all(unit.parameters.whole is not None for unit in self.units)
 
     @property
     def live(self) -> list[Member]:

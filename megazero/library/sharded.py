@@ -175,7 +175,7 @@ class Sharded(WholeValues):
             done = self.steps + 1 - int(self._skipped)
             assembly.tables.update(table_lr, result.applied, done, skipped=bool(result.skipped))
         values.begin_epoch()
-        values.gather.unshard([unit for unit in values.units if unit.parameters_rest_whole])
+        values.gather.unshard([unit for unit in values.units if unit.parameters.rest_whole])
         self._backwards.begin_step()
         self.steps += 1
         if self._watch is not None and self.steps % self._watch[0] == 0 and self.rank == 0:

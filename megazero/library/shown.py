@@ -81,7 +81,7 @@ def watch(part: Part, unit: Unit, take: Callable[[Part, Member, nn.Parameter], o
         with torch._C.DisableTorchFunctionSubclass():  # parameters may watch what others do with them
             parameter.requires_grad_(True)
             parameter.register_post_accumulate_grad_hook(partial(take, part, member))
-            if unit.parameters_rest_whole:
+            if unit.parameters.rest_whole:
                 part.nodes.append(get_gradient_edge(parameter).node)
             parameter.requires_grad_(asked)
 

@@ -129,7 +129,7 @@ class State:
         for unit in self._units:
             if not unit.trainable:
                 engine.gather.publish(unit)
-        engine.gather.unshard([unit for unit in self._units if unit.parameters_rest_whole])
+        engine.gather.unshard([unit for unit in self._units if unit.parameters.rest_whole])
         return manifest.step, progress.skipped
 
     def _read(self, path: Path, manifest: Manifest, buffers: Sequence[ShardState], *, fills: bool) -> None:

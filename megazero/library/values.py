@@ -118,8 +118,8 @@ class Values:
             self.process.order = zlib.crc32(b"%d %d" % (self._number, part.number), self.process.order)
             self.gather.unshard(part.units)
         for unit in part.units:
-            if unit.whole is not None:
-                self.storages[unit.whole.untyped_storage()._cdata] = unit
+            if unit.parameters.whole is not None:
+                self.storages[unit.parameters.whole.untyped_storage()._cdata] = unit
 
     def prefetch(self, part: Part) -> None:
         """Start to gather a part that will be needed soon."""
@@ -135,8 +135,8 @@ class Values:
     def release_units(self, units: list[Unit]) -> None:
         """Free the gathered values of some units."""
         for unit in units:
-            if unit.whole is not None and not unit.parameters_rest_whole:
-                self.storages.pop(unit.whole.untyped_storage()._cdata, None)
+            if unit.parameters.whole is not None and not unit.parameters.rest_whole:
+                self.storages.pop(unit.parameters.whole.untyped_storage()._cdata, None)
         self.gather.reshard(units)
 
     def release_all(self) -> None:

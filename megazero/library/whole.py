@@ -43,17 +43,17 @@ class WholeValues:
         units = [unit for unit in all_units if not chosen.isdisjoint(_names(unit))]
         self._assembly.meet("gathered")
         with values.lend(units, chosen):
-            found = {name: unit.parameter(name) for unit in units for name in _names(unit) if name in chosen}
-            before = {unit: unit.version for unit in units}
+            found = {name: unit.parameters.value(name) for unit in units for name in _names(unit) if name in chosen}
+            before = {unit: unit.parameters.version for unit in units}
             yield found
-            changed = [unit for unit in units if unit.version != before[unit]]
+            changed = [unit for unit in units if unit.parameters.version != before[unit]]
             odd = self._difference({name: found[name] for unit in changed for name in _names(unit) if name in chosen})
             if odd is not None:
                 changed = units
                 for value in found.values():
                     from_first(value, self._assembly.world)
             for unit in changed:
-                unit.take_whole([name for name in _names(unit) if name in chosen])
+                unit.parameters.keep_changes([name for name in _names(unit) if name in chosen])
         if changed:
             values.begin_epoch()
         values.require_unchanged(chosen)
@@ -75,7 +75,7 @@ class WholeValues:
         for unit in values.units:
             values.gather.unshard([unit])
             if wanted:
-                found |= {name: unit.parameter(name).to("cpu", copy=True) for name in _names(unit)}
+                found |= {name: unit.parameters.value(name).to("cpu", copy=True) for name in _names(unit)}
             values.gather.reshard([unit])
         for table in self._assembly.tables.shards:
             if (whole := table.gathered(wanted=wanted)) is not None:
@@ -162,7 +162,7 @@ class WholeValues:
         for unit in engine.units:
             if chosen.isdisjoint(_names(unit)):
                 continue
-            whole = unit.whole_gradients()
+            whole = unit.gradients.whole()
             found = {i.name: whole[i.start : i.stop].view(i.shape) for i in unit.layout.intervals if i.name in chosen}
             yield unit, {name: values * factor.to(values.dtype) for name, values in found.items()}
 
@@ -206,13 +206,13 @@ def _names(unit: Unit) -> list[str]:
 
 def _scale_reduced(unit: Unit, names: Sequence[str], factor: Tensor) -> None:
     """Multiply the reduced gradients of some parameters, as far as this rank updates with them."""
-    shard, reduced = unit.shard, unit.take_reduced(0)
+    shard, reduced = unit.shard, unit.gradients.take_reduced(0)
     for interval in unit.layout.intervals:
         if interval.name in names:
             here = slice(max(interval.start, shard.start), min(interval.stop, shard.stop))
             if here.start < here.stop:
                 reduced[here.start - shard.start : here.stop - shard.start].mul_(factor)
-    unit.put_reduced(0, reduced)
+    unit.gradients.put_reduced(0, reduced)
 
 
 def _raw(x: Tensor) -> bytes:

@@ -16,28 +16,27 @@ the least takes the next piece.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.comm.home import Access
+from megazero.comm.home import WINDOW, Access, PagedHome
 from megazero.comm.ledger import DISK, Ledger
 from megazero.nvme.crossing import Crossing, Mark
-from megazero.nvme.disk_queue import DiskQueue, Transfer
-from megazero.nvme.files import UnnamedFile, open_unnamed
-from megazero.nvme.pieces import TRIES, Loaded, Piece, Write, grow, hash_of, lost, padded, unwritten
+from megazero.nvme.disk_queue import DiskQueue
+from megazero.nvme.files import open_all
+from megazero.nvme.pieces import Loaded, Piece, grow, padded
+from megazero.nvme.traffic import PieceMemory, PieceTraffic
 
-PIECE = 1 << 20  # elements
+PIECE = WINDOW  # elements
 _AHEAD = 4  # pieces that are read before they are needed
 _WINDOWS = 2  # windows that are
 _UNSENT = 4  # buffers that wait to be written, whose memory is kept
 
 
-class Disk:
+class Disk(PagedHome):
     """The buffers of one rank on disks.
 
     Args:
@@ -65,14 +64,10 @@ class Disk:
         self.window = window
         self._ledger, self._queue = ledger, queue
         self._crossing = Crossing(device or torch.device("cpu"))
-        self._files = list[UnnamedFile]()
-        self._open(folders)
+        self._files = open_all(folders)
         self._sizes = [0] * len(folders)
         self._buffers: dict[int, tuple[Tensor, list[Piece]]] = {}  # by the storage of their handles
-        self._free: dict[int, list[Tensor]] = {}  # memory for pieces, by its size
-        self._expected: dict[Piece, Loaded] = {}  # read before anybody asked, in that order
-        self._left = memory
-        self._writes: deque[Piece] = deque()
+        self._traffic = PieceTraffic(queue, PieceMemory(memory, self._crossing.memory, ledger))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="disk")
         self._sent: deque[Future[None]] = deque()
 
@@ -120,8 +115,7 @@ class Disk:
         """Let a whole buffer be zeros again."""
         self.settle()
         for _, _, piece in self._parts(x):
-            piece.hash = None
-            self._drop(self._expected.pop(piece, None))
+            self._traffic.clear(piece)
 
     def join(self) -> None:
         """Wait until what was sent has been read: it may be written to afterwards."""
@@ -131,7 +125,7 @@ class Disk:
     def settle(self) -> None:
         """Wait until all that was sent is on its disk."""
         self.join()
-        self._thread.submit(self._drain).result()
+        self._thread.submit(self._traffic.drain).result()
 
     def windows(
         self, flats: Sequence[tuple[Tensor, Access]], purpose: str, skip: Tensor | None = None
@@ -167,10 +161,10 @@ class Disk:
                 yield where, [self._tensor(one, flat.dtype) for one, (flat, _) in zip(now, flats, strict=True)]
                 self._take_back(now, [access for _, access in flats])
                 now = []
-            self._drain()
+            self._traffic.drain()
         finally:
             for one in (*now, *(one for window in ahead for one in window)):
-                self._drop(one)
+                self._traffic.drop(one)
 
     def versions(self, handle: Tensor) -> set[int]:
         """Return how many updates have written a buffer: one number, unless an update is half done."""
@@ -184,56 +178,43 @@ class Disk:
         while self._files:
             self._files.pop().close()
 
-    def _open(self, folders: Sequence[Path]) -> None:
-        try:
-            for folder in folders:
-                self._files.append(open_unnamed(folder))
-        except OSError as error:
-            while self._files:
-                self._files.pop().close()
-            what = f"nothing can be written there: {error.strerror}"
-            raise UserError(601, what, "give another zero.offload.path", where=folder) from None
-
     # Reading and writing of slices, by the thread.
 
     def _expect(self, x: Tensor) -> None:
         for _, _, piece in self._parts(x):
-            if piece in self._expected or piece.hash is None or piece.writing is not None:
-                continue
-            spare = sum(size * len(free) for size, free in self._free.items())
-            if self._left + spare < piece.room:
+            if not self._traffic.expect(piece):
                 return
-            self._expected[piece] = self._start_read(piece)
 
     def _read(self, source: Tensor, into: Tensor, mark: Mark) -> None:
         coming = deque[tuple[slice, slice, Loaded]]()
 
         def land() -> None:
             inside, here, loaded = coming[0]
-            self._crossing.copy(into[here], self._arrived(loaded).view(source.dtype)[inside], mark)
-            self._give(loaded.memory)
+            self._crossing.copy(into[here], self._traffic.arrived(loaded).view(source.dtype)[inside], mark)
+            self._traffic.memory.give(loaded.memory)
             coming.popleft()
 
         try:
             for inside, here, piece in self._parts(source):
-                coming.append((inside, here, self._start_read(piece)))
+                coming.append((inside, here, self._traffic.start_read(piece)))
                 if len(coming) > _AHEAD:
                     land()
             while coming:
                 land()
         finally:
             for _, _, loaded in coming:
-                self._drop(loaded)
+                self._traffic.drop(loaded)
 
     def _write(self, x: Tensor, into: Tensor, mark: Mark) -> None:
         for inside, here, piece in self._parts(into):
-            loaded = self._start_read(piece, wanted=inside.stop - inside.start < piece.nbytes // into.element_size())
+            partly = inside.stop - inside.start < piece.nbytes // into.element_size()
+            loaded = self._traffic.start_read(piece, wanted=partly)
             try:
-                self._crossing.copy(self._arrived(loaded).view(into.dtype)[inside], x[here], mark)
+                self._crossing.copy(self._traffic.arrived(loaded).view(into.dtype)[inside], x[here], mark)
             except UserError:
-                self._drop(loaded)
+                self._traffic.drop(loaded)
                 raise
-            self._start_write(piece, loaded.memory)
+            self._traffic.start_write(piece, loaded.memory)
 
     def _parts(self, of: Tensor) -> Iterator[tuple[slice, slice, Piece]]:
         """Yield for each piece under a slice (elements of the piece, elements of the slice, the piece)."""
@@ -254,105 +235,18 @@ class Disk:
         if not flat.is_meta:
             return flat[where]
         ((_, _, piece),) = self._parts(flat[where])
-        return self._start_read(piece, wanted=access != "write")
+        return self._traffic.start_read(piece, wanted=access != "write")
 
     def _take_back(self, window: "Sequence[Loaded | Tensor]", accesses: Sequence[Access]) -> None:
         """Write back what a caller has changed; free the rest."""
         for one, access in zip(window, accesses, strict=True):
             if isinstance(one, Loaded) and access != "read":
-                self._start_write(one.piece, one.memory, updates=access == "update")
+                self._traffic.start_write(one.piece, one.memory, updates=access == "update")
             elif isinstance(one, Loaded):
-                self._give(one.memory)
-
-    def _drop(self, one: "Loaded | Tensor | None") -> None:
-        """Free the memory of a piece that nobody will look at."""
-        if isinstance(one, Loaded):
-            if one.transfer is not None:
-                with suppress(OSError):
-                    one.transfer.wait()
-            self._give(one.memory)
+                self._traffic.memory.give(one.memory)
 
     def _tensor(self, one: "Loaded | Tensor", dtype: torch.dtype) -> Tensor:
-        return one if isinstance(one, Tensor) else self._arrived(one).view(dtype)
-
-    def _start_read(self, piece: Piece, *, wanted: bool = True) -> Loaded:
-        """Give a piece memory, and start to read it there unless all of it will be written anew."""
-        expected = self._expected.pop(piece, None)
-        if expected is not None and wanted:
-            return expected
-        self._drop(expected)
-        if piece.writing is not None:
-            self._drain()
-        memory = self._memory(piece.room)
-        if piece.hash is None or not wanted:
-            return Loaded(piece, memory.zero_() if wanted else memory, None)
-        into = memory[: padded(piece.nbytes)]
-        return Loaded(piece, memory, self._queue.read(piece.file.handle, piece.offset, into))
-
-    def _arrived(self, loaded: Loaded) -> Tensor:
-        """Return the bytes of a piece when they have come. Raises UserError: 603, they cannot be read or are others."""
-        piece, memory = loaded.piece, loaded.memory[: loaded.piece.nbytes]
-        if loaded.transfer is not None:
-            try:
-                loaded.transfer.wait()
-            except OSError as error:
-                raise lost(piece, f"cannot be read: {error.strerror}") from None
-            if (found := hash_of(memory)) != piece.hash:
-                raise lost(piece, f"expected xxh3 {piece.hash:016x}, got {found:016x}")
-        return memory
-
-    def _start_write(self, piece: Piece, memory: Tensor, *, updates: bool = False) -> None:
-        piece.hash = hash_of(memory[: piece.nbytes])
-        piece.writing = Write(self._submit(piece, memory), memory, updates)
-        self._writes.append(piece)
-
-    def _submit(self, piece: Piece, memory: Tensor) -> Transfer:
-        return self._queue.write(piece.file.handle, piece.offset, memory[: padded(piece.nbytes)])
-
-    def _drain(self, leave: int = 0) -> None:
-        """Wait for writes, the oldest first. Raises UserError: 604, one fails again and again."""
-        while len(self._writes) > leave:
-            piece = self._writes[0]
-            write = piece.writing
-            assert write is not None
-            try:
-                write.transfer.wait()
-            except OSError as error:
-                if write.tries == TRIES:
-                    raise unwritten(piece, error) from None
-                piece.writing = replace(write, transfer=self._submit(piece, write.memory), tries=write.tries + 1)
-                continue
-            self._writes.popleft()
-            piece.writing = None
-            piece.version += write.updates
-            self._give(write.memory)
-
-    def _memory(self, size: int) -> Tensor:
-        """Return memory for a piece; wait for writes that have some where no more may be taken."""
-        free = self._free.setdefault(size, [])
-        while not free and self._left < size and not self._shrink(size) and (self._expected or self._writes):
-            if self._expected:  # the last one is needed last
-                _, loaded = self._expected.popitem()
-                self._drop(loaded)
-            else:
-                self._drain(len(self._writes) - 1)
-        if free:
-            return free.pop()
-        self._left -= size
-        self._ledger.hold("host_pieces", size)
-        return self._crossing.memory(size)
-
-    def _shrink(self, size: int) -> bool:
-        """Free memory of pieces of other sizes, which nobody uses now; return whether that is enough."""
-        for other, free in self._free.items():
-            while free and self._left < size:
-                free.pop()
-                self._left += other
-                self._ledger.hold("host_pieces", -other)
-        return self._left >= size
-
-    def _give(self, memory: Tensor) -> None:
-        self._free[len(memory)].append(memory)
+        return one if isinstance(one, Tensor) else self._traffic.arrived(one).view(dtype)
 
     def _reserve(self, numel: int, itemsize: int) -> Piece:
         disk = min(range(len(self._files)), key=self._sizes.__getitem__)

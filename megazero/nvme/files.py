@@ -8,8 +8,11 @@ grows, before training: a disk is never full in the middle of an update.
 import errno
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from megazero.base.errors import UserError
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -50,6 +53,20 @@ def open_unnamed(folder: Path) -> UnnamedFile:
             if not direct or error.errno != errno.EINVAL:  # which a file system says that has no direct I/O
                 raise
     raise AssertionError("the last way returns or raises")
+
+
+def open_all(folders: Sequence[Path]) -> list[UnnamedFile]:
+    """Return a new file without a name in each folder. Raises UserError: 601, nothing can be written in one."""
+    files: list[UnnamedFile] = []
+    try:
+        for folder in folders:
+            files.append(open_unnamed(folder))
+    except OSError as error:
+        for file in files:
+            file.close()
+        what = f"nothing can be written there: {error.strerror}"
+        raise UserError(601, what, "give another zero.offload.path", where=folder) from None
+    return files
 
 
 def _open(folder: Path, flags: int) -> int:

@@ -9,8 +9,6 @@ from megazero.base.errors import UserError
 from megazero.nvme.disk_queue import ALIGNMENT, Transfer
 from megazero.nvme.files import UnnamedFile
 
-TRIES = 3  # to write a piece
-
 
 @dataclass(eq=False)
 class Piece:
@@ -42,7 +40,6 @@ class Write:
     transfer: Transfer
     memory: Tensor
     updates: bool
-    tries: int = 1
 
 
 @dataclass(eq=False)
@@ -71,7 +68,7 @@ def lost(piece: Piece, why: str) -> UserError:
 
 def unwritten(piece: Piece, error: OSError) -> UserError:
     """Return the error for a piece that could not be written."""
-    what = f"{piece.nbytes:,} bytes could not be written, {TRIES} times: {error.strerror}"
+    what = f"{piece.nbytes:,} bytes could not be written: {error.strerror}"
     return UserError(604, what, "look at the disk, and resume from the last checkpoint", where=piece.file.folder)
 
 

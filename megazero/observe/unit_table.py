@@ -25,8 +25,6 @@ _HEADS = ("unit", GATHERED, RELEASED, REDUCED, "MB now", "seconds waited")
 class Watched(Protocol):
     """A unit that reports its events."""
 
-    on_event: Callable[[str], object]
-
     @property
     def name(self) -> str:
         """Return its name."""
@@ -35,6 +33,10 @@ class Watched(Protocol):
     @property
     def visiting_bytes(self) -> int:
         """Return the bytes of its values that are there for a while."""
+        ...
+
+    def listen(self, listener: Callable[[str], object]) -> None:
+        """Let `listener` be called with each event."""
         ...
 
 
@@ -53,7 +55,7 @@ class UnitEvents:
     def listen(self, *, on: bool = True) -> None:
         """Let the units report their events from now on, or no more."""
         for unit in self._units:
-            unit.on_event = partial(self._add, unit.name) if on else lambda event: None
+            unit.listen(partial(self._add, unit.name) if on else lambda event: None)
         self._restart()
 
     def table(self) -> str:

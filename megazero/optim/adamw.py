@@ -64,7 +64,7 @@ class AdamW:
         ops: Operations,
     ):
         self.betas, self.eps = betas, eps
-        self._adamw = ops.adamw_ if all(unit.updated.values.dtype.itemsize == 2 for unit in units) else None
+        self._adamw = ops.adamw_ if all(unit.resting.updated.values.dtype.itemsize == 2 for unit in units) else None
         self.state = {unit: {name: unit.resting.new_state() for name in self.STATE} for unit in units}
         self._pieces = {unit: _pieces(unit, weight_decay, bucket if self._widens(unit) else None) for unit in units}
         widened = [piece for unit in units if self._widens(unit) for piece in self._pieces[unit]]
@@ -81,7 +81,7 @@ class AdamW:
         return [piece.step for piece in self._pieces[unit]]
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.updated`.
+        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.resting.updated`.
 
         Args:
             scale: 0-dim, any float dtype.
@@ -89,7 +89,7 @@ class AdamW:
         """
         pieces, divide_by = iter(self._pieces[unit]), scale.reciprocal().to(torch.float32)
         piece = next(pieces, None)
-        for where, (masters, gradients, first, second, updated) in unit.update_windows(self.state[unit], skip):
+        for where, (masters, gradients, first, second, updated) in unit.resting.update_windows(self.state[unit], skip):
             while piece is not None and piece.where.stop <= where.stop:  # no piece is cut by a window
                 here = slice(piece.where.start - where.start, piece.where.stop - where.start)
                 flats = (masters[here], gradients[here], first[here], second[here])
@@ -145,7 +145,7 @@ class AdamW:
 
     def _widens(self, unit: Unit) -> bool:
         """Return whether gradients are copied to the masters' precision before the update."""
-        return self._adamw is None and unit.reduced_gradients.dtype != unit.masters.dtype
+        return self._adamw is None and unit.gradients.reduced.dtype != unit.masters.dtype
 
 
 def _updates_on(unit: Unit) -> torch.device:
@@ -155,7 +155,7 @@ def _updates_on(unit: Unit) -> torch.device:
 
 def _pieces(unit: Unit, weight_decay: float, bucket: int | None) -> list[_Piece]:
     """Return the groups of a unit's shard, cut where windows begin, and in pieces of at most `bucket` bytes."""
-    longest = unit.window
+    longest = unit.resting.window
     if bucket is not None:  # a power of two, as the length of a window is
         longest = min(longest, 1 << max(bucket // unit.masters.element_size(), 16).bit_length() - 1)
     pieces = []

@@ -35,7 +35,7 @@ def unit_squares(units: list[Unit], places: Tensor, counted: Tensor, pipeline: A
         pipeline: the axis whose ranks have the other units.
     """
     found = []
-    alike = [(unit.reduced_gradients.dtype, unit.axes.shard, unit.axes.replica, unit.axes.tensor) for unit in units]
+    alike = [(unit.gradients.reduced.dtype, unit.axes.shard, unit.axes.replica, unit.axes.tensor) for unit in units]
     for group in dict.fromkeys(alike):
         members = [i for i, own in enumerate(alike) if own == group]
         squares = _group_squares([units[i] for i in members], *group[1:], ops)
@@ -56,14 +56,14 @@ def _group_squares(units: list[Unit], shard: Axis, replica: Axis, tensor: Axis, 
     sharded = shard.size > 1 and units[0].axes.stage.optimizer is Placement.SHARD
     parts, counts = 1 if sharded else shard.size, tensor.rank == 0
     lengths = {unit: _lengths(unit, parts, counts=counts) for unit in units}
-    if units[0].reduced_gradients.is_meta:  # one after the other in memory
+    if units[0].gradients.reduced.is_meta:  # one after the other in memory
         found = []
         for unit in units:
-            with unit.reduced_gradients_in_memory() as gradients:
+            with unit.gradients.reduced_in_memory() as gradients:
                 found.append(ops.sums_of_squares(gradients.split(lengths[unit])))
         squares = torch.cat(found)
     else:
-        squares = ops.sums_of_squares([cut for unit in units for cut in unit.reduced_gradients.split(lengths[unit])])
+        squares = ops.sums_of_squares([cut for unit in units for cut in unit.gradients.reduced.split(lengths[unit])])
     squares = squares.view(len(units), parts, -1)
     first, *others = (squares[..., 0] if counts else squares[..., 0] + 0.0 * squares[..., 1]).unbind(1)
     for other in others:
@@ -83,7 +83,7 @@ def _lengths(unit: Unit, parts: int, *, counts: bool) -> list[int]:
         counts: parameters replicated over the tensor axis count on this rank: the first. On other ranks they are the
             second piece of each part, whose sum is added 0 times, so that a value that is not finite still shows.
     """
-    length = len(unit.reduced_gradients) // parts
+    length = len(unit.gradients.reduced) // parts
     if counts:
         return [length] * parts
     first = unit.layout.tp_replicated - unit.shard.start

@@ -42,8 +42,8 @@ class Delayed:
         assert not self._under_way
         self._under_way = [(unit, self._thread.submit(_quietly, update, unit)) for unit in reversed(units)]
         for unit, done in self._under_way:
-            assert unit.offloaded_gradients is not None, "the host updates"
-            unit.offloaded_gradients.wait = done.result  # its gradients are read until then
+            assert unit.resting.offloaded_gradients is not None, "the host updates"
+            unit.resting.offloaded_gradients.wait = done.result  # its gradients are read until then
 
     def flush_delayed(self) -> None:
         """Wait for the update under way and publish it. Every rank calls it."""

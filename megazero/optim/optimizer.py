@@ -40,7 +40,7 @@ class Optimizer(Protocol):
         ...
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.updated`.
+        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.resting.updated`.
 
         Args:
             scale: 0-dim, any float dtype.

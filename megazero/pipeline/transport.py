@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megazero.comm.axes import Channel
 from megazero.comm.grid import Axis
-from megazero.comm.transport.p2p import Channel, PointToPoint, Receipt
+from megazero.comm.transport.p2p import PointToPoint, Receipt
 from megazero.schedules.actions import Action, Kind
 
 F, B = Kind.FORWARD, Kind.BACKWARD

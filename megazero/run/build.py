@@ -133,7 +133,7 @@ def _built(run: Run, config: Config, here: int) -> tuple[Operations, PagedHome |
     if config.zero.offload.optimizer != "none" and device.type != "cpu":
         host_ops = for_host(kernels, precision_of(config).masters)
     disks = open_disks(config, device, run.grid.comm.ledger, here)
-    built = build(config, run.grid, device, ops, host_ops=host_ops, disks=disks)
+    built = build(config, run.grid, device, ops, host_ops=host_ops, homes={"nvme": disks} if disks else {})
     settle_attention(config, built.model, device, first=run.is_first)
     return ops, disks, built
 

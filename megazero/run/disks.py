@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 from megazero.base.errors import UserError
 from megazero.base.machine import file_system_of, free_memory, return_freed_memory
 from megazero.comm.collectives import gather_bytes
+from megazero.extensions.homes import HOMES
 from megazero.launcher.environment import host_name
 
 if TYPE_CHECKING:
     import torch
 
     from megazero.comm.grid import Grid
+    from megazero.comm.home import PagedHome
     from megazero.comm.ledger import Ledger
     from megazero.config.schema import Config
-    from megazero.nvme.disk import Disk
 
 _NETWORK = ("nfs", "cifs", "smb", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "afs", "9p", "wekafs")
 _NETWORK += tuple(f"fuse.{name}" for name in ("sshfs", "glusterfs", "ceph", "juicefs", "s3fs", "gcsfuse"))
 _IN_MEMORY = ("tmpfs", "ramfs")
-_MEASURED, _SECONDS = 64 << 20, 0.4  # bytes of disk and memory at most, and time, to find how many blocks are best
 
 
 def ranks_here(config: Config, grid: Grid, device: torch.device) -> int:
@@ -33,7 +33,7 @@ def ranks_here(config: Config, grid: Grid, device: torch.device) -> int:
     return gather_bytes(name, grid["world"], "agree", device).count(name)
 
 
-def open_disks(config: Config, device: torch.device, ledger: Ledger, here: int = 1) -> Disk | None:
+def open_disks(config: Config, device: torch.device, ledger: Ledger, here: int = 1) -> PagedHome | None:
     """Return the disks of a rank, or None where nothing is offloaded to any.
 
     Args:
@@ -46,10 +46,6 @@ def open_disks(config: Config, device: torch.device, ledger: Ledger, here: int =
     offload = config.zero.offload
     if not config.uses_disks:
         return None
-    from megazero.kernels.build import BuildError
-    from megazero.nvme.disk import Disk
-    from megazero.nvme.disk_queue import DiskQueue
-
     return_freed_memory()
     folders = [Path(each) for each in ([offload.path] if isinstance(offload.path, str) else offload.path or ())]
     for folder in folders:
@@ -58,38 +54,10 @@ def open_disks(config: Config, device: torch.device, ledger: Ledger, here: int =
     if needed * here > there:
         what = f"expected zero.offload.host_mb={offload.host_mb} MiB of free memory for each of {here} ranks here"
         raise UserError(606, f"{what}, got {there >> 20:,} MiB", "lower zero.offload.host_mb")
-    try:
-        depth, block, said = _best(folders[0])
-        queue = DiskQueue(depth=depth, block=block)
-    except (BuildError, OSError) as error:
-        do = "run megazero doctor, which says what is missing"
-        raise UserError(607, f"no queue of transfers to disks: {error}", do) from None
-    try:
-        disks = Disk(folders, ledger, needed, queue, device)
-    except UserError:
-        queue.close()
-        raise
-    way = "past the system's cache" if disks.direct else "through the system's cache: no direct I/O there"
+    disks, way = HOMES["nvme"](folders, ledger, needed, device)
     where = ", ".join(map(str, folders))
-    told = f"{way}, {depth} blocks of {block >> 10} KiB in flight{said}; {offload.host_mb} MiB of memory"
-    logging.getLogger("megazero").info(f"nvme: {where} by {queue.engine}, {told}")
+    logging.getLogger("megazero").info(f"nvme: {where} {way}; {offload.host_mb} MiB of memory")
     return disks
-
-
-def _best(folder: Path) -> tuple[int, int, str]:
-    """Return blocks in flight and bytes of each that serve a disk best, with what was measured, in words.
-
-    All ranks of a host measure at once, as they will read and write. Raises BuildError.
-    """
-    from megazero.nvme.disk_queue import BLOCK, DEPTH
-    from megazero.nvme.measure import best_speed
-
-    try:
-        found = best_speed(folder, _MEASURED, _SECONDS)
-    except OSError:  # no room, or nothing can be written: who opens it says so
-        return DEPTH, BLOCK, ""
-    said = f" (read {found.read / 1e9:.2f}, written {found.write / 1e9:.2f} GB/s)"
-    return found.depth, found.block, said
 
 
 def _require_local(folder: Path) -> None:

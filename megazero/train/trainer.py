@@ -293,7 +293,7 @@ class Trainer:
 
         self.now(done, "save")
         self.engine.flush_delayed()
-        self.engine.forget_residuals()
+        self.engine.forget_between_steps()
         scale, samples = self.engine.loss_scale, self.loader.samples(done)
         with self.recorder.paused():
             progress = Progress(

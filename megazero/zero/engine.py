@@ -36,6 +36,7 @@ from megazero.optim.clip import clip_factor, only_odd, unit_squares
 from megazero.optim.delayed import Delayed
 from megazero.optim.loss_scale import LossScale
 from megazero.optim.optimizer import Optimizer
+from megazero.zero.extension import Extension
 from megazero.zero.gather import Gather
 from megazero.zero.hooks import Layer, shard_layers
 from megazero.zero.offload import Offload
@@ -104,7 +105,8 @@ class Engine:
         grid: the ranks that share the step.
         scaling: whether losses are scaled, as fp16 needs.
         ops: the kernels to use, where the update is.
-        offload: what rests on the host or on disks; None: nothing.
+        offload: the values that rest elsewhere than on the device; None: none.
+        extensions: those of the units.
         halts: no step updates after one that was not finite; False: each is skipped by itself.
         gather: how units are gathered; None: every rank gathers the same ones in the same order.
 
@@ -125,11 +127,12 @@ class Engine:
         scaling: bool,
         ops: Operations,
         offload: Offload | None = None,
+        extensions: Sequence[Extension] = (),
         halts: bool = True,
         gather: Gather | None = None,
     ):
         self._halts = halts
-        self._offload = offload or Offload()
+        self._offload, self._extensions = offload or Offload(), extensions
         self.units, self.optimizer, self.grid, self.ops = units, optimizer, grid, ops
         self.clip, self.tokens_per_step = clip, tokens_per_step
         device = units[0].device if units else torch.device("cpu")
@@ -149,8 +152,6 @@ class Engine:
         # Sum of losses, count of valid tokens, sum of squares if it is not finite, votes: one tensor, so that all are
         # summed over ranks at once. Counts are exact in fp64 up to 2^53.
         self._totals = torch.zeros(3 + VOTES, dtype=torch.float64, device=device)
-        fed_back = (each for unit in units if (each := unit.quantizers.gradients) is not None and each.feedback)
-        self._carry = next((each.carry for each in fed_back), None)
         self._halted = torch.zeros((), dtype=torch.bool, device=device)
 
     def _stage_gradients(self, stages: list[list[str]], device: torch.device) -> Iterator[StageGradients]:
@@ -191,7 +192,7 @@ class Engine:
         for stage in self.stages:
             stage.clear()
         for unit in self.units:
-            unit.begin_step()
+            unit.gradients.begin_step()
 
     def loss(self, losses_SB: Tensor, valid_SB: Tensor) -> Tensor:
         """Add one micro-batch's token losses (0 where not valid) to the step's; return the scaled loss for backward."""
@@ -226,8 +227,8 @@ class Engine:
             self._halted |= ~finite
         skipped = self._halted | empty | ~finite
         self.loss_scale.update(finite, counts=~empty)
-        if self._carry is not None:
-            self._carry.copy_(torch.where(skipped, 0.0, self.loss_scale.scale / loss_scale))
+        for extension in self._extensions:
+            extension.end_step(skipped, loss_scale, self.loss_scale.scale)
         scale, skip = factor * clip_factor(norm, self.clip), skipped.to(torch.float32)
         applied = scale
         if self._offload.optimizer is not None and self._offload.host is not None:  # which does the update
@@ -242,7 +243,7 @@ class Engine:
             self._delayed.begin(self.units, update)
         else:
             for unit in self.units:
-                if unit.publishes:
+                if unit.parameters.publishes:
                     self.gather.unshard([unit])  # the gather of the update before still reads what this one writes
                 update(unit)
                 self.gather.publish(unit)
@@ -270,10 +271,10 @@ class Engine:
         if self._delayed is not None:
             self._delayed.flush_delayed()
 
-    def forget_residuals(self) -> None:
-        """Forget what quantised gradients have lost: a run that goes on from a checkpoint has none of it either."""
-        if self._carry is not None:
-            self._carry.zero_()
+    def forget_between_steps(self) -> None:
+        """Forget what extensions keep from step to step: a run that goes on from a checkpoint has none of it."""
+        for extension in self._extensions:
+            extension.forget()
 
     def restore(self, updates: int, loss_scale: float | None, good_steps: int) -> None:
         """Continue from masters and moments that have been loaded.
@@ -282,8 +283,8 @@ class Engine:
             updates: the number of updates that they have seen.
             loss_scale, good_steps: state of the loss scale; None where the saved run had none.
         """
-        self.forget_residuals()
-        self.gather.unshard([unit for unit in self.units if unit.parameters_rest_whole])  # those of an earlier update
+        self.forget_between_steps()
+        self.gather.unshard([unit for unit in self.units if unit.parameters.rest_whole])  # those of an earlier update
         for unit in self.units:
             for step in self.optimizer.steps(unit):
                 step.fill_(updates)
@@ -330,13 +331,13 @@ class Engine:
         for unit in self.units:
             self.gather.unshard([unit])
             for interval in unit.layout.intervals:
-                yield interval.name, unit.parameter(interval.name)
+                yield interval.name, unit.parameters.value(interval.name)
             self.gather.reshard([unit])
 
     def reduced_fault(self) -> str | None:
         """Return what is not finite in the reduced gradients that this rank updates with, until the next backward."""
         for unit in self.units:
-            with unit.reduced_gradients_in_memory() as reduced:
+            with unit.gradients.reduced_in_memory() as reduced:
                 for interval in unit.layout.intervals:
                     start, stop = (max(edge - unit.shard.start, 0) for edge in (interval.start, interval.stop))
                     if not torch.isfinite(reduced[start:stop]).all():
@@ -346,4 +347,4 @@ class Engine:
 
 def _not_finite(unit: Unit) -> list[str]:
     """Return the parameters of a unit whose own gradients hold a value that is not finite, in words."""
-    return [f"gradient of {name}" for name, view in unit.views.items() if not torch.isfinite(view.view).all()]
+    return [f"gradient of {name}" for name, view in unit.gradients.views.items() if not torch.isfinite(view.view).all()]

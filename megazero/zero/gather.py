@@ -32,15 +32,15 @@ class Gather:
     def prefetch(self, units: list[Unit]) -> None:
         """Start to gather units that will be needed soon."""
         for unit in units:
-            if unit.whole is None and unit not in self._coming:
+            if unit.parameters.whole is None and unit not in self._coming:
                 with self._time(unit), self._stream.queued():
-                    self._coming[unit] = unit.start_unshard()
+                    self._coming[unit] = unit.parameters.start_gather()
 
     def expect(self, units: list[Unit]) -> None:
-        """Start to read from disks what will be prefetched next."""
+        """Start to read from paged homes the parameters that will be prefetched next."""
         for unit in units:
-            if unit.whole is None and unit not in self._coming:
-                unit.expect()
+            if unit.parameters.whole is None and unit not in self._coming:
+                unit.parameters.expect()
 
     def unshard(self, units: list[Unit]) -> None:
         """Wait for units that are needed now."""
@@ -53,17 +53,17 @@ class Gather:
                 with self._stream.queued():
                     pending.wait()
                 self._stream.join()
-            if unit.whole is None:
-                unit.install(whole)
+            if unit.parameters.whole is None:
+                unit.parameters.install(whole)
 
     def publish(self, unit: Unit) -> None:
         """Start to send a unit's updated parameters to where they rest."""
         if unit in self._coming:
             self.unshard([unit])  # of the update before, if nothing has needed it since
-        unit.depart()
-        if unit.publishes:
+        unit.parameters.send_updated()
+        if unit.parameters.publishes:
             with self._time(unit), self._stream.queued():
-                self._coming[unit] = unit.parameters.values, unit.start_publish()
+                self._coming[unit] = unit.parameters.start_publish()
             # Unread messages that wait for the next forward must not fill the room of operations before it.
             while sum(pending.unread for _, pending in self._coming.values()) > MOST_UNREAD // 2:
                 self.unshard([next(iter(self._coming))])
@@ -71,11 +71,11 @@ class Gather:
     def reshard(self, units: list[Unit]) -> None:
         """Free the gathered parameters of units that are not needed for now."""
         for unit in units:
-            unit.release()
+            unit.parameters.release()
 
     def reshard_all(self, units: list[Unit]) -> None:
         """Free all units; end what is on its way, but to `following`: it would not be that of the update to come."""
-        self.unshard([u for u in self._coming if not u.parameters_rest_whole and u not in self.following])
+        self.unshard([u for u in self._coming if not u.parameters.rest_whole and u not in self.following])
         self.reshard(units)
 
     def _time(self, unit: Unit) -> AbstractContextManager[None]:

@@ -117,7 +117,7 @@ class DeliveryCounter:
 
 
 class Owner(Protocol):
-    """The unit of an accumulator.
+    """The gradients of the unit of an accumulator.
 
     Attributes:
         partial: the memory of its gradients; None: there is none.
@@ -126,7 +126,7 @@ class Owner(Protocol):
     deliveries: DeliveryCounter
     partial: Tensor | None
 
-    def open_gradients(self) -> None:
+    def open(self) -> None:
         """Make sure that there is memory for the gradients, and that the accumulators' views point into it."""
         ...
 
@@ -205,7 +205,7 @@ class GradientAccumulator:
     def open(self) -> None:
         """Make sure that there is memory for the gradient, and that `view` is in it."""
         if self._unit.partial is None:
-            self._unit.open_gradients()
+            self._unit.open()
 
     def delivered(self) -> None:
         """Count a gradient that has been written."""

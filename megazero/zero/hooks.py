@@ -119,7 +119,7 @@ class ShardedLayer:
 
 
 def _sharded_by_storage(units: list[Unit]) -> dict[int, Unit]:
-    gathered = ((unit, unit.whole) for unit in units if not unit.parameters_rest_whole)
+    gathered = ((unit, unit.parameters.whole) for unit in units if not unit.parameters.rest_whole)
     return {whole.untyped_storage()._cdata: unit for unit, whole in gathered if whole is not None}
 
 
@@ -139,7 +139,7 @@ def shard_layers(
         keep_last: the last layer's units stay gathered after a forward that has a backward.
         recomputed: the layers whose forward runs again in their backward.
     """
-    rests_whole = all(unit.parameters_rest_whole for used in units for unit in used)
+    rests_whole = all(unit.parameters.rest_whole for used in units for unit in used)
     sharded = [
         ShardedLayer(layer, used, gather, recomputed=layer in recomputed, rests_whole=rests_whole)
         for layer, used in zip(layers, units, strict=True)

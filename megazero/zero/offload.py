@@ -1,4 +1,4 @@
-"""Keep masters, moments, gradients or parameter shards of a unit in the memory of the host, or on disks.
+"""Keep masters, moments, gradients or parameter shards of a unit in another home: the host's memory, or a paged one.
 
     zero.offload.optimizer     masters and moments, updated by the host; and, where they rest sharded, gradients
     zero.offload.parameters    the shards of stage 3
@@ -9,8 +9,8 @@ arXiv 2104.07857.)
 The reduced gradients of a unit are sent away while backward computes those of the unit before. With several
 micro-batches the accumulated sum comes back, and the next micro-batch's is added on the device, so sums are taken in
 the same place and order as without offload. After the update each unit's parameters are sent to the device while the
-host updates the next unit. From disks an update reads masters, moments and gradients window by window, and writes them
-back behind it (`home.py`). Results are the same bit for bit.
+host updates the next unit. From a paged home an update reads masters, moments and gradients window by window, and
+writes them back behind it (`comm/home.py`). Results are the same bit for bit.
 """
 
 from collections.abc import Callable
@@ -32,28 +32,31 @@ class Offload:
     Attributes:
         host: the host; None: nothing rests elsewhere.
         optimizer, parameters: the home of these; None: the device.
-        disks: those of the two homes that are disks; None: neither is.
         delayed: updates go on beside the next step (`optim/delayed.py`).
     """
 
     host: Host | None = None
     optimizer: Home | None = None
     parameters: Home | None = None
-    disks: PagedHome | None = None
     delayed: bool = False
+
+    @property
+    def paged(self) -> PagedHome | None:
+        """Return the one of the two homes that is paged, if any."""
+        return next((home for home in (self.optimizer, self.parameters) if isinstance(home, PagedHome)), None)
 
     def gradients(self, placement: Placement) -> Home | None:
         """Return the home of reduced gradients between their reduction and the update, of a placement in the table.
 
-        The host updates what is on disks, and takes gradients that rest whole on the device from there.
+        The host updates what is in a paged home, and takes gradients that rest whole on the device from there.
         """
-        if self.optimizer is None or self.optimizer is not self.disks or placement is Placement.SHARD:
+        if not isinstance(self.optimizer, PagedHome) or placement is Placement.SHARD:
             return self.optimizer
         return self.relay
 
     @property
     def relay(self) -> Home | None:
-        """Return the host, if its memory is not the device's: what goes from disks to the device stops there."""
+        """Return the host, if its memory is not the device's: what goes from a paged home to the device stops there."""
         return self.host if self.host is not None and self.host.apart else None
 
     def join(self) -> None:
@@ -64,12 +67,12 @@ class Offload:
     def settle(self) -> None:
         """Wait until what an update reads has arrived, and what it writes is not on its way any more."""
         for home in self._homes():
-            if home is not self.parameters or home in (self.optimizer, self.disks):
+            if home is not self.parameters or home is self.optimizer or isinstance(home, PagedHome):
                 home.settle()
 
     def _homes(self) -> list[Home]:
         """Return the distinct places that something is sent to."""
-        through = self.relay if self.optimizer is not None and self.optimizer is self.disks else None
+        through = self.relay if isinstance(self.optimizer, PagedHome) else None
         return [home for home in dict.fromkeys((self.optimizer, self.parameters, through)) if home is not None]
 
 

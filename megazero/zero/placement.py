@@ -12,8 +12,8 @@ shard is one of `size` equal intervals of a unit's flat buffer.
 """
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from megazero.comm.home import Home, PagedHome
 from megazero.comm.pool import Pool, same_place
 from megazero.kernels.reference import wide_dtype
 from megazero.plan.placements import STAGES, Placement, ZeroStage
-from megazero.zero.quantized import Quantizer
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,6 @@ class UnitAxes:
         replica: ranks with other samples that hold the same interval as this one.
         tensor: ranks with other parts of the matrices.
         sequence: gradients of what is whole over the tensor axis are partial there.
-        near: neighbours along `shard` that keep a second shard of parameters (`secondary.py`); one rank: none is kept.
-        far: the ranks along `shard` that have this one's place among their neighbours.
         copies: ranks that have the unit too, and have seen another use of it (a tied weight on two pipeline stages).
     """
 
@@ -74,8 +71,6 @@ class UnitAxes:
     stage: ZeroStage = STAGES[0]
     replica: Axis = field(default_factory=lambda: Axis("replica"))
     sequence: bool = False
-    near: Axis = field(default_factory=lambda: Axis("near"))
-    far: Axis = field(default_factory=lambda: Axis("far"))
     copies: Axis = field(default_factory=lambda: Axis("ends"))
 
 
@@ -135,8 +130,6 @@ def redistribute(
     *,
     accumulate: bool = False,
     through: Pool | None = None,
-    quantizer: Quantizer | None = None,
-    hops: tuple[Axis, Axis] | None = None,
 ) -> Pending:
     """Start to bring the value of `source` to the placement of `target`: copy between host and device, gather, reduce.
 
@@ -147,15 +140,12 @@ def redistribute(
     | Partial -> Replicate | all-reduce, in the memory of `target`                         |
     | the same, size 1     | nothing, or a copy where the memory is another                |
 
-    Along one axis at a time. This is the only place that starts any of these; an all-gather or reduce-scatter of
-    quantised values is made of the operations in `quantized.py`.
+    Along one axis at a time. This is the only place that starts any of these; extensions start others.
 
     Args:
         purpose: as the ledger and profiles name it.
         accumulate: a reduce-scatter's sum is added to what `target` holds.
         through: buffers of another dtype, in which a sum is taken: `source` is rounded to it and stays as it is.
-        quantizer: what is gathered or reduce-scattered is sent so; None: as it is.
-        hops: the two axes, near and far, that together are the one along which quantised values are reduce-scattered.
     """
     change = _change(source, target)
     if change is None:
@@ -163,17 +153,10 @@ def redistribute(
     axis, before, after = change
     if before is Placement.PARTIAL and through is not None:
         return _sum_through(through, source, target, axis, purpose, accumulate=accumulate)
-    if after is Placement.SHARD and quantizer is not None and hops is not None:
-        own, sent = source.values, target.values
-        return quantizer.start_reduce_scatter_in_hops(own, sent, *hops, purpose, accumulate=accumulate)
-    if after is Placement.SHARD and quantizer is not None:
-        return quantizer.start_reduce_scatter(source.values, target.values, axis, purpose, accumulate=accumulate)
     if after is Placement.SHARD:
         return start_reduce_scatter(source.values, axis, purpose, out=target.values, accumulate=accumulate)
     if not same_place(source.values, target.values):
         _copy(source, target, purpose).wait()
-    if before is Placement.SHARD and quantizer is not None:
-        return quantizer.start_gather(target.part(source.elements).values, target.values, axis, purpose)
     start = start_all_gather_in_place if before is Placement.SHARD else start_all_reduce
     return start(target.values, axis, purpose)
 
@@ -213,13 +196,14 @@ def _sum_through(
 def _copy(source: FlatBuffer, target: FlatBuffer, purpose: str) -> Pending:
     """Start to copy the elements of `source` to their place in `target`, rounded to its dtype, if they are not there.
 
-    What leaves a disk is there when it has been waited for, all else for what is queued on the device from now on.
+    What leaves a paged home is there when it has been waited for, all else for later work of the device.
     """
     into = target.part(source.elements).values
     if same_place(source.values, into):
         return done(target.values)
-    if source.values.is_meta:
-        return _brought(source, into, target, purpose)
+    if isinstance(source.home, PagedHome):
+        coming = source.home.start_bring(source.values, into, purpose)
+        return Pending(None, purpose, lambda: _after(coming, target.values))
     if source.home is target.home:
         into.copy_(source.values)
     elif source.home is not None and not into.is_meta:
@@ -230,12 +214,6 @@ def _copy(source: FlatBuffer, target: FlatBuffer, purpose: str) -> Pending:
     return done(target.values)
 
 
-def _brought(source: FlatBuffer, into: Tensor, target: FlatBuffer, purpose: str) -> Pending:
-    disks = cast(PagedHome, source.home)
-    coming = disks.start_bring(source.values, into, purpose)
-
-    def finish() -> Tensor:
-        coming.result()
-        return target.values
-
-    return Pending(None, purpose, finish)
+def _after(coming: Future[None], values: Tensor) -> Tensor:
+    coming.result()
+    return values

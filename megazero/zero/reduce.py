@@ -51,7 +51,7 @@ class Reduction:
         self.before: Callable[[Unit], object] = lambda unit: None  # called with each unit that is reduced next
         self.follows: Reduction | None = None  # the reductions of this backward that start first
         for index, unit in enumerate(units):
-            unit.deliveries.on_complete = lambda index=index: self._complete(index)
+            unit.gradients.deliveries.on_complete = lambda index=index: self._complete(index)
 
     def clear(self) -> None:
         """Forget the gradients of the step before."""
@@ -74,7 +74,7 @@ class Reduction:
         self._ready = [True] * len(self._units)
         self._begin_ready()
         for unit in self._units:
-            unit.deliveries.end()
+            unit.gradients.deliveries.end()
 
     def finish(self) -> None:
         """Wait for the reductions under way; behind the last micro-batch, sum over the replicas."""
@@ -92,7 +92,7 @@ class Reduction:
             self._next -= 1
             self.before(unit)
             with unit.axes.shard.comm.ledger.time(unit.layout.name, "reduce"):
-                unit.close_gradients()
+                unit.gradients.close()
                 with self._stream.queued():
                     self._under_way.append((unit, self._start(unit)))
             self._finish(_UNDER_WAY)
@@ -105,9 +105,9 @@ class Reduction:
                     pending.wait()
                 self._stream.join()
             if self.inspect is None:
-                unit.end_reduce()
-            if not unit.gradients_rest_whole:
-                unit.drop_gradients()
+                unit.gradients.end_reduce()
+            if not unit.gradients.rest_whole:
+                unit.gradients.drop()
 
     def _start(self, unit: Unit) -> Pending:
         if self.inspect is not None:
@@ -116,8 +116,8 @@ class Reduction:
         accumulate = unit in self._reduced
         self._reduced.add(unit)
         if self._last:
-            unit.require_gradients()
-        return unit.start_reduce(accumulate=accumulate)
+            unit.gradients.require()
+        return unit.gradients.start_reduce(accumulate=accumulate)
 
 
 def sum_replicas(units: Iterable[Unit]) -> None:
@@ -128,14 +128,14 @@ def sum_replicas(units: Iterable[Unit]) -> None:
     """
     for unit in units:
         if unit.axes.replica.size > 1:
-            _sum(unit, unit.axes.replica, 0, "gradients", unit.reduction)()
+            _sum(unit, unit.axes.replica, 0, "gradients", unit.gradients.reduction)()
 
 
 def sum_copies(units: Iterable[Unit]) -> None:
     """Sum the reduced gradients of units that the first and the last pipeline stage share, once a step."""
     for unit in units:
         if unit.axes.copies.size > 1:
-            _sum(unit, unit.axes.copies, 0, "tied", unit.reduction)()
+            _sum(unit, unit.axes.copies, 0, "tied", unit.gradients.reduction)()
 
 
 def sum_tp_replicated(units: Iterable[Unit]) -> None:
@@ -155,7 +155,7 @@ def _sum(unit: Unit, axis: Axis, first: int, purpose: str, through: Pool | None 
     Args:
         through: as of `redistribute`.
     """
-    reduced = unit.take_reduced(first)
+    reduced = unit.gradients.take_reduced(first)
     buffer = FlatBuffer(reduced, {axis: Placement.PARTIAL})
     pending = redistribute(buffer, FlatBuffer(reduced, {}), purpose, through=through)
-    return lambda: unit.put_reduced(first, pending.wait())
+    return lambda: unit.gradients.put_reduced(first, pending.wait())

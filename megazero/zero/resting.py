@@ -1,31 +1,60 @@
-"""Allocate the values of a unit that rest on this rank between steps, each kind in one flat buffer, once for the run.
+"""Hold the values of a unit that rest on this rank between steps, each kind in one flat buffer, once for the run.
 
     parameters   all, or this rank's shard, in the precision that forward and backward compute with
     gradients    all, or this rank's shard
     masters      the elements that this rank updates, in the optimizer's precision: the same memory as `parameters`
                  where that is the same
 
-Each rests on the device, on the host or on disks (`offload.py`).
+Each rests on the device or in another home (`offload.py`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megazero.comm.home import Access, Home, windows
-from megazero.comm.pool import same_place
+from megazero.comm.pool import Pool, same_place
+from megazero.kernels.operations import REFERENCE, Operations
+from megazero.zero.extension import Extension
 from megazero.zero.layout import UnitLayout
 from megazero.zero.offload import Offload, OffloadedGradients
 from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, shard_slice
 
-_INITIAL_PIECE = 1 << 20  # elements of initial values that are made at once, as many as a disk has in a piece
+_INITIAL_PIECE = 1 << 20  # elements of initial values that are made at once
+
+
+@dataclass(frozen=True, eq=False)
+class Resources:
+    """The things that all units of a run with the same dtypes share.
+
+    Attributes:
+        precision: dtypes.
+        device: the device that computes.
+        wholes, partials: pools of whole parameters and of whole gradients.
+        reduction: buffers of another dtype in which gradients are summed over ranks; None: that of the gradients.
+        offload: the values that rest elsewhere than on the device.
+        ops: the kernels to use where gradients are wider than parameters.
+        extensions: of how values are sent between shard ranks.
+    """
+
+    precision: Precision
+    device: torch.device
+    wholes: Pool
+    partials: Pool
+    reduction: Pool | None = None
+    offload: Offload = field(default_factory=Offload)
+    ops: Operations = REFERENCE
+    extensions: Sequence[Extension] = ()
 
 
 class RestingState:
-    """Hold what rests of one unit.
+    """Hold the resting values of one unit.
 
     Args:
+        layout: the place of each parameter in the flat buffer.
+        axes: the ranks that share the unit, and the placements along them.
         trainable: whether it has gradients and is updated. One that is not rests as the stage says, and no more.
 
     Attributes:
@@ -35,19 +64,14 @@ class RestingState:
         own_gradients: the part of `gradients` that receives the reduced ones; None: these rest elsewhere.
         updated: where an update writes parameters in the precision of forward and backward.
         offloaded_gradients: the reduced gradients, where they do not rest on the device.
+        paged: the home of values that have no data in memory (`comm/home.py`); None: all values have.
     """
 
-    def __init__(
-        self,
-        layout: UnitLayout,
-        axes: UnitAxes,
-        precision: Precision,
-        device: torch.device,
-        offload: Offload,
-        *,
-        trainable: bool,
-    ):
-        self._layout, self._axes, self._device, self._offload = layout, axes, device, offload
+    def __init__(self, layout: UnitLayout, axes: UnitAxes, resources: Resources, *, trainable: bool):
+        self._layout, self._axes, self._device = layout, axes, resources.device
+        self._offload, precision = resources.offload, resources.precision
+        self.paged = resources.offload.paged
+        offload = self._offload
         stage, updater = axes.stage, offload.optimizer
         self.numel = layout.padded(axes.shard.size)
         self.shard = shard_slice(self.numel, stage.optimizer, axes.shard)
@@ -117,8 +141,8 @@ class RestingState:
                 # Rounded as an update rounds: one that is skipped changes nothing, and leaves `updated` as it is.
                 self.write(values.to(self.masters.values.dtype), start)
                 start = stop
-        if self._offload.disks is not None:
-            self._offload.disks.settle()
+        if self.paged is not None:
+            self.paged.settle()
 
     def write(self, values: Tensor, start: int) -> None:
         """Write the values of elements [start, ...) to all buffers that have parameters, as far as they rest here."""
@@ -134,5 +158,36 @@ class RestingState:
         if same_place(self.updated.values, self.masters.values):
             return
         both: list[tuple[Tensor, Access]] = [(self.masters.values, "read"), (self.updated.values, "write")]
-        for _, (masters, updated) in windows(self._offload.disks, both, "optimizer"):
+        for _, (masters, updated) in windows(self.paged, both, "optimizer"):
             updated.copy_(masters)
+
+    @property
+    def reduced_gradients(self) -> Tensor:
+        """Return the reduced gradients that the update reads at the end of a step, where they rest."""
+        if self.offloaded_gradients is not None:
+            return self.offloaded_gradients.buffer.values
+        assert self.own_gradients is not None, f"unit {self._layout.name} has no gradients"
+        return self.own_gradients
+
+    @property
+    def window(self) -> int:
+        """Return the elements of a window of `update_windows`; windows begin at multiples of it."""
+        return max(self.numel, 1) if self.paged is None else self.paged.window
+
+    def update_windows(self, state: Mapping[str, Tensor], skip: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Yield the elements that an update reads and writes of this rank's shard, some at a time.
+
+        Args:
+            state: what the optimizer keeps of each element.
+            skip: 0-dim; 1: nothing will change, so what is in a paged home is not even read.
+
+        Yields:
+            (their place; masters, reduced gradients, each of the state, and `updated`, which may be the masters).
+        """
+        flats: list[tuple[Tensor, Access]] = [(self.masters.values, "update"), (self.reduced_gradients, "read")]
+        flats.extend((each, "update") for each in state.values())
+        apart = not same_place(self.updated.values, self.masters.values)
+        if apart:
+            flats.append((self.updated.values, "write"))
+        for where, window in windows(self.paged, flats, "optimizer", skip):
+            yield where, window if apart else [*window, window[0]]

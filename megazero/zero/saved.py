@@ -30,7 +30,7 @@ class SavedPlace:
 
     def view(self) -> Tensor:
         """Return the saved tensor, as a view of the unit's current buffer."""
-        x = self.unit.whole
+        x = self.unit.parameters.whole
         assert x is not None, f"backward needs unit {self.unit.name}, which is not there"
         if self.dtype != x.dtype:
             x = x.view(self.dtype)

@@ -63,11 +63,11 @@ class StageGradients:
         deferred = self._deferred[micro_batch] = deque()
         self._enter(micro_batch)
         for unit in self.units:
-            unit.deliveries.deferred = deferred
+            unit.gradients.deliveries.deferred = deferred
         with self._gathering(forward_follows):
             begin()
         for unit in self.units:
-            unit.deliveries.deferred = None
+            unit.gradients.deliveries.deferred = None
 
     def backward_weight(self, micro_batch: int, *, reduce: bool, last: bool) -> None:
         """Compute the gradients that `backward_input` has deferred; arguments as of `backward`."""
@@ -92,7 +92,7 @@ class StageGradients:
 
     def _enter(self, micro_batch: int) -> None:
         for unit in self.units:
-            unit.deliveries.micro_batch = micro_batch
+            unit.gradients.deliveries.micro_batch = micro_batch
 
     def _deliver(self, micro_batch: int, reduce: bool, last: bool) -> None:
         self._enter(micro_batch)

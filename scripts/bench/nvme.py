@@ -211,8 +211,8 @@ def step(folder: Path, depth: int, blocks: int, on_disks: bool) -> Call:
         return_freed_memory()  # as a run does
     config, grid = config_of(blocks, "nvme" if on_disks else "none"), single()
     ledger = grid.comm.ledger
-    disk = Disk([folder], ledger, STAGING, DiskQueue(depth=depth)) if on_disks else None
-    built = build(config, grid, CPU, choose("auto", CPU, torch.float32), Host(CPU, ledger), disks=disk)
+    homes = {"nvme": Disk([folder], ledger, STAGING, DiskQueue(depth=depth))} if on_disks else {}
+    built = build(config, grid, CPU, choose("auto", CPU, torch.float32), Host(CPU, ledger), homes=homes)
     feed = feeder(config, grid)
     steps = iter(range(1 << 30))
 

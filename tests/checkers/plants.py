@@ -15,7 +15,7 @@ from megazero.comm.host import Host
 from megazero.comm.pool import Pool
 from megazero.comm.regions import Region
 from megazero.comm.streams import SideStream
-from megazero.comm.transport import p2p
+from megazero.comm.transport.nccl_channels import NcclChannels
 from megazero.memory import partition
 from megazero.memory.activation_store import Arena
 from megazero.model import linear
@@ -86,9 +86,9 @@ def plant_early_drop(patch: pytest.MonkeyPatch) -> None:
 
     def finish(self: Reduction, leave: int) -> None:
         for unit, _ in list(self._under_way):
-            if unit.partial is not None and not unit.gradients_rest_whole and leave:
-                unit._pools[1].give(unit.partial)
-                unit.partial = None
+            if unit.gradients.partial is not None and not unit.gradients.rest_whole and leave:
+                unit.gradients._pool.give(unit.gradients.partial)
+                unit.gradients.partial = None
         honest(self, leave)
 
     patch.setattr(Reduction, "_finish", finish)
@@ -99,7 +99,7 @@ def plant_unwaited(patch: pytest.MonkeyPatch) -> None:
     honest = Gather.unshard
 
     def unshard(self: Gather, units: list[Unit]) -> None:
-        if not (len(units) == 1 and units[0].publishes):
+        if not (len(units) == 1 and units[0].parameters.publishes):
             honest(self, units)
 
     patch.setattr(Gather, "unshard", unshard)
@@ -137,24 +137,24 @@ def keep_three(store: partition.PartitionedStore) -> Tensor:
 
 def plant_send(patch: pytest.MonkeyPatch) -> None:
     """A message is sent from memory that is written to at once."""
-    honest = p2p._Nccl.send
+    honest = NcclChannels.send
 
     def send(self: Any, channel: Any, number: int, x: Tensor) -> None:
         honest(self, channel, number, x)
         x.add_(1.0)
 
-    patch.setattr(p2p._Nccl, "send", send)
+    patch.setattr(NcclChannels, "send", send)
 
 
 def plant_receive(patch: pytest.MonkeyPatch) -> None:
     """A message is used without a wait for it."""
-    honest = p2p._Nccl.post
+    honest = NcclChannels.post
 
     def post(self: Any, channel: Any, number: int, into: Tensor) -> Any:
         _, came = honest(self, channel, number, into)
         return lambda: into, came
 
-    patch.setattr(p2p._Nccl, "post", post)
+    patch.setattr(NcclChannels, "post", post)
 
 
 def plant_queued(patch: pytest.MonkeyPatch) -> None:

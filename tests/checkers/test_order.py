@@ -12,6 +12,7 @@ from torch import Tensor
 from megazero.comm.grid import Axis
 from megazero.comm.regions import Region
 from megazero.comm.transport import p2p
+from megazero.comm.transport.nccl_channels import NcclChannels
 from megazero.pipeline.transport import Transport
 from megazero.plan.job import Job
 from megazero.schedules.actions import Action, Kind
@@ -101,7 +102,7 @@ def pipeline_of(schedule: str, ranks: int, micro_batches: int) -> Job:
 
 def plant_unconnected(patch: pytest.MonkeyPatch) -> None:
     """Channels that are connected by their first messages, as they once were."""
-    patch.setattr(p2p._Nccl, "_connect", lambda *_: None)
+    patch.setattr(NcclChannels, "_connect", lambda *_: None)
 
 
 def plant_waits(patch: pytest.MonkeyPatch) -> None:
@@ -155,7 +156,7 @@ def test_pipelines_that_hung_in_their_first_step_are_found(
 
 def plant_order_of_connecting(patch: pytest.MonkeyPatch) -> None:
     """The last rank goes through its channels from the other end."""
-    honest = p2p._Nccl._connect
+    honest = NcclChannels._connect
     kept: list[tuple] = []
 
     def connect(self: Any, axis: Axis, channel: p2p.Channel) -> None:
@@ -167,12 +168,12 @@ def plant_order_of_connecting(patch: pytest.MonkeyPatch) -> None:
             self.begun = len(kept) > 1
             honest(self, *kept.pop())
 
-    patch.setattr(p2p._Nccl, "_connect", connect)
+    patch.setattr(NcclChannels, "_connect", connect)
 
 
 def plant_one_communicator(patch: pytest.MonkeyPatch) -> None:
     """Both directions between two ranks share a communicator."""
-    honest = p2p._Nccl.__init__
+    honest = NcclChannels.__init__
 
     def init(self: Any, axis: Axis, channels: list, everyone: list, device: Any) -> None:
         honest(self, axis, channels, everyone, device)
@@ -181,7 +182,7 @@ def plant_one_communicator(patch: pytest.MonkeyPatch) -> None:
             ends = frozenset((channel.source, channel.target))
             self._groups[channel.index] = shared.setdefault(ends, self._groups[channel.index])
 
-    patch.setattr(p2p._Nccl, "__init__", init)
+    patch.setattr(NcclChannels, "__init__", init)
 
 
 def plant_skipped(patch: pytest.MonkeyPatch) -> None:
@@ -212,19 +213,19 @@ def plant_dtype(patch: pytest.MonkeyPatch) -> None:
 
 def plant_awaited_at_once(patch: pytest.MonkeyPatch) -> None:
     """A receive is awaited where it is posted, one computation early."""
-    honest = p2p._Nccl.post
+    honest = NcclChannels.post
 
     def post(self: Any, channel: Any, number: int, into: Tensor) -> Any:
         finish, came = honest(self, channel, number, into)
         finish()
         return finish, came
 
-    patch.setattr(p2p._Nccl, "post", post)
+    patch.setattr(NcclChannels, "post", post)
 
 
 def plant_awaited_sends(patch: pytest.MonkeyPatch) -> None:
     """The host waits until a message has been taken."""
-    honest = p2p._Nccl.send
+    honest = NcclChannels.send
 
     def send(self: Any, channel: Any, number: int, x: Tensor) -> None:
         honest(self, channel, number, x)
@@ -232,7 +233,7 @@ def plant_awaited_sends(patch: pytest.MonkeyPatch) -> None:
             self.finish()
             p2p.synchronize(x.device)
 
-    patch.setattr(p2p._Nccl, "send", send)
+    patch.setattr(NcclChannels, "send", send)
 
 
 def plant_prefetch(patch: pytest.MonkeyPatch) -> None:

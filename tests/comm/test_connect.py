@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm import nccl
-from megazero.comm.axes import FEW_CTAS, P2P
+from megazero.comm.axes import FEW_CTAS, P2P, Channel
 from megazero.comm.context import CommContext
 from megazero.comm.device_queue import DeviceQueue
 from megazero.comm.grid import Grid, lay_out, make_grid
 from megazero.comm.status_board import StatusBoard
-from megazero.comm.transport.p2p import Channel, PointToPoint
+from megazero.comm.transport.p2p import PointToPoint
 from megazero.pipeline.transport import Transport
 from megazero.schedules.actions import Action, Kind, Schedule
 from megazero.schedules.catalogue import make

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megazero.comm.axes import Channel
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis, Grid
-from megazero.comm.transport.p2p import Channel, PointToPoint
+from megazero.comm.transport.p2p import PointToPoint
 from megazero.comm.transport.shared_memory import P2P_SLOTS
 from tests.ranks import run_ranks
 

@@ -25,7 +25,7 @@ ENVIRONMENT_FILES = {"megazero/launcher/environment.py", "megazero/kernels/build
 ENVIRONMENT_FILES |= {"scripts/bench/data_parallel.py"}  # DeepSpeed takes its settings from nowhere else
 PEERS = ("scripts/bench/torch_pipeline.py",)  # another system, whose own way it is
 LESSONS = ("examples/zero_from_scratch.py",)  # shows what ranks send with torch alone, and counts it itself
-STEP_PATH = ("megazero/zero/", "megazero/optim/", "megazero/pipeline/", "megazero/model/")
+STEP_PATH = ("megazero/zero/", "megazero/extensions/", "megazero/optim/", "megazero/pipeline/", "megazero/model/")
 HOST_WAITS = {"item", "tolist", "cpu", "synchronize"}
 DRAWS = {"torch.manual_seed", "torch.seed", "torch.rand", "torch.randn", "torch.randint", "torch.randperm"}
 DRAWS |= {"torch.bernoulli", "torch.multinomial", "torch.normal"}
@@ -34,7 +34,7 @@ CODE_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.load", "yaml.uns
 
 
 def collectives(source: Source) -> Iterator[str]:
-    if source.path.startswith(("megazero/comm/", "megazero/launcher/", *PEERS, *LESSONS)):
+    if source.path.startswith(("megazero/comm/", "megazero/launcher/", "scripts/gpu_check/echo.py", *PEERS, *LESSONS)):
         return
     for node, name in uses(source):
         module, _, last = name.rpartition(".")

@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.library import row_groups
 from megazero.library.calls import _Call
 from megazero.zero.saved import SavedPlace
-from megazero.zero.unit import Unit
+from megazero.zero.unit_gradients import UnitGradients
 from tests.library.odd_modules import of_numbers
 from tests.library.running import on_ranks, sharded_case
 from tests.library.test_tables import ADAGRAD
@@ -29,9 +29,9 @@ def lost_gradient(honest: Callable[..., None]) -> Callable[..., None]:
 def lost_sum(honest: Callable[..., Any]) -> Callable[..., Any]:
     """Lose the sum of one unit."""
 
-    def start(unit: Unit, *, accumulate: bool) -> Any:
-        pending = honest(unit, accumulate=accumulate)
-        return pending.then(lambda: unit.own_gradients.zero_()) if unit.name == "blocks.1" else pending
+    def start(gradients: UnitGradients, *, accumulate: bool) -> Any:
+        pending = honest(gradients, accumulate=accumulate)
+        return pending.then(lambda: gradients.own.zero_()) if gradients._layout.name == "blocks.1" else pending
 
     return start
 
@@ -63,9 +63,9 @@ def early(honest: Callable[..., None]) -> Callable[..., None]:
 
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], int, str]] = {
     "a parameter's gradient is lost": (_Call, "deliver", lost_gradient, 0, "plain"),
-    "a unit's summed gradients are lost": (Unit, "start_reduce", lost_sum, 2, "plain"),
+    "a unit's summed gradients are lost": (UnitGradients, "start_reduce", lost_sum, 2, "plain"),
     "backward reads another place of a parameter": (SavedPlace, "view", other_place, 3, "plain"),
-    "gradients are counted twice": (Unit, "keep_own_gradients", kept_gradients, 0, "plain"),
+    "gradients are counted twice": (UnitGradients, "keep_own", kept_gradients, 0, "plain"),
     "a part is reduced before its last gradient": (_Call, "deliver", early, 3, "twice"),
 }
 

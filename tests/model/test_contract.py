@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.build.assemble import build_engine
+from megazero.build.units import resources_of
 from megazero.comm.grid import Axis, single
+from megazero.comm.ledger import Ledger
 from megazero.comm.regions import Region
 from megazero.config.schema import Optimizer
 from megazero.kernels.operations import REFERENCE
@@ -87,14 +89,12 @@ def test_a_model_of_a_few_lines_trains_one_step(stage: int) -> None:
         seed=0,
         axes=lambda unit: UnitAxes(Axis("shard"), Axis("tensor"), STAGES[stage]),
         grid=single(),
-        precision=Precision(torch.float64, torch.float64),
-        device=CPU,
+        resources=resources_of(Precision(torch.float64, torch.float64), CPU, Ledger()),
         optimizer=Optimizer(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, clip=0.0),
         tokens_per_step=ROWS * GPT.seq_len,
-        ops=REFERENCE,
         update_ops=REFERENCE,
     )
-    slots: list[contract.GradientSlot] = [slot for unit in engine.units for slot in unit.views.values()]
+    slots: list[contract.GradientSlot] = [slot for unit in engine.units for slot in unit.gradients.views.values()]
     assert slots == [parameter.gradient_slot for parameter in model.parameters()]
     tokens, targets, valid = windows()
     engine.begin_step()

@@ -31,7 +31,7 @@ def squares(grid: Grid, layout: Job) -> tuple[list[int], list[float], list[float
 def by_parts(unit: Unit, parts: int, *, first: bool) -> float:
     """One call for each part, as a loop would have it."""
     total = torch.zeros((), dtype=torch.float64)
-    for number, part in enumerate(unit.reduced_gradients.chunk(parts)):
+    for number, part in enumerate(unit.gradients.reduced.chunk(parts)):
         begin = unit.shard.start + number * len(part)
         counted = part if first else part[: max(unit.layout.tp_replicated - begin, 0)]
         total = total + REFERENCE.sums_of_squares([counted])[0]

@@ -55,7 +55,7 @@ def check(layout: Job, flavour: str) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "schedule"),
-    [*((3, one) for one in SCHEDULES), *(pytest.param(2, *one.values, marks=one.marks) for one in FEW)],
+    [pytest.param(stage, *one.values, marks=one.marks) for stage in (2, 3) for one in FEW],
 )
 def test_zero_2_and_3_with_a_tied_weight(stage: int, schedule: str) -> None:
     """The shared weight is on two ranks, or on one (zb-v)."""
@@ -94,7 +94,7 @@ def test_one_rank_is_the_same_code(schedule: str) -> None:
     check(layout, "deep")
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("accumulation", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 8))])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_micro_batches_need_not_fill_the_pipeline(schedule: str, accumulation: int) -> None:
     layout = job_on(1, 1, False, accumulation, 1, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule])

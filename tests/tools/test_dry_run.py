@@ -48,8 +48,8 @@ def real(grid: Grid, layout: Job, wires: Wires, flavour: str, dtype: str) -> Cou
     """What a rank counts in two steps among the others."""
     grid, config, shape = rewired(grid, wires), config_of(layout, SHAPES[flavour], DTYPES[dtype]), SHAPES[flavour]
     ledger = grid.comm.ledger
-    disks = disks_of(grid) if layout.uses_disks else None
-    built = build(config, grid, CPU, KERNELS.get(dtype, REFERENCE), Host(CPU, ledger, apart=True), disks=disks)
+    homes = {"nvme": disks_of(grid)} if layout.uses_disks else {}
+    built = build(config, grid, CPU, KERNELS.get(dtype, REFERENCE), Host(CPU, ledger, apart=True), homes=homes)
     feed = feeds_of(grid["tensor"], CPU, layout.sequence)
     built.engine.loss_scale.scale.fill_(1.0)  # fp16's first one overflows, and a skipped update leaves disks alone
     for number in range(2):

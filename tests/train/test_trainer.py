@@ -32,7 +32,7 @@ Run = Callable[[Tensor | None, StageInputs], Tensor]
 def state(trainer: Trainer) -> list[Tensor]:
     """Bits of every parameter, moment and step count (bits: nan equals itself)."""
     engine = trainer.engine
-    tensors = [unit.parameters.values for unit in engine.units] + [unit.masters for unit in engine.units]
+    tensors = [unit.resting.parameters.values for unit in engine.units] + [unit.masters for unit in engine.units]
     for unit in engine.units:
         tensors += [*engine.optimizer.state[unit].values(), *engine.optimizer.steps(unit)]
     bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}
@@ -80,7 +80,7 @@ def test_tokens_of_the_masked_comparison_are_uneven(tiny_data: TinyData, tmp_pat
 
 
 def _nan_weight(trainer: Trainer, run: Run, x: Tensor | None, feed: StageInputs) -> Tensor:
-    trainer.engine.units[2].parameters.values[7] = torch.nan
+    trainer.engine.units[2].resting.parameters.values[7] = torch.nan
     return run(x, feed)
 
 
@@ -126,14 +126,14 @@ def test_step_that_is_not_finite_changes_nothing(tiny_data: TinyData, tmp_path: 
 )
 def test_bad_gradient_is_named_by_its_parameter(tiny_data: TinyData, tmp_path: Path, monkeypatch, name: str):
     trainer, _ = built(tiny_data.load(tmp_path))
-    unit = next(unit for unit in trainer.engine.units if name in unit.views)
-    close = unit.close_gradients
+    unit = next(unit for unit in trainer.engine.units if name in unit.gradients.views)
+    close = unit.gradients.close
 
     def flip_one_element() -> None:
         close()
-        unit.views[name].view.view(-1)[-1] = torch.inf
+        unit.gradients.views[name].view.view(-1)[-1] = torch.inf
 
-    monkeypatch.setattr(unit, "close_gradients", flip_one_element)
+    monkeypatch.setattr(unit.gradients, "close", flip_one_element)
     before = state(trainer)
     what = rf"step=1: loss 5\.\d+, gradient norm inf; first not finite: gradient of {name};"
     with pytest.raises(UserError, match=what):

@@ -24,12 +24,12 @@ honest = megazero.run.build.build
 def poison_reduced(engine: Engine, parameter: str, first: int) -> None:
     """From step `first` on, let a parameter's reduced gradient end with NaN, behind all sums over ranks."""
     finish, steps = engine.finish_step, count(1)
-    unit = next(unit for unit in engine.units if parameter in unit.views)
+    unit = next(unit for unit in engine.units if parameter in unit.gradients.views)
 
     def finish_poisoned(*arguments, **options) -> StepResult:
         if next(steps) >= first:
             interval = next(each for each in unit.layout.intervals if each.name == parameter)
-            unit.reduced_gradients[interval.stop - 1 - unit.shard.start] = torch.nan
+            unit.gradients.reduced[interval.stop - 1 - unit.shard.start] = torch.nan
         return finish(*arguments, **options)
 
     engine.finish_step = finish_poisoned

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megazero.build.assemble import build_engine
+from megazero.build.units import resources_of
 from megazero.comm.grid import Axis, single
 from megazero.comm.ledger import Ledger
-from megazero.comm.pool import Pool
 from megazero.config.schema import Optimizer
 from megazero.kernels.operations import REFERENCE
 from megazero.kernels.select import choose
@@ -25,7 +25,6 @@ from tests.model.small import GPT, LLAMA, batch, make, step_of
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 CPU = torch.device("cpu")
-NO_POOLS = Pool(torch.float32, CPU, Ledger(), "pool"), Pool(torch.float32, CPU, Ledger(), "pool")
 ALONE = UnitAxes(Axis("shard"), Axis("tensor"))
 
 
@@ -42,17 +41,15 @@ def engine_of(shape, dtype: torch.dtype, *, clip: float, rows: int, kernels: str
         seed=0,
         axes=lambda unit: ALONE,
         grid=single(),
-        precision=Precision(dtype, dtype),
-        device=CPU,
+        resources=resources_of(Precision(dtype, dtype), CPU, Ledger(), ops=ops),
         optimizer=adam,
         tokens_per_step=rows * shape.seq_len,
-        ops=ops,
         update_ops=ops,
     )
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-@pytest.mark.parametrize("clip", [0.0, 0.05, 100.0])
+@pytest.mark.parametrize("kernels", ["reference", pytest.param("auto", marks=pytest.mark.full)])
+@pytest.mark.parametrize("clip", [0.05, *(pytest.param(clip, marks=pytest.mark.full) for clip in (0.0, 100.0))])
 @pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 def test_steps_equal_torch(dtype: torch.dtype, shape, clip: float, kernels: str) -> None:
@@ -94,7 +91,7 @@ def test_steps_equal_torch(dtype: torch.dtype, shape, clip: float, kernels: str)
 
 def state(engine: Engine) -> list[torch.Tensor]:
     """Everything an update may change."""
-    tensors = [unit.parameters.values for unit in engine.units]
+    tensors = [unit.resting.parameters.values for unit in engine.units]
     for unit in engine.units:
         tensors += [*engine.optimizer.state[unit].values(), *engine.optimizer.steps(unit)]
     return [tensor.clone() for tensor in tensors]
@@ -110,7 +107,7 @@ def one_step(model, engine: Engine, seed: int, *, valid: bool = True, poison: st
     engine.stages[0].finish_reduction()
     if poison is not None:
         unit = next(unit for unit in engine.units if unit.layout.name == poison)
-        unit.gradients.values[-1] = torch.inf
+        unit.resting.gradients.values[-1] = torch.inf
     return engine.finish_step(LR)
 
 
@@ -134,7 +131,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(dtype: torch.dtype, unit:
 def test_a_weight_that_is_not_finite_changes_nothing() -> None:
     model, engine = engine_of(GPT, torch.float32, clip=1.0, rows=2)
     one_step(model, engine, 0)
-    engine.units[2].parameters.values[5] = torch.nan
+    engine.units[2].resting.parameters.values[5] = torch.nan
     before = state(engine)
     result = one_step(model, engine, 1)
     assert not result.finite
@@ -172,15 +169,15 @@ def test_the_optimizer_does_not_depend_on_how_units_are_cut() -> None:
         units = []
         for number, piece in enumerate(values.split(cuts)):
             layout = lay_out(str(number), [Entry(f"p{number}", (len(piece),), Group(decay=True), split=True)])
-            unit = Unit(layout, ALONE, Precision(), CPU, NO_POOLS)
-            unit.parameters.values.copy_(piece)
+            unit = Unit(layout, ALONE, resources_of(Precision(), CPU, Ledger()))
+            unit.resting.parameters.values.copy_(piece)
             units.append(unit)
         optimizer = AdamW(units, betas=BETAS, eps=EPS, weight_decay=DECAY, bucket=1 << 20, ops=REFERENCE)
         for grad in grads:
             for unit, piece in zip(units, grad.split(cuts), strict=True):
-                unit.gradients.values.copy_(piece)
+                unit.resting.gradients.values.copy_(piece)
                 optimizer.update(unit, lr=LR, scale=torch.tensor(0.3, dtype=torch.float64), skip=skip)
-        results.append(torch.cat([unit.parameters.values for unit in units]))
+        results.append(torch.cat([unit.resting.parameters.values for unit in units]))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 

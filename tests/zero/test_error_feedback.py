@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from megazero.base.quantized import BLOCK
-from megazero.comm.grid import Axis, Grid
+from megazero.comm.grid import Grid
 from megazero.comm.pool import Pool
+from megazero.extensions.quantized import QuantizedSumming
 from megazero.kernels.operations import REFERENCE
 from megazero.plan.job import Job
 from megazero.plan.memory import memory
-from megazero.zero.quantized import Quantizer
+from megazero.zero.placement import FlatBuffer
 from tests.layouts import CPU, SHAPES, Rank, equal, job_on, planned, record, second_step, train, train_rank
 from tests.ranks import run_ranks
 from tests.zero.test_quantize import EACH, FP32, MIXED, drawn, meant
@@ -21,9 +22,13 @@ from tests.zero.test_quantize import EACH, FP32, MIXED, drawn, meant
 STEPS = 6
 
 
-def quantizer_of(axis: Axis, bits: int, dtype: torch.dtype, *, feedback: bool) -> Quantizer:
-    pool = Pool(torch.uint8, CPU, axis.comm.ledger, "pool")
-    return Quantizer(bits, REFERENCE, pool, feedback=feedback).of_unit(EACH, axis, dtype, CPU)
+def summing_of(grid: Grid, bits: int, *, feedback: bool, hops: bool) -> QuantizedSumming:
+    axis = grid["data"]
+    pool, residuals = Pool(torch.uint8, CPU, axis.comm.ledger, "pool"), None
+    if feedback:
+        residuals = torch.zeros((axis.size - 1, EACH), dtype=torch.float64)
+    ends = (grid["shard"], grid["replica"]) if hops else None
+    return QuantizedSumming(bits, REFERENCE, pool, axis, ends, residuals, torch.ones(()))
 
 
 def reduced(
@@ -35,19 +40,15 @@ def reduced(
         odd: an element of the first step is infinite.
     """
     axis = grid["data"]
-    quantizer, found = quantizer_of(axis, bits, torch.float64, feedback=feedback), []
+    summing, found = summing_of(grid, bits, feedback=feedback, hops=hops), []
     for step in range(STEPS):
         x = drawn(100 * step + axis.rank, EACH * axis.size, torch.float64)
         if odd and step == 0:
             x[EACH * ((axis.rank + 1) % axis.size) + BLOCK] = torch.inf
         out = torch.zeros(EACH, dtype=torch.float64)
-        if hops:
-            ends = grid["shard"], grid["replica"]
-            quantizer.start_reduce_scatter_in_hops(x, out, *ends, "gradients", accumulate=False).wait()
-        else:
-            quantizer.start_reduce_scatter(x, out, axis, "gradients", accumulate=False).wait()
+        summing.start(FlatBuffer(x, {}), FlatBuffer(out, {}), accumulate=False).wait()
         found.append(out)
-    return found, quantizer.residuals
+    return found, summing.residuals
 
 
 def exact(ranks: int) -> Tensor:
@@ -149,7 +150,7 @@ def forgetful(grid: Grid, job: Job, *arguments: Any) -> Any:
 
     def step(of: Rank, number: int) -> Any:
         done = Rank.step(of, number)
-        of.engine.forget_residuals()
+        of.engine.forget_between_steps()
         return done
 
     return record(rank, step)

@@ -26,7 +26,7 @@ def events(grid: Grid, job: Job) -> tuple[list[list[Event]], list[str]]:
     found: list[list[Event]] = []
     names: list[str] = []
     for unit in rank.engine.units:
-        unit.on_event = lambda event, name=unit.name: found[-1].append((name, event))
+        unit.listen(lambda event, name=unit.name: found[-1].append((name, event)))
 
     def begin(action) -> None:
         names.append(action.kind.name)

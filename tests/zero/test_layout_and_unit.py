@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.base.quantized import BLOCK
-from megazero.build.units import build_units
+from megazero.build.units import build_units, resources_of
 from megazero.comm.grid import Axis
 from megazero.comm.ledger import Ledger
-from megazero.comm.pool import Pool
 from megazero.kernels.operations import REFERENCE
 from megazero.kernels.select import choose
 from megazero.model.transformer import Transformer
@@ -61,9 +60,8 @@ def built(shape, dtype=torch.float64):
     axes, ledger = UnitAxes(Axis("shard"), Axis("tensor")), Ledger()
     names = [name for name, _ in model.units()]
     precision = Precision(dtype, dtype)
-    return model, build_units(
-        model, names, seed=0, axes=lambda unit: axes, precision=precision, device=CPU, ledger=ledger
-    )
+    resources = resources_of(precision, CPU, ledger)
+    return model, build_units(model, names, seed=0, axes=lambda unit: axes, resources=resources)
 
 
 def test_the_model_lives_in_the_units_memory() -> None:
@@ -71,7 +69,7 @@ def test_the_model_lives_in_the_units_memory() -> None:
         model, units = built(shape)
         parameters = dict(model.named_parameters())
         for unit in units:
-            first = unit.parameters.values.data_ptr()
+            first = unit.resting.parameters.values.data_ptr()
             for interval in unit.layout.intervals:
                 parameter = parameters[interval.name]
                 assert parameter.data_ptr() == first + interval.start * parameter.element_size()
@@ -84,7 +82,7 @@ def test_a_tied_weight_is_one_memory() -> None:
     model, units = built(GPT)
     assert model.head.weight is model.embedding.tokens.weight
     assert units[0].layout.name == "tied"
-    assert model.head.weight.data_ptr() == units[0].parameters.values.data_ptr()
+    assert model.head.weight.data_ptr() == units[0].resting.parameters.values.data_ptr()
 
 
 def test_gradients_in_units_equal_autograd_s_bit_for_bit() -> None:
@@ -94,18 +92,18 @@ def test_gradients_in_units_equal_autograd_s_bit_for_bit() -> None:
         twin = make(shape, torch.float32)
         for step in range(2):  # a second step must not see what the first left
             for unit in units:
-                unit.forget_gradients()
+                unit.gradients.forget()
             twin.zero_grad(set_to_none=True)
             for micro in range(2):
                 for unit in units:
-                    unit.deliveries.micro_batch = 2 * step + micro
+                    unit.gradients.deliveries.micro_batch = 2 * step + micro
                 each = batch(shape, 2, seed=10 * step + micro)
                 model.losses(*each, step_of(2, micro)).sum().backward()
                 twin.losses(*each, step_of(2, micro)).sum().backward()
             expected = {name: p.grad for name, p in twin.named_parameters()}
             for unit in units:
                 for interval in unit.layout.intervals:
-                    gradient = unit.gradients.values[interval.start : interval.stop].view(interval.shape)
+                    gradient = unit.resting.gradients.values[interval.start : interval.stop].view(interval.shape)
                     # a product added by the matmul itself rounds once less than product plus add
                     bound = 2e-6 * expected[interval.name].abs().max()
                     assert (gradient - expected[interval.name]).abs().max() <= bound, interval.name
@@ -119,7 +117,7 @@ class Owner:
         self.deliveries = DeliveryCounter("owner")
         self.partial = torch.empty(0)
 
-    def open_gradients(self) -> None:
+    def open(self) -> None:
         pass
 
 
@@ -192,10 +190,10 @@ def test_narrow_gradients_are_gathered_wide(kernels: str, dtype: torch.dtype) ->
 def test_a_parameter_that_nothing_reached_has_a_zero_gradient() -> None:
     _, units = built(GPT)
     for unit in units:
-        unit.gradients.values.fill_(torch.nan)
-        unit.forget_gradients()
-        unit.close_gradients()
-        assert not unit.gradients.values.any()
+        unit.resting.gradients.values.fill_(torch.nan)
+        unit.gradients.forget()
+        unit.gradients.close()
+        assert not unit.resting.gradients.values.any()
 
 
 class Calls(TorchDispatchMode):
@@ -214,42 +212,40 @@ def test_a_buffer_that_has_been_seen_needs_no_new_views() -> None:
     """Of a unit in stage 3 with two parts: the second time parameters and gradients are shown without slicing."""
     layout = lay_out("unit", [Entry("a", (4, 8), Group(decay=True), True), Entry("b", (32,), Group(decay=True), True)])
     shard = Axis("shard", 2)
-    unit = Unit(layout, UnitAxes(shard, Axis("tensor"), STAGES[3]), Precision(), CPU, _pools())
-    parameters = unit.make_parameters()
-    whole = unit._pools[0].take(unit.numel)
+    resources = resources_of(Precision(), CPU, Ledger())
+    unit = Unit(layout, UnitAxes(shard, Axis("tensor"), STAGES[3]), resources)
+    parameters = unit.parameters.make()
+    whole = resources.wholes.take(unit.numel)
     for seen in (False, True):
         whole.copy_(torch.arange(unit.numel) + seen)
         with Calls() as calls:
-            unit.install(whole)
-            unit.open_gradients()
+            unit.parameters.install(whole)
+            unit.gradients.open()
         assert [name for name in calls.names if name in ("slice", "view")] == [] or not seen
         assert "zero_" not in calls.names  # there is no padding
         assert torch.equal(parameters["a"].data, whole[:32].view(4, 8)) and torch.equal(parameters["b"], whole[32:64])
-        assert unit.partial is not None
-        unit.views["b"].view.fill_(3.0)
-        assert torch.equal(unit.partial[32:64], torch.full((32,), 3.0))
-        unit.release()
+        assert unit.gradients.partial is not None
+        unit.gradients.views["b"].view.fill_(3.0)
+        assert torch.equal(unit.gradients.partial[32:64], torch.full((32,), 3.0))
+        unit.parameters.release()
         assert not len(parameters["a"])
-        whole = unit._pools[0].take(unit.numel)
-        unit.drop_gradients()
-
-
-def _pools() -> tuple[Pool, Pool]:
-    return Pool(torch.float32, CPU, Ledger(), "pool"), Pool(torch.float32, CPU, Ledger(), "pool")
+        whole = resources.wholes.take(unit.numel)
+        unit.gradients.drop()
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_padding_is_cleared_before_gradients_are_reduced(stage: int) -> None:
     """Also of memory that is there from the beginning: a quantised block that was not finite may have been in it."""
     layout = lay_out("unit", [Entry("a", (5,), Group(decay=True), True), Entry("b", (3,), Group(decay=False), True)])
-    unit = Unit(layout, UnitAxes(Axis("shard", 2), Axis("tensor"), STAGES[stage]), Precision(), CPU, _pools())
-    unit._pools[1].give(torch.full((unit.numel,), torch.nan))
-    unit.open_gradients()
-    assert unit.partial is not None
-    unit.partial.fill_(torch.nan)
-    for view in unit.views.values():
+    resources = resources_of(Precision(), CPU, Ledger())
+    unit = Unit(layout, UnitAxes(Axis("shard", 2), Axis("tensor"), STAGES[stage]), resources)
+    resources.partials.give(torch.full((unit.numel,), torch.nan))
+    unit.gradients.open()
+    assert unit.gradients.partial is not None
+    unit.gradients.partial.fill_(torch.nan)
+    for view in unit.gradients.views.values():
         view.fresh = False
-    unit.close_gradients()
+    unit.gradients.close()
     used = torch.zeros(unit.numel, dtype=torch.bool)
     used[:5], used[16:19] = True, True
-    assert unit.partial[used].isnan().all() and not unit.partial[~used].any()
+    assert unit.gradients.partial[used].isnan().all() and not unit.gradients.partial[~used].any()

@@ -125,7 +125,7 @@ def versions(grid: Grid, layout: Job) -> list[list[set[int]]]:
     for step in range(3):
         rank.step(step)
     engine = rank.engine
-    disks: Any = engine.units[0].disks
+    disks: Any = engine.units[0].resting.paged
     state = engine.optimizer.state
     return [[*map(disks.versions, (unit.masters, *state[unit].values()))] for unit in engine.units]
 

@@ -89,7 +89,7 @@ def tell(grid: Grid, layout: Job, precision: Precision) -> tuple[dict[str, int],
     return held, sent, sum(unit.numel for unit in rank.engine.units), table
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16-param"])
+@pytest.mark.parametrize("dtype", ["bf16", *(pytest.param(d, marks=pytest.mark.full) for d in ("fp32", "bf16-param"))])
 @pytest.mark.parametrize(("stage", "what"), [(1, "optimizer"), (2, "optimizer"), *((3, what) for what in WHAT)])
 @pytest.mark.parametrize("data", [1, 2])
 def test_what_rests_where_and_what_is_sent(data: int, stage: int, dtype: str, what: str) -> None:
@@ -188,7 +188,7 @@ def show(engine: Engine, values: list[Tensor]) -> None:
     for unit, value in zip(engine.units, values, strict=True):
         unit.masters.copy_(value)
     engine.restore(int(engine.optimizer.steps(engine.units[0])[0]), None, 0)
-    engine.gather.unshard([unit for unit in engine.units if unit.parameters_rest_whole])
+    engine.gather.unshard([unit for unit in engine.units if unit.parameters.rest_whole])
 
 
 def delayed(grid: Grid, layout: Job, precision: Precision) -> tuple[list[float], dict[str, Tensor]]:

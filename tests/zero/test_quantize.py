@@ -14,13 +14,13 @@ from torch import Tensor
 from megazero.base.quantized import quantized_bytes
 from megazero.comm.grid import Grid
 from megazero.comm.pool import Pool
+from megazero.extensions.quantized import QuantizedGathering, QuantizedSumming
 from megazero.kernels.operations import REFERENCE
 from megazero.kernels.reference import wide_dtype
 from megazero.plan.job import Job
 from megazero.plan.memory import memory
 from megazero.plan.traffic import traffic
-from megazero.zero.placement import Precision
-from megazero.zero.quantized import Quantizer
+from megazero.zero.placement import FlatBuffer, Placement, Precision
 from tests.layouts import CPU, SHAPES, Trained, Wires, job_on, planned, rewired, second_step, train
 from tests.ranks import run_ranks
 
@@ -44,14 +44,16 @@ def meant(x: Tensor, bits: int) -> Tensor:
 def moved(grid: Grid, bits: int, dtype: torch.dtype, wires: Wires) -> tuple[Tensor, Tensor, Tensor]:
     """A gather, a reduce-scatter into this rank's part, and one that is added to what is there."""
     axis = rewired(grid, wires)["data"]
-    quantizer = Quantizer(bits, REFERENCE, Pool(torch.uint8, CPU, axis.comm.ledger, "pool"))
+    pool = Pool(torch.uint8, CPU, axis.comm.ledger, "pool")
     whole = torch.full((EACH * axis.size,), torch.nan, dtype=dtype)
-    quantizer.start_gather(drawn(axis.rank, EACH, dtype), whole, axis, "parameters").wait()
+    shard = FlatBuffer(drawn(axis.rank, EACH, dtype), {axis: Placement.SHARD}, EACH * axis.rank)
+    QuantizedGathering(bits, REFERENCE, pool, axis, dtype).start(shard, FlatBuffer(whole, {})).wait()
     x = drawn(axis.rank, EACH * axis.size, dtype)
     added = torch.ones(EACH, dtype=dtype)
-    quantizer.start_reduce_scatter(x.clone(), added, axis, "gradients", accumulate=True).wait()
+    summing = QuantizedSumming(bits, REFERENCE, pool, axis)
+    summing.start(FlatBuffer(x.clone(), {}), FlatBuffer(added, {}), accumulate=True).wait()
     out = x.split(EACH)[axis.rank]
-    quantizer.start_reduce_scatter(x, out, axis, "gradients", accumulate=False).wait()
+    summing.start(FlatBuffer(x, {}), FlatBuffer(out, {}), accumulate=False).wait()
     return whole, out.clone(), added
 
 
@@ -74,11 +76,10 @@ def test_what_comes_is_what_the_codes_mean(ranks: int, bits: int, dtype: torch.d
 
 def in_hops(grid: Grid, bits: int) -> Tensor:
     """A reduce-scatter among neighbours and then between hosts, added to what is there."""
-    quantizer = Quantizer(bits, REFERENCE, Pool(torch.uint8, CPU, grid.comm.ledger, "pool"))
-    data, near, far = grid["data"], grid["shard"], grid["replica"]
-    out = torch.ones(EACH)
+    data, pool = grid["data"], Pool(torch.uint8, CPU, grid.comm.ledger, "pool")
+    summing = QuantizedSumming(bits, REFERENCE, pool, data, (grid["shard"], grid["replica"]))
     x = drawn(data.rank, EACH * data.size, torch.float32)
-    return quantizer.start_reduce_scatter_in_hops(x, out, near, far, "gradients", accumulate=True).wait()
+    return summing.start(FlatBuffer(x, {}), FlatBuffer(torch.ones(EACH), {}), accumulate=True).wait()
 
 
 def test_what_comes_in_two_hops_is_rounded_once_at_each() -> None:

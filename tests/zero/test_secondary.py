@@ -86,7 +86,7 @@ def changed(grid: Grid, job: Job) -> tuple[Tensor, Tensor, Tensor]:
 
     def seen() -> Tensor:
         rank.engine.gather.unshard([unit])
-        value = unit.parameter(name).clone()
+        value = unit.parameters.value(name).clone()
         rank.engine.gather.reshard([unit])
         return value
 
@@ -94,8 +94,8 @@ def changed(grid: Grid, job: Job) -> tuple[Tensor, Tensor, Tensor]:
     rank.engine.finish_step(lr=1e-1)
     after = seen()
     rank.engine.gather.unshard([unit])
-    unit.parameter(name).fill_(3.0)
-    unit.take_whole([name])
+    unit.parameters.value(name).fill_(3.0)
+    unit.parameters.keep_changes([name])
     rank.engine.gather.reshard([unit])
     return before, after, seen()
 

@@ -37,7 +37,7 @@ def rest(grid: Grid, stage: int, flavour: str, precision: Precision) -> tuple[di
 
 @pytest.mark.parametrize("precision", BYTES)
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=() if n == 2 else pytest.mark.full) for n in RANKS])
 def test_resting_bytes_are_the_formula(ranks: int, stage: int, precision: str) -> None:
     """To the byte; what padding adds is stated: at most 2 x 16 elements a unit and data rank."""
     shape = SHAPES["gpt"]
@@ -92,7 +92,9 @@ def sent(grid: Grid, layout: Job, flavour: str) -> tuple[dict[str, int], dict[st
 
 
 @pytest.mark.parametrize(("stage", "accumulation", "flavour"), TRAFFIC)
-@pytest.mark.parametrize(("tensor", "data"), [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("tensor", "data"), [*(pytest.param(1, data, marks=pytest.mark.full) for data in (2, 4)), (2, 2)]
+)
 def test_traffic_is_the_formula(tensor: int, data: int, stage: int, accumulation: int, flavour: str) -> None:
     """(N - 1) / N times: reductions r P and gathers g P.
 
@@ -166,12 +168,17 @@ def many_steps(
     ledger = grid.comm.ledger
 
     def memory() -> set[int]:
-        pools = {pool for unit in rank.engine.units for pool in unit._pools}
+        pools = {pool for u in rank.engine.units for pool in (u.parameters._pool, u.gradients._pool)}
         free = [buffer for pool in pools for buffers in pool._free.values() for buffer in buffers]
         kept = [
             t
             for u in rank.engine.units
-            for t in (u.parameters.values, u.gradients.values, u.masters, *rank.engine.optimizer.state[u].values())
+            for t in (
+                u.resting.parameters.values,
+                u.resting.gradients.values,
+                u.masters,
+                *rank.engine.optimizer.state[u].values(),
+            )
         ]
         return {tensor.untyped_storage().data_ptr() for tensor in free + kept}
 

@@ -49,9 +49,9 @@ class HostStaging:
         """Copy x from the device to a slice of as many elements on the host."""
         self.host[place].copy_(x.detach().view(-1))
 
-    def land(self, into: Tensor, place: slice = _ALL) -> None:
-        """Copy a slice on the host to a tensor of the device of as many elements."""
-        into.view(-1).copy_(self.host[place])
+    def land(self, into: Tensor) -> None:
+        """Copy all elements to a tensor of the device."""
+        into.view(-1).copy_(self.host)
 
     def release(self) -> None:
         """Return the memory to the pool."""

@@ -9,46 +9,24 @@ gloo cannot send from are copied to the host first, and on arrival to the device
 channel has a communicator of its own, because its messages have no names: the first sent is the first received.
 """
 
-from __future__ import annotations  # who watches is told from outside
-
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.axes import P2P
-from megazero.comm.grid import Axis, pipelines
-from megazero.comm.nccl import synchronize
+from megazero.comm.axes import P2P, Channel
+from megazero.comm.grid import Axis
 from megazero.comm.transport.exchange import CollectiveError
 from megazero.comm.transport.host_staging import HostStaging
+from megazero.comm.transport.nccl_channels import NcclChannels
 from megazero.comm.transport.shared_memory import SLOT_BYTES, SharedMemoryTransport
 
-if TYPE_CHECKING:
-    from megazero.comm.device_queue import Queued
-
 _NUMBER_BITS, _PIECE_BITS = 36, 12  # of a message's key; the rest is the channel's
-
-
-@dataclass(frozen=True)
-class Channel:
-    """A one-way channel between two ranks of an axis.
-
-    Attributes:
-        index: its position among all channels; the same on both sides.
-        source, target: ranks on the axis.
-        name: of its content, for the ledger and the board: "activations", "gradients".
-    """
-
-    index: int
-    source: int
-    target: int
-    name: str
 
 
 class Receipt:
@@ -183,7 +161,7 @@ def _landing(finish: Callable[[], Tensor], staging: HostStaging, into: Tensor) -
 def _carrier(axis: Axis, everyone: Sequence[Channel], device: torch.device) -> Carrier:
     channels = [channel for channel in everyone if axis.rank in (channel.source, channel.target)]
     if axis.comm.backend == "nccl":
-        return _Nccl(axis, channels, everyone, device)
+        return NcclChannels(axis, channels, everyone, device)
     shared_memory = axis.comm.shared_memory
     if shared_memory is not None and shared_memory.reached.issuperset(axis.ranks):
         return _SharedMemory(axis, shared_memory, channels)
@@ -281,107 +259,6 @@ class _Sockets:
             _, work, _ = self._sent.popleft()
             if work is not None:
                 work.wait(self._axis.comm.timeout)
-
-
-class _Nccl:
-    """Messages through NCCL, a communicator for each channel: the two ends queue the same messages in the same order.
-
-    Every rank of the world calls each split, in one order. One split makes the communicators of several channels.
-    """
-
-    def __init__(self, axis: Axis, channels: list[Channel], everyone: Sequence[Channel], device: torch.device):
-        self._axis = axis
-        self._groups: dict[int, dist.ProcessGroup] = {}
-        self._works: deque[tuple[dist.Work, Queued | None]] = deque()  # sends
-        self._device = device
-        for some in _rounds(everyone):
-            pairs = [
-                sorted((ranks[channel.source], ranks[channel.target])) for channel in some for ranks in pipelines(axis)
-            ]
-            group = axis.comm.split(pairs, axis.size * axis.stride, few_ctas=True)
-            for channel in some:
-                if axis.rank in (channel.source, channel.target):
-                    assert group is not None, "this rank is one of the two"
-                    self._groups[channel.index] = group
-        for channel in sorted(channels, key=lambda channel: channel.index):
-            self._connect(axis, channel)
-
-    def _connect(self, axis: Axis, channel: Channel) -> None:
-        """Send one element through a channel and wait for it.
-
-        The first message blocks both hosts until both have come to it. Every rank goes through its channels in the
-        order of their index. So both ranks of the first one that is not connected come to it, and nobody waits in a
-        circle; in the order of a schedule they may (tests/comm/test_connect.py).
-        """
-        sends, x = axis.rank == channel.source, torch.zeros(1, device=self._device)
-        peer = axis.ranks[channel.target if sends else channel.source]
-        with axis.comm.calling(_communicator(channel), P2P, range(peer, peer + 1), "message"):
-            if sends:
-                self.send(channel, 0, x)
-                self.finish()
-            else:
-                self.post(channel, 0, x)[0]()
-            synchronize(self._device)
-
-    @property
-    def unsent(self) -> int | None:
-        return None  # the host never waits
-
-    def send(self, channel: Channel, number: int, x: Tensor) -> None:
-        while self._works and self._works[0][0].is_completed():
-            _, queued = self._works.popleft()  # each keeps what it sends
-            if queued is not None:
-                queued.work = None
-        work = dist.isend(x, group=self._groups[channel.index], group_dst=int(channel.target > channel.source))
-        assert work is not None, "this process is not on the channel"
-        self._works.append((work, self._follow(channel, channel.target, work)))
-
-    def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
-        source = int(channel.source > channel.target)
-        work = dist.irecv(into, group=self._groups[channel.index], group_src=source)
-        assert work is not None, "this process is not on the channel"
-        queued = self._follow(channel, channel.source, work)
-
-        def finish() -> Tensor:
-            work.wait()  # makes the stream wait, not the host
-            self._waited(queued)
-            return into
-
-        return finish, lambda: True
-
-    def finish(self) -> None:
-        while self._works:
-            work, queued = self._works.popleft()
-            work.wait()
-            self._waited(queued)
-
-    def _follow(self, channel: Channel, other: int, work: dist.Work) -> Queued | None:
-        """Show a message to the monitor, if there is one."""
-        queue, rank = self._axis.comm.device_queue, self._axis.ranks[other]
-        if queue is None:
-            return None
-        return queue.put(_communicator(channel), P2P, range(rank, rank + 1), work, channel.name)
-
-    def _waited(self, queued: Queued | None) -> None:
-        """Learn that the current stream waits for a message."""
-        if queued is not None and self._axis.comm.device_queue is not None:
-            self._axis.comm.device_queue.waited(queued, self._device)
-
-
-def _communicator(channel: Channel) -> str:
-    return f"channel {channel.index}"
-
-
-def _rounds(everyone: Sequence[Channel]) -> list[list[Channel]]:
-    """Share out channels to few splits: in each a rank has one channel at most."""
-    rounds: list[list[Channel]] = []
-    for channel in everyone:
-        ends = {channel.source, channel.target}
-        free = (some for some in rounds if ends.isdisjoint(end for one in some for end in (one.source, one.target)))
-        if (found := next(free, None)) is None:
-            rounds.append(found := [])
-        found.append(channel)
-    return rounds
 
 
 def _tag(channel: Channel, number: int, x: Tensor) -> int:

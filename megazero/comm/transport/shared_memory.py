@@ -16,7 +16,7 @@ Messages from one rank to one other (`p2p.py`) have slots of their own, so that 
 be read. A sender that finds none free keeps the message and goes on; a reader that waits takes whatever is for it,
 expected or not, so that no message blocks those behind it.
 
-The memory has no name, and is opened only if it is proven to be the sender's (`comm/memfd.py`).
+The memory has no name (`comm/memfd.py`).
 """
 
 import mmap

@@ -37,49 +37,50 @@ def record_codes(units: Sequence[Unit]) -> RecordedCodes:
     """Begin to record what of the units is sent as integers; return what fills up."""
     codes = RecordedCodes()
     for unit in units:
-        shard, near = unit.axes.shard, unit.axes.near.size if unit.axes.far.size > 1 else unit.axes.shard.size
+        shard, summing = unit.axes.shard, unit.gradients.summing
         if shard.size == 1:
             continue
+        near = shard.size if summing.hops is None else summing.hops[0].size
         codes.how[unit.layout.name] = Coded(ranks=list(shard.ranks), near=near, accumulate=[])
-        if unit.quantizers.parameters is not None:
+        if unit.parameters.gathering.rounds:
             _record_gather(unit, codes)
-        if unit.quantizers.gradients is not None:
+        if summing.rounds:
             _record_sums(unit, codes)
     return codes
 
 
 def _record_gather(unit: Unit, codes: RecordedCodes) -> None:
-    start, install, name = unit.start_unshard, unit.install, unit.layout.name
+    start, install, name = unit.parameters.start_gather, unit.parameters.install, unit.layout.name
 
     def start_unshard() -> tuple[Tensor, Pending]:
-        codes.stored.setdefault(f"shard/{name}", unit.parameters.values.clone())
+        codes.stored.setdefault(f"shard/{name}", unit.resting.parameters.values.clone())
         return start()
 
     def install_first(whole: Tensor) -> None:
         codes.stored.setdefault(f"gathered/{name}", whole.clone())
         install(whole)
 
-    unit.start_unshard, unit.install = start_unshard, install_first  # type: ignore[method-assign]
+    unit.parameters.start_gather, unit.parameters.install = start_unshard, install_first  # type: ignore[method-assign]
 
 
 def _record_sums(unit: Unit, codes: RecordedCodes) -> None:
-    begin, end, name = unit.start_reduce, unit.end_reduce, unit.layout.name
+    begin, end, name = unit.gradients.start_reduce, unit.gradients.end_reduce, unit.layout.name
     flags = codes.how[name]["accumulate"]
 
     def start_reduce(*, accumulate: bool) -> Pending:
         if len(flags) < _REDUCTIONS:
-            assert unit.partial is not None, "there is something to reduce"
-            codes.stored[f"sent/{len(flags)}/{name}"] = unit.partial.clone()
+            assert unit.gradients.partial is not None, "there is something to reduce"
+            codes.stored[f"sent/{len(flags)}/{name}"] = unit.gradients.partial.clone()
             flags.append(accumulate)
         return begin(accumulate=accumulate)
 
     def end_reduce() -> None:
         key = f"summed/{len(flags) - 1}/{name}"  # of the reduction that ends: the next has not begun
         if key not in codes.stored:
-            codes.stored[key] = unit.own_gradients.clone()
+            codes.stored[key] = unit.gradients.own.clone()
         end()
 
-    unit.start_reduce, unit.end_reduce = start_reduce, end_reduce  # type: ignore[method-assign]
+    unit.gradients.start_reduce, unit.gradients.end_reduce = start_reduce, end_reduce  # type: ignore[method-assign]
 
 
 def codes_apart(

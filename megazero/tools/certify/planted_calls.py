@@ -4,7 +4,7 @@ A plant names objects by a function of the rig: `units`, `block`, `optimizer`, .
 does not have it, and an error.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from megazero.base.quantized import BLOCK, code_bytes
+from megazero.extensions.quantized import QuantizedGathering, QuantizedSumming
+from megazero.extensions.secondary import SecondShard
 from megazero.optim.optimizer import Optimizer
 from megazero.tools.certify.training import Plant, Rig
 from megazero.zero.engine import Engine
 from megazero.zero.gather import Gather
-from megazero.zero.quantized import Quantizer
 from megazero.zero.unit import Unit
+from megazero.zero.unit_gradients import UnitGradients
 
 Holders = Callable[[Rig], Iterable[object]]
+Codes = QuantizedGathering | QuantizedSumming
 
 
 def itself(rig: Rig) -> list[Rig]:
@@ -53,6 +56,16 @@ def block(rig: Rig) -> list[Unit]:
     return [unit for unit in rig.built.engine.units if unit.layout.name == "blocks.0"]
 
 
+def gradients(rig: Rig) -> list[UnitGradients]:
+    """Return the gradients of all units of the rank."""
+    return [unit.gradients for unit in units(rig)]
+
+
+def block_gradients(rig: Rig) -> list[UnitGradients]:
+    """Return the gradients of the first block."""
+    return [unit.gradients for unit in block(rig)]
+
+
 def loss_scale(rig: Rig) -> list[object]:
     """Return the loss scale of the rank."""
     return [rig.built.engine.loss_scale]
@@ -65,27 +78,31 @@ def pipeline(rig: Rig) -> list[object]:
 
 def offloaded_gradients(rig: Rig) -> list[object]:
     """Return what takes the first block's gradients to the host or to disks."""
-    return [unit.offloaded_gradients for unit in block(rig)]
+    return [unit.resting.offloaded_gradients for unit in block(rig)]
 
 
 def disks(rig: Rig) -> list[object]:
     """Return the disks of the first block."""
-    return [unit.disks for unit in block(rig)]
+    return [unit.resting.paged for unit in block(rig)]
 
 
 def second_shards(rig: Rig) -> list[object]:
     """Return the second shard of the first block."""
-    return [unit.secondary for unit in block(rig)]
+    found = (unit.parameters.gathering for unit in block(rig))
+    return [gathering for gathering in found if isinstance(gathering, SecondShard)]
 
 
-def of_gradients(rig: Rig) -> list[Quantizer]:
+def of_gradients(rig: Rig) -> list[QuantizedSumming]:
     """Return what makes codes of the first block's gradients."""
-    return [quantizer for unit in block(rig) if (quantizer := unit.quantizers.gradients) is not None]
+    found = (unit.gradients.summing for unit in block(rig))
+    return [summing for summing in found if isinstance(summing, QuantizedSumming)]
 
 
-def of_parameters(rig: Rig) -> list[Quantizer]:
+def of_parameters(rig: Rig) -> list[QuantizedGathering]:
     """Return what makes codes of the first block's parameters."""
-    return [quantizer for unit in block(rig) if (quantizer := unit.quantizers.parameters) is not None]
+    found = (unit.parameters.gathering for unit in block(rig))
+    plain = (gathering.far if isinstance(gathering, SecondShard) else gathering for gathering in found)
+    return [gathering for gathering in plain if isinstance(gathering, QuantizedGathering)]
 
 
 def instead(holders: Holders, method: str, wrong: Callable[..., Any]) -> Plant:
@@ -121,13 +138,13 @@ def after(holders: Holders, method: str, wrong: Callable[..., Any]) -> Plant:
     return instead(holders, method, both)
 
 
-def in_codes(holders: Callable[[Rig], list[Quantizer]], operation: str, wrong: Callable[..., None]) -> Plant:
+def in_codes(holders: Callable[[Rig], Sequence[Codes]], operation: str, wrong: Callable[..., None]) -> Plant:
     """Return the fault that calls `wrong(right, *arguments)` instead of an operation of what makes codes."""
 
     def plant(rig: Rig) -> None:
         for quantizer in holders(rig):
             ops = replace(quantizer.ops, **{operation: partial(wrong, getattr(quantizer.ops, operation))})
-            object.__setattr__(quantizer, "ops", ops)
+            quantizer.ops = ops
 
     return plant
 

@@ -24,9 +24,11 @@ from megazero.tools.certify.planted_calls import (
     after,
     before,
     block,
+    block_gradients,
     disks,
     engine,
     gather,
+    gradients,
     in_codes,
     instead,
     itself,
@@ -38,11 +40,11 @@ from megazero.tools.certify.planted_calls import (
     pipeline,
     scales_of,
     second_shards,
-    units,
 )
 from megazero.tools.certify.tolerances import DECAY
 from megazero.tools.certify.training import Plant, Rig
 from megazero.zero.unit import Unit
+from megazero.zero.unit_gradients import UnitGradients
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 Variant = Callable[[Job], Job]  # of a job on one process
@@ -112,7 +114,7 @@ def _pieces(change: Callable[[Any], dict[str, float]]) -> Plant:
 
 def scaled(by: float, *, everywhere: bool) -> Plant:
     """Return the fault that multiplies the gradients of a block, or of all units, when they have been reduced."""
-    return before(units if everywhere else block, "end_reduce", lambda unit: unit.own_gradients.mul_(by))
+    return before(gradients if everywhere else block_gradients, "end_reduce", lambda gradients: gradients.own.mul_(by))
 
 
 def _loose_clip(rig: Rig) -> None:
@@ -153,15 +155,15 @@ def _update_but_block(adam: AdamW, update: Callable[..., None], unit: Unit, **ho
 
 def _publish_but_block(_: object, publish: Callable[[Unit], None], unit: Unit) -> None:
     if unit.layout.name == "blocks.0":
-        unit.depart()
+        unit.parameters.send_updated()
     else:
         publish(unit)
 
 
-def _round_to_two_bits(unit: Unit) -> None:
-    assert unit.partial is not None
-    mantissa, exponent = torch.frexp(unit.partial)
-    unit.partial.copy_(torch.ldexp((mantissa * 4).round() / 4, exponent))
+def _round_to_two_bits(gradients: UnitGradients) -> None:
+    assert gradients.partial is not None
+    mantissa, exponent = torch.frexp(gradients.partial)
+    gradients.partial.copy_(torch.ldexp((mantissa * 4).round() / 4, exponent))
 
 
 def _norm_without_a_unit(rig: Rig) -> None:
@@ -272,9 +274,9 @@ _FROZEN_NORMS = instead(optimizer, "update", _update_but_norms)
 _NO_UPDATE = _of_one_rank(instead(optimizer, "update", _update_but_block))
 _COUNTED = after(optimizer, "update", _count_skip)
 _KEPT_SCALE = instead(loss_scale, "update", lambda scale, update, finite, counts: None)
-_LOST = _of_one_rank(after(block, "close_gradients", lambda unit: unit.partial.zero_()))
-_ROUGH = after(units, "close_gradients", _round_to_two_bits)
-_OTHER_WEIGHTS = _of_one_rank(lambda rig: block(rig)[0].parameters.values.mul_(1.01))
+_LOST = _of_one_rank(after(block_gradients, "close", lambda gradients: gradients.partial.zero_()))
+_ROUGH = after(gradients, "close", _round_to_two_bits)
+_OTHER_WEIGHTS = _of_one_rank(lambda rig: block(rig)[0].resting.parameters.values.mul_(1.01))
 _STALE = instead(gather, "publish", _publish_but_block)
 _FEWER = _of_one_rank(instead(itself, "batches", lambda rig, batches, step: batches(step)[:-1]))
 _AHEAD = _of_one_rank(instead(itself, "batches", lambda rig, batches, step: batches(step + 1)))

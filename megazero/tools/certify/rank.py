@@ -145,12 +145,12 @@ def record(
 
 def parameters_as_they_rest(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """Yield this tensor rank's part of all parameters: where passes gather them rounded, what is rounded."""
-    if all(unit.quantizers.parameters is None for unit in engine.units):
+    if not any(unit.parameters.gathering.rounds for unit in engine.units):
         yield from engine.named_parameters()
         return
     for unit in engine.units:
-        whole = FlatBuffer(torch.empty(unit.numel, dtype=unit.parameters.values.dtype, device=unit.device), {})
-        redistribute(unit.parameters, whole, "examination").wait()
+        whole = FlatBuffer(torch.empty(unit.numel, dtype=unit.resting.parameters.values.dtype, device=unit.device), {})
+        redistribute(unit.resting.parameters, whole, "examination").wait()
         for interval in unit.layout.intervals:
             yield interval.name, whole.values[interval.start : interval.stop].view(interval.shape)
 
@@ -163,10 +163,10 @@ def reduced_gradients(engine: Engine, applied: Tensor, clipped: Tensor) -> Itera
         clipped: the clip factor within it, which depends on all gradients.
     """
     for unit in engine.units:
-        if unit.offloaded_gradients is not None:
-            unit.offloaded_gradients.wait()  # an update under way changes them
-        factor = clipped / applied if unit.reduced_gradients.is_meta else clipped
-        with unit.reduced_gradients_in_memory() as own:
+        if unit.resting.offloaded_gradients is not None:
+            unit.resting.offloaded_gradients.wait()  # an update under way changes them
+        factor = clipped / applied if unit.gradients.reduced.is_meta else clipped
+        with unit.gradients.reduced_in_memory() as own:
             flat = own if len(own) == unit.numel else all_gather(own.contiguous(), unit.axes.shard, "examination")
             for interval in unit.layout.intervals:
                 yield interval.name, flat[interval.start : interval.stop].view(interval.shape) / factor.to(flat.device)

@@ -86,7 +86,7 @@ def train_rank(
     host = Host(device, comm.ledger, apart=True)  # or nothing would be offloaded
     ops = choose(config.precision.kernels, device, DTYPES[config.precision.dtype])
     disks = open_disks(config, device, comm.ledger)
-    built = build(config, grid, device, ops, host, disks=disks)
+    built = build(config, grid, device, ops, host, homes={"nvme": disks} if disks else {})
     _slow_vectors(built.engine, config, ops)
     data, first = _opened(config)
     loader = loader_of(first, data, grid["data"], device)

@@ -125,8 +125,8 @@ def two_steps(
     ledger = grid.comm.ledger
     assert isinstance(ledger, RecordingLedger)
     with doing("building the rank's model"):
-        disks = IdleDisk(ledger)
-        built = assemble(config, grid, CPU, ops, host, seed=None, host_ops=host_ops, disks=disks)
+        homes = {"nvme": IdleDisk(ledger)}
+        built = assemble(config, grid, CPU, ops, host, seed=None, host_ops=host_ops, homes=homes)
     with doing("looking for what a step repeats"):
         job, rank = job_of(config, grid["world"].size, apart=host.apart), grid["pipeline"].rank
         short = shortened(built.pipeline.actions(job.micro_batches), job.pipeline)

@@ -10,19 +10,18 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from megazero.comm.home import Access
+from megazero.comm.home import WINDOW, Access, PagedHome
 from megazero.comm.ledger import DISK, Ledger
-from megazero.nvme.disk import PIECE
 
 
-class IdleDisk:
+class IdleDisk(PagedHome):
     """Disks that are done at once; reads return arbitrary values.
 
     Args:
         ledger: counts, as that of `nvme/disk.py`.
     """
 
-    window = PIECE
+    window = WINDOW
 
     def __init__(self, ledger: Ledger):
         self._ledger = ledger

@@ -22,7 +22,8 @@ from megazero.tools.certify.layouts import (
 )
 from megazero.tools.certify.tolerances import GRADIENT_FP32
 from megazero.tools.certify.training import nothing
-from megazero.zero.unit import Unit
+from megazero.zero.unit_gradients import UnitGradients
+from megazero.zero.unit_parameters import UnitParameters
 from tests.tiny_run import TinyData
 
 SHAPE = ("model.hidden=32", "model.heads=8", "model.seq_len=16", "model.dropout=0.1", "data.valid=null")
@@ -216,14 +217,14 @@ def test_a_doubled_gradient_is_found_and_named(
     tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the second stage, of one data rank, in layouts that have several."""
-    name, close = "blocks.3.mlp.down.weight", Unit.close_gradients
+    name, close = "blocks.3.mlp.down.weight", UnitGradients.close
 
-    def close_and_double(unit: Unit) -> None:
-        close(unit)
-        if name in unit.views and unit.numel > len(unit.masters) and unit.shard.start > 0:
-            unit.views[name].view.mul_(2)
+    def close_and_double(gradients: UnitGradients) -> None:
+        close(gradients)
+        if name in gradients.views and gradients._shares and gradients._resting.shard.start > 0:
+            gradients.views[name].view.mul_(2)
 
-    monkeypatch.setattr(Unit, "close_gradients", close_and_double)
+    monkeypatch.setattr(UnitGradients, "close", close_and_double)
     config = config_of(tiny_data, tmp_path, *SMALL)
     good, bad = certify(config, laid_out(config, {"pipeline": 2}, {"pipeline": 2, "data": 2}), 2)
     assert good.fault is None and bad.fault is not None
@@ -254,11 +255,11 @@ def test_a_doubled_gradient_is_found_and_named(
 def test_a_layout_that_fails_is_a_fault(
     tiny_data: TinyData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(unit: Unit) -> None:
+    def fail(parameters: UnitParameters) -> None:
         raise RuntimeError("a fault of this test")
 
     config = config_of(tiny_data, tmp_path, *SMALL)
-    monkeypatch.setattr(Unit, "start_unshard", fail)
+    monkeypatch.setattr(UnitParameters, "start_gather", fail)
     (row,) = certify(config, laid_out(config, {"data": 2, "stage": 3}), 1)
     assert row.fault is not None and "MZ-390" in row.fault
 

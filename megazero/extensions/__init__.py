@@ -1,0 +1,1 @@
+"""Extensions of ZeRO: each replaces a part of `zero` and is known to the registry alone."""

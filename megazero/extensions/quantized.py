@@ -1,0 +1,257 @@
+"""Send values between ranks as integers of 8 or 4 bits (`zero.quantize`): a half to an eighth of the bytes.
+
+    parameters   int8. A rank quantises its shard, the codes are gathered, and every rank, the owner too, computes with
+                 what they mean: so all have the same values. Masters stay exact.
+    gradients    int8 or int4. Each rank quantises the shards of the others and sends each to its owner (all-to-all),
+                 which adds what the codes mean to its own gradients, in rank order: nothing is rounded twice, where a
+                 ring would round at every hop. What a rank keeps for itself is not rounded. Where neighbours have an
+                 axis of their own (`zero.secondary_ranks`), in two hops: first among them, for each of all the others'
+                 shards the sum of the neighbours', and then these between ranks of the same place, which cross hosts
+                 once; rounded once at each hop.
+
+A code is off by at most 1/254 of the largest magnitude of its block of 256 with 8 bits, 1/14 with 4; bf16 adds 1/256.
+A block with a value that is not finite arrives as NaN, so a step is skipped where it would have been.
+
+With error feedback each rank keeps, of every gradient that it sends, what the codes do not mean, and adds it before it
+rounds the next one: what it has sent in all is then off by one rounding, however many steps there were. That takes as
+much memory as the gradients of all the other ranks' shards, in one hop or in two. Of a block that is not finite nothing
+is kept. The first reduction of a step adds residuals times `carry`: 0 after a skipped step, which has changed nothing,
+2 where the loss scale, and so each gradient, has doubled.
+
+(Wang et al. 2023, ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3: qwZ and qgZ. Seide et al. 2014, 1-bit stochastic
+gradient descent, Interspeech, section 3.1: error feedback.)
+"""
+
+from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megazero.base.quantized import BLOCK, quantized_bytes
+from megazero.comm.collectives import Pending, start_all_gather_in_place, start_all_to_all
+from megazero.comm.grid import Axis, Grid
+from megazero.comm.pool import Pool, same_place
+from megazero.extensions.neighbours import near_and_far
+from megazero.kernels.operations import Operations
+from megazero.zero.extension import Extension, Gathering, Summing
+from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, redistribute
+
+if TYPE_CHECKING:
+    from megazero.config.schema import Config
+
+BITS = {"none": None, "int8": 8, "int4": 4}  # of a code, by the word of a config
+
+
+class QuantizedGathering(Gathering):
+    """Gather one unit's parameters as codes.
+
+    Args:
+        bits: of a code.
+        ops: the kernels to use.
+        pool: of bytes, for codes.
+        axis: the ranks that have a shard each.
+    """
+
+    rounds = True
+
+    def __init__(self, bits: int, ops: Operations, pool: Pool, axis: Axis, dtype: torch.dtype):
+        super().__init__(dtype)
+        self.bits, self.ops, self._pool, self._axis = bits, ops, pool, axis
+
+    def start(self, shard: FlatBuffer, whole: FlatBuffer) -> Pending:
+        """Start to fill `whole` with the values of the codes of all ranks."""
+        own = whole.part(shard.elements, shard.placements)
+        redistribute(shard, own, "parameters").wait()
+        codes = self.message(whole.values)
+        self.ops.quantize_(codes.chunk(self._axis.size)[self._axis.rank], own.values, self.bits)
+        pending = start_all_gather_in_place(codes, self._axis, "parameters")
+        return pending.then(lambda: self.arrive(self._noted(codes), whole.values))
+
+    def message_bytes(self, numel: int) -> int:
+        return self._axis.size * quantized_bytes(numel // self._axis.size, self.bits)
+
+    def message(self, whole: Tensor) -> Tensor:
+        return self._pool.take(self.message_bytes(len(whole)))
+
+    def arrive(self, message: Tensor, whole: Tensor) -> Tensor:
+        for part, codes in zip(whole.chunk(self._axis.size), message.chunk(self._axis.size), strict=True):
+            self.ops.dequantize_(part, codes, self.bits, False)
+        self._pool.give(message)
+        return whole
+
+
+class QuantizedSumming(Summing):
+    """Sum one unit's gradients, sent as codes.
+
+    Args:
+        bits: of a code.
+        ops: the kernels to use.
+        pool: of bytes, for codes.
+        axis: the ranks that have a shard each.
+        hops: the two axes, of neighbours and of ranks with the same place, that together are `axis`; None: one hop.
+        residuals: the rounding errors kept of this unit, [shards of other ranks, elements of a shard]; None: none are.
+        carry: the factor of the residuals of the step before, 0-dim; of all units.
+    """
+
+    rounds = True
+
+    def __init__(
+        self,
+        bits: int,
+        ops: Operations,
+        pool: Pool,
+        axis: Axis,
+        hops: tuple[Axis, Axis] | None = None,
+        residuals: Tensor | None = None,
+        carry: Tensor | None = None,
+    ):
+        super().__init__(None)
+        self.bits, self.ops, self.hops, self.residuals = bits, ops, hops, residuals
+        self._pool, self._axis, self._carry = pool, axis, carry
+
+    def start(self, partial: FlatBuffer, own: FlatBuffer, *, accumulate: bool) -> Pending:
+        """Start the sum; `partial` must not be touched until the end. `own` may be a part of it."""
+        if self.hops is not None:
+            return self._start_in_hops(partial.values, own.values, *self.hops, accumulate=accumulate)
+        return self._start_exchange(
+            partial.values.chunk(self._axis.size), own.values, self._axis, accumulate=accumulate
+        )
+
+    def _start_in_hops(self, x: Tensor, out: Tensor, near: Axis, far: Axis, *, accumulate: bool) -> Pending:
+        """Start the same sum along two axes, of which `near` has the neighbours; the second hop begins in `wait`."""
+        each = quantized_bytes(len(out), self.bits)
+        parts = x.view(far.size, near.size, len(out))
+        sent, received = (self._pool.take(far.size * near.size * each) for _ in range(2))
+        coded, came = (codes.view(near.size, far.size, each) for codes in (sent, received))
+        others = [(place, host) for place in range(near.size) if place != near.rank for host in range(far.size)]
+        for number, (place, host) in enumerate(others):
+            self._quantize(coded[place, host], parts[host, place], number, first=not accumulate)
+        pending = start_all_to_all(sent, received, near, "gradients")
+
+        def land() -> Tensor:
+            for place, host in others:
+                self.ops.dequantize_(parts[host, near.rank], came[place, host], self.bits, True)
+            self._pool.give(sent)
+            self._pool.give(received)
+            sums = [parts[host, near.rank] for host in range(far.size)]
+            return self._start_exchange(sums, out, far, len(others), accumulate=accumulate).wait()
+
+        return pending.then(land)
+
+    def _start_exchange(
+        self, parts: Sequence[Tensor], out: Tensor, axis: Axis, first: int = 0, *, accumulate: bool
+    ) -> Pending:
+        """Start the sum of what all ranks have in their part of this one's number.
+
+        Args:
+            parts: flat, by rank; not to be touched until the end.
+            first: the number of the first residual.
+        """
+        each = quantized_bytes(len(out), self.bits)
+        sent, received = self._pool.take(each * axis.size), self._pool.take(each * axis.size)
+        codes = sent.split(each)
+        for number, rank in enumerate(rank for rank in range(axis.size) if rank != axis.rank):
+            self._quantize(codes[rank], parts[rank], first + number, first=not accumulate)
+        pending = start_all_to_all(sent, received, axis, "gradients")
+
+        def land() -> Tensor:
+            own = parts[axis.rank]
+            if accumulate:
+                out.add_(own)
+            elif not same_place(out, own):
+                out.copy_(own)
+            for rank, coded in enumerate(received.split(each)):
+                if rank != axis.rank:
+                    self.ops.dequantize_(out, coded, self.bits, True)
+            self._pool.give(sent)
+            self._pool.give(received)
+            return out
+
+        return pending.then(land)
+
+    def _quantize(self, codes: Tensor, x: Tensor, number: int, *, first: bool) -> None:
+        """Quantise x for another rank; with residuals x and one of them, which then is what the codes do not mean.
+
+        Args:
+            number: of the residual.
+            first: it is the first reduction of a step.
+        """
+        if self.residuals is None:
+            self.ops.quantize_(codes, x, self.bits)
+            return
+        assert self._carry is not None
+        residual = self.residuals[number]
+        x.addcmul_(residual, self._carry) if first else x.add_(residual)
+        self.ops.quantize_(codes, x, self.bits)
+        self.ops.dequantize_(residual, codes, self.bits, False)
+        torch.sub(x, residual, out=residual).nan_to_num_(0.0, 0.0, 0.0)
+
+
+class Quantized(Extension):
+    """Send parameters, gradients or both as codes.
+
+    Args:
+        parameters, gradients: bits of a code; None: they are sent as they are.
+        feedback: the rounding errors of gradients are kept, and added to the next ones.
+        hops: see `QuantizedSumming`.
+    """
+
+    alignment = BLOCK  # a parameter begins with a block of its own
+
+    def __init__(
+        self,
+        parameters: int | None,
+        gradients: int | None,
+        ops: Operations,
+        pools: tuple[Pool, Pool],
+        precision: Precision,
+        device: torch.device,
+        *,
+        feedback: bool,
+        hops: tuple[Axis, Axis] | None,
+    ):
+        self._parameters, self._gradients, self._ops, self._pools = parameters, gradients, ops, pools
+        self._precision, self._device, self._feedback, self._hops = precision, device, feedback, hops
+        self._carry = torch.ones((), device=device)
+
+    def gathering(self, plain: Gathering, numel: int, axes: UnitAxes, device: torch.device) -> Gathering:
+        if self._parameters is None or axes.shard.size == 1 or axes.stage.parameters is not Placement.SHARD:
+            return plain
+        bits, dtype = self._parameters, self._precision.parameters
+        return QuantizedGathering(bits, self._ops, self._pools[0], axes.shard, dtype)
+
+    def summing(self, plain: Summing, shard: slice, axes: UnitAxes) -> Summing:
+        if self._gradients is None or axes.shard.size == 1 or axes.stage.optimizer is not Placement.SHARD:
+            return plain
+        residuals = None
+        if self._feedback:
+            shape = axes.shard.size - 1, shard.stop - shard.start
+            residuals = torch.zeros(shape, dtype=self._precision.gradients, device=self._device)
+            axes.shard.comm.ledger.hold("residuals", residuals.nbytes)
+        bits, pool = self._gradients, self._pools[1]
+        return QuantizedSumming(bits, self._ops, pool, axes.shard, self._hops, residuals, self._carry)
+
+    def end_step(self, skipped: Tensor, scale: Tensor, next_scale: Tensor) -> None:
+        if self._feedback:
+            self._carry.copy_(torch.where(skipped, 0.0, next_scale / scale))
+
+    def forget(self) -> None:
+        self._carry.zero_()
+
+
+def quantized(
+    config: Config, grid: Grid, ops: Operations, precision: Precision, device: torch.device
+) -> Extension | None:
+    """Return the quantised messages that `zero.quantize` asks for."""
+    asked = config.zero.quantize
+    parameters, gradients = BITS[asked.parameters], BITS[asked.gradients]
+    if parameters is None and gradients is None:
+        return None
+    near, far = near_and_far(grid)
+    hops = (near, far) if config.zero.secondary_ranks is not None and far.size > 1 else None
+    pools = Pool(torch.uint8, device, grid.comm.ledger, "pool"), Pool(torch.uint8, device, grid.comm.ledger, "pool")
+    feedback = asked.error_feedback and gradients is not None
+    return Quantized(parameters, gradients, ops, pools, precision, device, feedback=feedback, hops=hops)

@@ -1,0 +1,81 @@
+"""Keep a second shard of a stage 3 unit near, so that most gathers of a step stay among neighbours (hpZ).
+
+    the first gather of a step      from the shards of all data ranks
+    every other one of the step     from the second shards of `zero.secondary_ranks` neighbours
+
+Parameters do not change within a step, so values are the same bit for bit, and what crosses hosts is P in the place of
+2 m P. It costs 1/n of the parameters more memory. Quantised parameters are kept as codes: a backward computes with the
+values of its forward. (Wang et al. 2023, ZeRO++, arXiv 2306.10209, section 3.2; there each forward gathers from all.)
+"""
+
+from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import Pending, start_all_gather_in_place
+from megazero.comm.grid import Axis, Grid
+from megazero.extensions.neighbours import near_and_far
+from megazero.kernels.operations import Operations
+from megazero.zero.extension import Extension, Gathering
+from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, shard_slice
+
+if TYPE_CHECKING:
+    from megazero.config.schema import Config
+
+
+class SecondShard(Gathering):
+    """Gather one unit from neighbours where its parameters are those of the last gather.
+
+    Args:
+        far: gathers from all ranks; its messages are kept.
+        near: the neighbours.
+    """
+
+    def __init__(self, far: Gathering, numel: int, near: Axis, device: torch.device):
+        self.far, self._near = far, near
+        self._kept = torch.zeros(far.message_bytes(numel) // near.size, dtype=torch.uint8, device=device)
+        near.comm.ledger.hold("secondary", self._kept.nbytes)
+        self.reads_shard, self.rounds = True, far.rounds
+        far.keep = self._keep
+
+    def start(self, shard: FlatBuffer, whole: FlatBuffer) -> Pending:
+        """Start to gather the unit, from neighbours if parameters are those of the last gather."""
+        if self.reads_shard:
+            return self.far.start(shard, whole)
+        message = self.far.message(whole.values)
+        self._own(message).copy_(self._kept)
+        pending = start_all_gather_in_place(message, self._near, "parameters")
+        return pending.then(lambda: self.far.arrive(message, whole.values))
+
+    def forget(self) -> None:
+        """Let the next gather be from all ranks: parameters have changed."""
+        self.reads_shard = True
+
+    def _keep(self, message: Tensor) -> None:
+        self._kept.copy_(self._own(message))
+        self.reads_shard = False
+
+    def _own(self, message: Tensor) -> Tensor:
+        """Return the bytes of this rank's part of a message among its neighbours."""
+        return message[shard_slice(len(message), Placement.SHARD, self._near)].view(torch.uint8)
+
+
+class SecondShards(Extension):
+    """Give each sharded unit a second shard among neighbours."""
+
+    def __init__(self, near: Axis):
+        self._near = near
+
+    def gathering(self, plain: Gathering, numel: int, axes: UnitAxes, device: torch.device) -> Gathering:
+        return SecondShard(plain, numel, self._near, device)
+
+
+def second_shards(
+    config: Config, grid: Grid, ops: Operations, precision: Precision, device: torch.device
+) -> Extension | None:
+    """Return the second shards that `zero.secondary_ranks` asks for."""
+    near, _ = near_and_far(grid)
+    return None if config.zero.secondary_ranks is None or near.size == 1 else SecondShards(near)

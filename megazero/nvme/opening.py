@@ -1,0 +1,57 @@
+"""Open the disks of a rank, with as many blocks in flight as serve them best."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megazero.base.errors import UserError
+from megazero.comm.home import PagedHome
+from megazero.comm.ledger import Ledger
+
+_MEASURED, _SECONDS = 64 << 20, 0.4  # bytes of disk and memory at most, and time, to find how many blocks are best
+
+
+def open_disk(folders: Sequence[Path], ledger: Ledger, memory: int, device: torch.device) -> tuple[PagedHome, str]:
+    """Return the home of a rank on disks, and how it reads and writes them, in words.
+
+    Args:
+        folders: one on each disk.
+        memory: most bytes of the host for pieces that are on their way.
+
+    Raises:
+        UserError: 601, a folder cannot be written; 607, no queue of transfers can be built.
+    """
+    from megazero.kernels.build import BuildError
+    from megazero.nvme.disk import Disk
+    from megazero.nvme.disk_queue import DiskQueue
+
+    try:
+        depth, block, said = _best(folders[0])
+        queue = DiskQueue(depth=depth, block=block)
+    except (BuildError, OSError) as error:
+        do = "run megazero doctor, which says what is missing"
+        raise UserError(607, f"no queue of transfers to disks: {error}", do) from None
+    try:
+        disks = Disk(folders, ledger, memory, queue, device)
+    except UserError:
+        queue.close()
+        raise
+    way = "past the system's cache" if disks.direct else "through the system's cache: no direct I/O there"
+    return disks, f"by {queue.engine}, {way}, {depth} blocks of {block >> 10} KiB in flight{said}"
+
+
+def _best(folder: Path) -> tuple[int, int, str]:
+    """Return blocks in flight and bytes of each that serve a disk best, with what was measured, in words.
+
+    All ranks of a host measure at once, as they will read and write. Raises BuildError.
+    """
+    from megazero.nvme.disk_queue import BLOCK, DEPTH
+    from megazero.nvme.measure import best_speed
+
+    try:
+        found = best_speed(folder, _MEASURED, _SECONDS)
+    except OSError:  # no room, or nothing can be written: who opens it says so
+        return DEPTH, BLOCK, ""
+    said = f" (read {found.read / 1e9:.2f}, written {found.write / 1e9:.2f} GB/s)"
+    return found.depth, found.block, said

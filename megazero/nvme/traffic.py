@@ -1,0 +1,147 @@
+"""Read and write the pieces of buffers on disks, ahead and behind, through a bounded amount of memory of the host."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from torch import Tensor
+
+from megazero.comm.ledger import Ledger
+from megazero.nvme.disk_queue import DiskQueue
+from megazero.nvme.pieces import Loaded, Piece, Write, hash_of, lost, padded, unwritten
+
+
+class PieceMemory:
+    """A bounded amount of memory for pieces, which is used again.
+
+    Args:
+        most: bytes that may be taken, but for a piece when nothing else is left.
+        allocate: returns that many bytes.
+        ledger: counts them.
+    """
+
+    def __init__(self, most: int, allocate: Callable[[int], Tensor], ledger: Ledger):
+        self._left, self._allocate, self._ledger = most, allocate, ledger
+        self._free = defaultdict[int, list[Tensor]](list)  # by size
+
+    @property
+    def spare(self) -> int:
+        """Return the bytes that nobody uses."""
+        return self._left + sum(size * len(free) for size, free in self._free.items())
+
+    def has(self, size: int) -> bool:
+        """Return whether `size` bytes may be taken; free memory of other sizes for them."""
+        if self._free[size]:
+            return True
+        for other, free in self._free.items():
+            while free and self._left < size:
+                free.pop()
+                self._left += other
+                self._ledger.hold("host_pieces", -other)
+        return self._left >= size
+
+    def take(self, size: int) -> Tensor:
+        """Return memory of `size` bytes."""
+        if free := self._free[size]:
+            return free.pop()
+        self._left -= size
+        self._ledger.hold("host_pieces", size)
+        return self._allocate(size)
+
+    def give(self, memory: Tensor) -> None:
+        """Return memory to be used again."""
+        self._free[len(memory)].append(memory)
+
+
+class PieceTraffic:
+    """The reads and writes of one rank's pieces.
+
+    Args:
+        queue: does the transfers.
+        memory: of pieces that are on their way.
+    """
+
+    def __init__(self, queue: DiskQueue, memory: PieceMemory):
+        self._queue, self.memory = queue, memory
+        self._expected: dict[Piece, Loaded] = {}  # read before anybody asked, in that order
+        self._writes: deque[Piece] = deque()
+
+    def expect(self, piece: Piece) -> bool:
+        """Start to read a piece before it is asked for; return False if there is no memory that nobody has."""
+        if piece in self._expected or piece.hash is None or piece.writing is not None:
+            return True
+        if self.memory.spare < piece.room:
+            return False
+        self._expected[piece] = self.start_read(piece)
+        return True
+
+    def clear(self, piece: Piece) -> None:
+        """Let a piece be zeros again."""
+        piece.hash = None
+        self.drop(self._expected.pop(piece, None))
+
+    def drop(self, one: Loaded | Tensor | None) -> None:
+        """Free the memory of a piece that nobody will look at."""
+        if isinstance(one, Loaded):
+            if one.transfer is not None:
+                with suppress(OSError):
+                    one.transfer.wait()
+            self.memory.give(one.memory)
+
+    def start_read(self, piece: Piece, *, wanted: bool = True) -> Loaded:
+        """Give a piece memory, and start to read it there unless all of it will be written anew."""
+        expected = self._expected.pop(piece, None)
+        if expected is not None and wanted:
+            return expected
+        self.drop(expected)
+        if piece.writing is not None:
+            self.drain()
+        memory = self._room(piece.room)
+        if piece.hash is None or not wanted:
+            return Loaded(piece, memory.zero_() if wanted else memory, None)
+        into = memory[: padded(piece.nbytes)]
+        return Loaded(piece, memory, self._queue.read(piece.file.handle, piece.offset, into))
+
+    def arrived(self, loaded: Loaded) -> Tensor:
+        """Return the bytes of a piece when they have come. Raises UserError: 603, they cannot be read or are others."""
+        piece, memory = loaded.piece, loaded.memory[: loaded.piece.nbytes]
+        if loaded.transfer is not None:
+            try:
+                loaded.transfer.wait()
+            except OSError as error:
+                raise lost(piece, f"cannot be read: {error.strerror}") from None
+            if (found := hash_of(memory)) != piece.hash:
+                raise lost(piece, f"expected xxh3 {piece.hash:016x}, got {found:016x}")
+        return memory
+
+    def start_write(self, piece: Piece, memory: Tensor, *, updates: bool = False) -> None:
+        """Start to write a piece from its memory, which is free when that has ended."""
+        piece.hash = hash_of(memory[: piece.nbytes])
+        transfer = self._queue.write(piece.file.handle, piece.offset, memory[: padded(piece.nbytes)])
+        piece.writing = Write(transfer, memory, updates)
+        self._writes.append(piece)
+
+    def drain(self, leave: int = 0) -> None:
+        """Wait for writes, the oldest first. Raises UserError: 604, one fails."""
+        while len(self._writes) > leave:
+            piece = self._writes[0]
+            write = piece.writing
+            assert write is not None
+            try:
+                write.transfer.wait()
+            except OSError as error:
+                raise unwritten(piece, error) from None
+            self._writes.popleft()
+            piece.writing = None
+            piece.version += write.updates
+            self.memory.give(write.memory)
+
+    def _room(self, size: int) -> Tensor:
+        """Return memory for a piece; wait for writes that have some where no more may be taken."""
+        while not self.memory.has(size) and (self._expected or self._writes):
+            if self._expected:  # the last one is needed last
+                _, loaded = self._expected.popitem()
+                self.drop(loaded)
+            else:
+                self.drain(len(self._writes) - 1)
+        return self.memory.take(size)

@@ -1,0 +1,111 @@
+"""Let extensions replace how the values of units go from rank to rank; zero knows none of them.
+
+A unit gathers its parameters by a `Gathering` and sums its gradients by a `Summing`. The two classes here send values
+as they are between all ranks of the shard axis. An extension puts others in their place, unit by unit, and may wrap
+those of the extension before it. What rests elsewhere is no matter of extensions: a `Home` takes it (`comm/home.py`).
+
+The extensions of a run are listed in `extensions/registry.py`.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import Pending
+from megazero.comm.grid import Axis
+from megazero.comm.pool import Pool
+from megazero.plan.placements import ALIGNMENT
+from megazero.zero.placement import FlatBuffer, UnitAxes, redistribute
+
+
+class Gathering:
+    """Gather the parameters of one unit from the shards of all ranks, as they are.
+
+    Attributes:
+        keep: called with the message of all ranks, one behind the other, when it has come; None: nobody keeps it.
+        reads_shard: the next gather reads this rank's shard where it rests.
+        rounds: values arrive rounded.
+    """
+
+    rounds = False
+
+    def __init__(self, dtype: torch.dtype):
+        self._dtype = dtype
+        self.keep: Callable[[Tensor], object] | None = None
+        self.reads_shard = True
+
+    def start(self, shard: FlatBuffer, whole: FlatBuffer) -> Pending:
+        """Start to fill `whole` from the shards of all ranks, of which `shard` is this one's."""
+        pending = redistribute(shard, whole, "parameters")
+        return pending if self.keep is None else pending.then(lambda: self._noted(whole.values))
+
+    def message_bytes(self, numel: int) -> int:
+        """Return the bytes that all ranks together send of a unit of `numel` elements."""
+        return numel * self._dtype.itemsize
+
+    def message(self, whole: Tensor) -> Tensor:
+        """Return memory for the message of all ranks, to be filled for `arrive`."""
+        return whole
+
+    def arrive(self, message: Tensor, whole: Tensor) -> Tensor:
+        """Write the values of a message to `whole`, and return it; the message's memory is free afterwards."""
+        return whole
+
+    def forget(self) -> None:
+        """Note that the parameters have changed since the last gather."""
+
+    def _noted(self, message: Tensor) -> Tensor:
+        if self.keep is not None:
+            self.keep(message)
+        return message
+
+
+class Summing:
+    """Sum the gradients of one unit over all ranks of the shard axis, as they are.
+
+    Args:
+        through: buffers of the dtype in which the sum is taken; None: that of the gradients.
+
+    Attributes:
+        rounds: each rank's gradients arrive rounded.
+        hops: the two axes along which sums are taken one after the other; None: the shard axis at once.
+    """
+
+    rounds = False
+    hops: tuple[Axis, Axis] | None = None
+
+    def __init__(self, through: Pool | None):
+        self._through = through
+
+    def start(self, partial: FlatBuffer, own: FlatBuffer, *, accumulate: bool) -> Pending:
+        """Start the sum of all ranks' `partial`, of which `own` gets the part that this rank updates.
+
+        Args:
+            accumulate: earlier sums of this step are in `own`; this one is added.
+        """
+        return redistribute(partial, own, "gradients", accumulate=accumulate, through=self._through)
+
+
+class Extension:
+    """Change how the units of a run are sent. The methods here change nothing.
+
+    Attributes:
+        alignment: every parameter begins at a multiple of so many elements of its unit.
+    """
+
+    alignment = ALIGNMENT
+
+    def gathering(self, plain: Gathering, numel: int, axes: UnitAxes, device: torch.device) -> Gathering:
+        """Return the gathering of a unit of `numel` elements whose parameters do not rest whole."""
+        return plain
+
+    def summing(self, plain: Summing, shard: slice, axes: UnitAxes) -> Summing:
+        """Return the summing of a unit of which this rank updates the elements `shard`."""
+        return plain
+
+    def end_step(self, skipped: Tensor, scale: Tensor, next_scale: Tensor) -> None:
+        """Note the end of a step: whether its update is skipped, its loss scale and the next one; all on the device."""
+
+    def forget(self) -> None:
+        """Forget what is kept from step to step: a run that goes on from a checkpoint has none of it either."""

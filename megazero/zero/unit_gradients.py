@@ -1,0 +1,212 @@
+"""Collect the gradients of a unit, and reduce them to where its optimizer state is.
+
+Gradients that do not rest whole are whole for a while in a buffer of the pool: those of one micro-batch, from the first
+delivery until they are reduced.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import Pending
+from megazero.zero.extension import Summing
+from megazero.zero.gradients import DeliveryCounter, GradientAccumulator
+from megazero.zero.layout import UnitLayout
+from megazero.zero.placement import FlatBuffer, Placement, UnitAxes, redistribute
+from megazero.zero.resting import Resources, RestingState
+from megazero.zero.unit_parameters import views_of
+
+
+class UnitGradients:
+    """The gradients of one unit, from their delivery to their reduction.
+
+    Attributes:
+        rest_whole: all of them rest on the device.
+        partial: this rank's gradients of all parameters, flat, while it has them; else None.
+        deliveries: counts them.
+        views: the accumulator of each parameter, in buffer order.
+        summing: how they are summed over the shard axis.
+        reduction: buffers of another dtype in which they are summed over other axes; None: as they are.
+        on_event: called with "reduce" and "reduced" when these happen.
+    """
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        axes: UnitAxes,
+        resting: RestingState,
+        resources: Resources,
+    ):
+        self._layout, self._axes, self._resting = layout, axes, resting
+        self._pool, self._offload, self.reduction = resources.partials, resources.offload, resources.reduction
+        self._device = resources.device
+        self.on_event: Callable[[str], object] = lambda event: None
+        self.rest_whole = len(resting.gradients) == resting.numel
+        self.partial: Tensor | None = resting.gradients.values if self.rest_whole else None
+        self.summing = Summing(resources.reduction)
+        for extension in resources.extensions:
+            self.summing = extension.summing(self.summing, resting.shard, axes)
+        self._away, self._shares = resting.offloaded_gradients, len(resting.masters) < resting.numel
+        self._share: Tensor | None = None
+        self._ends_of_sum: tuple[FlatBuffer, FlatBuffer] | None = None  # of the reduction, where both rest here
+        self._padding = list(layout.padding(resting.numel))
+        self._places: dict[int, list[Tensor]] = {}  # in each buffer that the pool has given, by its storage
+        self.deliveries = DeliveryCounter(layout.name)
+        self.views = {i.name: GradientAccumulator(self, i.name, resources.ops) for i in layout.intervals}
+        if self.partial is not None:
+            self._show(self.partial)
+
+    def _show(self, partial: Tensor) -> None:
+        for accumulator, place in zip(self.views.values(), views_of(partial, self._layout, self._places), strict=True):
+            accumulator.view = place
+
+    @property
+    def own(self) -> Tensor:
+        """Return the memory on the device that receives the reduced gradients of this rank's shard."""
+        if self._resting.own_gradients is not None:
+            return self._resting.own_gradients
+        share = self._share if self._share is not None else self.partial
+        assert share is not None, f"the gradients of unit {self._layout.name} are elsewhere"
+        return share
+
+    @property
+    def reduced(self) -> Tensor:
+        """Return the reduced gradients that the update reads at the end of a step, wherever they rest."""
+        return self.own if self._away is None else self._away.buffer.values
+
+    @contextmanager
+    def reduced_in_memory(self) -> Iterator[Tensor]:
+        """Hold the reduced gradients in memory: those in a paged home are brought to that of the host."""
+        if self._away is None or not self.reduced.is_meta:
+            yield self.reduced
+            return
+        numel, dtype = len(self._resting.masters), self.reduced.dtype
+        found = self._pool.take(numel) if self._device.type == "cpu" else torch.empty(numel, dtype=dtype)
+        try:
+            self._away.bring(found)
+            yield found
+        finally:
+            if self._device.type == "cpu":
+                self._pool.give(found)
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the step before."""
+        self.deliveries.clear()
+        self.forget()
+        if self._away is not None:
+            self._away.begun = False
+
+    def open(self) -> None:
+        """Make sure that there is memory for the gradients of all parameters."""
+        if self.partial is not None:
+            return
+        self.partial = self._pool.take(self._resting.numel)
+        self._show(self.partial)
+        self._offload.join()
+        if self._away is not None and self._away.begun and not self._shares:
+            self._away.bring(self.partial)  # with one shard rank gradients are accumulated here alone
+            for view in self.views.values():
+                view.fresh = False
+
+    def close(self) -> None:
+        """Write zeros to padding, where quantised blocks leave NaN, and for parameters without a delivery."""
+        self.open()
+        assert self.partial is not None
+        for elements in self._padding:
+            self.partial[elements].zero_()
+        for view in self.views.values():
+            if view.fresh:
+                view.close()
+
+    def require(self) -> None:
+        """Raise an error if a parameter has had no gradient in this step: UserError 305."""
+        self.deliveries.require(self.views)
+
+    def start_reduce(self, *, accumulate: bool) -> Pending:
+        """Start to reduce the partial gradients over the shard axis, to where the optimizer state is.
+
+        Args:
+            accumulate: earlier ones of this step have been reduced; these are added.
+        """
+        self.on_event("reduce")
+        if self._axes.shard.size > 1 and self._shares:
+            self._open_share(accumulate=accumulate)
+        partial, own = self._ends_of_sum or self._reduced_between()
+        return self.summing.start(partial, own, accumulate=accumulate)
+
+    def _reduced_between(self) -> tuple[FlatBuffer, FlatBuffer]:
+        """Return this rank's gradients, and where their sum goes."""
+        assert self.partial is not None, f"unit {self._layout.name} has no gradients"
+        shard = self._axes.shard
+        partial = FlatBuffer(self.partial, {shard: Placement.PARTIAL})
+        ends = partial, FlatBuffer(self.own, {shard: self._axes.stage.optimizer}, self._resting.shard.start)
+        if self.rest_whole:
+            self._ends_of_sum = ends
+        return ends
+
+    def _open_share(self, *, accumulate: bool) -> None:
+        """Make sure that there is memory for the reduced gradients; fill it with those reduced before if asked for."""
+        if self.rest_whole or len(self._resting.gradients):
+            return
+        assert self._away is not None, "reduced gradients rest elsewhere"
+        self._share = self._pool.take(len(self._resting.masters))
+        self._offload.join()
+        if accumulate:
+            self._away.bring(self._share)
+
+    def end_reduce(self) -> None:
+        """Send the reduced gradients to where the update reads them, if they do not rest on the device."""
+        if self._away is not None:
+            self._away.send(self.own)
+        if self._share is not None:
+            self._pool.give(self._share)
+            self._share = None
+        self.on_event("reduced")
+
+    def take_reduced(self, first: int) -> Tensor:
+        """Return reduced gradients from element `first` of the shard on; `put_reduced` has to follow."""
+        if self._away is None:
+            return self.own[first:]
+        reduced = self._pool.take(len(self._resting.masters) - first)
+        self._away.bring(reduced, first)
+        return reduced
+
+    def put_reduced(self, first: int, reduced: Tensor) -> None:
+        """Write the reduced gradients back and free the buffer."""
+        if self._away is not None:
+            self._away.send(reduced, first)
+            self._pool.give(reduced)
+
+    def drop(self) -> None:
+        """Free the memory of the partial gradients, which have been reduced."""
+        if self.partial is not None and not self.rest_whole:
+            self._pool.give(self.partial)
+            self.partial = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Let the next delivery to each parameter be the first."""
+        for view in self.views.values():
+            view.fresh = True
+
+    def keep_own(self) -> None:
+        """Let another sum over the ranks count gradients that rest whole and have been reduced once.
+
+        Each keeps what it updates; where all update everything, the first does.
+        """
+        if not self.rest_whole:
+            return
+        keeps = self._resting.shard if self._shares or self._axes.shard.rank == 0 else slice(0, 0)
+        self._resting.gradients.values[: keeps.start].zero_()
+        self._resting.gradients.values[keeps.stop :].zero_()
+
+    def whole(self) -> Tensor:
+        """Return the reduced gradients of the whole unit, in new memory. Every rank calls it."""
+        axes, home = self._axes, None if self._away is None else self._away.buffer.home
+        own = FlatBuffer(self.reduced, {axes.shard: axes.stage.optimizer}, self._resting.shard.start, home)
+        whole = torch.empty(self._resting.numel, dtype=own.values.dtype, device=self._device)
+        found = redistribute(own, FlatBuffer(whole, {}), "gradients").wait()
+        partial = FlatBuffer(found, {axes.replica: Placement.PARTIAL})
+        return redistribute(partial, FlatBuffer(found, {}), "gradients").wait()
