@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
 
-from megazero.build.units import build_units, resources_of
+from megazero.builders.units import build_units, resources_of
 from megazero.comm.grid import Axis, Grid, single
 from megazero.data.windows import MicroBatch
 from megazero.kernels.operations import REFERENCE

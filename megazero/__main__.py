@@ -129,8 +129,8 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _schedule(options: argparse.Namespace) -> int:
-    from megazero.build.job import job_of
-    from megazero.build.pipeline import check_world
+    from megazero.builders.job import job_of
+    from megazero.builders.pipeline import check_world
     from megazero.config.file import load
     from megazero.plan.schedule_report import as_json, as_text, report
     from megazero.run.micro_batch import with_micro
@@ -191,7 +191,7 @@ def _simulate(options: argparse.Namespace) -> int:
         raise UserError(100, f"--rank {options.rank}: expected a rank of 0 to {options.gpus - 1}", where="simulate")
     check_name(options.draw, "simulate")
     with doing("loading torch"):
-        from megazero.build.pipeline import check_world
+        from megazero.builders.pipeline import check_world
         from megazero.tools.dry_run.dry_run import simulate
         from megazero.tools.dry_run.report import as_json, as_text, draw
     from megazero.run.micro_batch import gpu, with_micro

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.build.assemble import DTYPES, StageInputs, build
-from megazero.build.job import job_of, laid_out
+from megazero.builders.assemble import DTYPES, StageInputs, build
+from megazero.builders.job import job_of, laid_out
 from megazero.comm.context import BUCKET
 from megazero.comm.grid import Grid
 from megazero.comm.home import PagedHome

@@ -6,7 +6,7 @@ python -m tests.test_documents      prints the tables of docs/configuration.md
 import re
 from collections.abc import Iterator
 
-from megazero.build.assemble import build_model
+from megazero.builders.assemble import build_model
 from megazero.config.changes import CHANGEABLE, FREE
 from megazero.config.file import CONFIGS, load
 from megazero.config.rules import EXCLUSIONS, RELATIONS

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megazero.__main__ import main
-from megazero.build.pipeline import model_shape
+from megazero.builders.pipeline import model_shape
 from megazero.config.file import CONFIGS, load
 from megazero.config.schema import Config
 from megazero.plan.machines import MACHINES

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megazero.base.files import replace_file
-from megazero.build.assemble import bucket_of
+from megazero.builders.assemble import bucket_of
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_weights

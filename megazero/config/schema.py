@@ -7,7 +7,7 @@ A file is YAML 1.2 (3e-4 is a number, `no` is a string, a key given twice is an 
 command line overrides it. Whatever is wrong is found here, before torch is imported: an unknown key is answered with
 the nearest valid one and its line, wrong types and all broken relations between options are reported together.
 
-Only `config/`, `build/`, `run/` and `tools/` ever see it; every object below receives plain values. How files
+Only `config/`, `builders/`, `run/` and `tools/` ever see it; every object below receives plain values. How files
 are read is `config/file.py`; which options go together is `config/rules.py`.
 """
 

@@ -1,7 +1,7 @@
 """A training job as one value: everything that decides the memory, the traffic and the time of a step.
 
 Fields that are options have the names of the config's options: `offload_optimizer` is `zero.offload.optimizer`.
-`build/job.py` makes a job from a config, and options from a job.
+`builders/job.py` makes a job from a config, and options from a job.
 """
 
 from collections.abc import Sequence

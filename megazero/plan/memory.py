@@ -16,7 +16,7 @@
 Beside these a GPU holds, and no ledger counts (`planned`):
 
     communicators   NCCL's (`communicators.py`)
-    batch           the micro-batches of a step, sent by one copy, kept to its end (`build/upload.py`); in bytes, of
+    batch           the micro-batches of a step, sent by one copy, kept to its end (`builders/upload.py`); in bytes, of
                     m micro-batches of b sequences: m (17 s b + 8 b), tokens and targets 8 each, a flag for each
                     target, numbers of samples; with documents 8 m s b more for positions
 

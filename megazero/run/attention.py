@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.build.assemble import DTYPES
+from megazero.builders.assemble import DTYPES
 from megazero.config.schema import Config
 from megazero.launcher.environment import fix_cublas_workspace
 from megazero.model.attention import Attention, VariableLength

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megazero.base.doing import ACTIVITIES, doing
 from megazero.base.errors import FailedElsewhere, UserError
-from megazero.build.assemble import DTYPES, Built, build, feeds_of, precision_of
-from megazero.build.pipeline import model_shape
-from megazero.build.upload import Upload
+from megazero.builders.assemble import DTYPES, Built, build, feeds_of, precision_of
+from megazero.builders.pipeline import model_shape
+from megazero.builders.upload import Upload
 from megazero.checkpoint.save import ShardState
 from megazero.comm.grid import Axis
 from megazero.comm.home import PagedHome

@@ -1,7 +1,7 @@
 """Choose what of a run its checkpoints hold.
 
 They hold the state of the engine as pieces of parameters, and in the manifest everything that is no tensor. Sees the
-config, as build/assemble.py does.
+config, as builders/assemble.py does.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import torch
 from megazero.base.errors import UserError
 from megazero.base.files import flush_file
 from megazero.base.version import __version__
-from megazero.build.assemble import Built
+from megazero.builders.assemble import Built
 from megazero.checkpoint.checkpoints import Checkpoints
 from megazero.checkpoint.manifest import FORMAT, WEIGHT, Logical, Manifest, WrittenShard
 from megazero.checkpoint.pieces import ShardState, holding_to_load, holding_to_save

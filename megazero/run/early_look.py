@@ -7,7 +7,7 @@ waiting. The faults of a run that goes on belong in its log, so they are not che
 from pathlib import Path
 
 from megazero.base.packages import refuse_sinks
-from megazero.build.pipeline import check_world
+from megazero.builders.pipeline import check_world
 from megazero.config.file import run_dir
 from megazero.config.schema import Config
 from megazero.config.stages import Course

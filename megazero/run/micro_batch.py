@@ -4,7 +4,7 @@ from bisect import bisect_right
 from dataclasses import replace
 from math import gcd, isqrt
 
-from megazero.build.job import job_of
+from megazero.builders.job import job_of
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.plan.machines import MACHINES, Machine

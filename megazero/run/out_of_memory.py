@@ -10,7 +10,7 @@ import torch
 
 from megazero.base.errors import UserError
 from megazero.base.terminal import megabytes
-from megazero.build.job import job_of
+from megazero.builders.job import job_of
 from megazero.comm.grid import Grid
 from megazero.config.schema import Config
 from megazero.plan.job import Job

@@ -18,7 +18,7 @@ from megazero.base.doing import ACTIVITIES, doing
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import HEART
 from megazero.base.version import __version__
-from megazero.build.pipeline import check_world
+from megazero.builders.pipeline import check_world
 from megazero.checkpoint.manifest import Manifest
 from megazero.comm.status_board import TRAIN
 from megazero.config.file import dump

@@ -10,7 +10,7 @@ import torch
 from megazero.base.files import replace_file
 from megazero.base.heartbeat import HEART
 from megazero.base.terminal import megabytes
-from megazero.build.job import job_of
+from megazero.builders.job import job_of
 from megazero.comm.grid import Grid
 from megazero.comm.ledger import Ledger
 from megazero.config.schema import Config

@@ -19,7 +19,7 @@ from megazero.base.errors import UserError, is_refusal
 from megazero.base.heartbeat import HEART
 from megazero.base.stop_signals import REQUEUE, stopped_by
 from megazero.base.version import __version__
-from megazero.build.assemble import bucket_of, grid_of
+from megazero.builders.assemble import bucket_of, grid_of
 from megazero.comm.grid import Grid
 from megazero.comm.status_board import BUILD, START, STOPPED, RankStatus
 from megazero.config.file import flatten, run_dir

@@ -8,8 +8,8 @@ import torch
 
 from megazero.base.heartbeat import HEART
 from megazero.base.packages import is_installed
-from megazero.build.job import job_of
-from megazero.build.pipeline import model_shape
+from megazero.builders.job import job_of
+from megazero.builders.pipeline import model_shape
 from megazero.checkpoint.manifest import Manifest
 from megazero.comm.grid import Grid
 from megazero.config.file import flatten

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.build.assemble import DTYPES, build_model
+from megazero.builders.assemble import DTYPES, build_model
 from megazero.checkpoint.manifest import Manifest
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_weights

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from megazero.build.assemble import build, feeds_of
+from megazero.builders.assemble import build, feeds_of
 from megazero.comm.grid import single
 from megazero.config.schema import Batch, Config, Model, resolved
 from megazero.data.windows import MicroBatch

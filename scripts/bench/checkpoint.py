@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megazero.build.assemble import Built, build, build_model
+from megazero.builders.assemble import Built, build, build_model
 from megazero.checkpoint import shard
 from megazero.checkpoint.choose import load_newest
 from megazero.checkpoint.progress import Progress

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.build.assemble import build_model
+from megazero.builders.assemble import build_model
 from megazero.config.schema import Config, Model, resolved
 from megazero.tools.generate import Sampling, sample
 from scripts.bench import figures

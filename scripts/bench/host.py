@@ -43,7 +43,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megazero.build.assemble import build
+from megazero.builders.assemble import build
 from megazero.comm.context import BUCKET
 from megazero.comm.device_queue import DeviceQueue
 from megazero.comm.fake_group import alone

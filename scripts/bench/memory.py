@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 
 import torch
 
-from megazero.build.assemble import build
-from megazero.build.pipeline import model_shape
+from megazero.builders.assemble import build
+from megazero.builders.pipeline import model_shape
 from megazero.comm.grid import Grid, single
 from megazero.comm.host import Host
 from megazero.config.schema import Batch, Config, Memory, Model, Offload, Optimizer, Parallel, Zero, resolved

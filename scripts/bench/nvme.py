@@ -39,8 +39,8 @@ import os
 import torch
 
 from megazero.base.machine import return_freed_memory
-from megazero.build.assemble import build
-from megazero.build.job import job_of
+from megazero.builders.assemble import build
+from megazero.builders.job import job_of
 from megazero.comm.grid import single
 from megazero.comm.host import Host
 from megazero.comm.ledger import DISK, Ledger

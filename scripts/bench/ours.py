@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from megazero.build.assemble import StageInputs, build, build_model, feeds_of
+from megazero.builders.assemble import StageInputs, build, build_model, feeds_of
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid, make_grid
 from megazero.comm.status_board import StatusBoard

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 import torch
 from torch import Tensor
 
-from megazero.build.assemble import build
-from megazero.build.pipeline import layers_of
+from megazero.builders.assemble import build
+from megazero.builders.pipeline import layers_of
 from megazero.comm.grid import single
 from megazero.config.schema import Config, resolved
 from megazero.kernels.select import choose

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 
 import torch
 
-from megazero.build.job import job_of
+from megazero.builders.job import job_of
 from megazero.comm.grid import Grid, single
 from megazero.config.file import load
 from megazero.config.schema import Config

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 
 import torch
 
-from megazero.build.pipeline import model_shape
+from megazero.builders.pipeline import model_shape
 from megazero.comm.grid import single
 from megazero.config.schema import Batch, Config, Model, Precision, Zero, resolved
 from megazero.kernels.select import choose

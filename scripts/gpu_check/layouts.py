@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from megazero.build.assemble import DTYPES, build, feeds_of
-from megazero.build.job import laid_out
-from megazero.build.pipeline import model_shape
+from megazero.builders.assemble import DTYPES, build, feeds_of
+from megazero.builders.job import laid_out
+from megazero.builders.pipeline import model_shape
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.config.schema import Config, resolved

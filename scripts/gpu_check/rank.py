@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.base.errors import UserError
-from megazero.build.assemble import grid_of
+from megazero.builders.assemble import grid_of
 from megazero.comm.transport.host_staging import staging_pool
 from megazero.launcher.environment import RankContext
 from megazero.launcher.rendezvous import connect, disconnect

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.build.assemble import assemble, feeds_of
-from megazero.build.pipeline import model_shape
-from megazero.build.upload import Upload
+from megazero.builders.assemble import assemble, feeds_of
+from megazero.builders.pipeline import model_shape
+from megazero.builders.upload import Upload
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.data.windows import MicroBatch

@@ -17,8 +17,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from megazero.build.assemble import build, feeds_of
-from megazero.build.upload import Upload
+from megazero.builders.assemble import build, feeds_of
+from megazero.builders.upload import Upload
 from megazero.checkpoint.snapshot import Snapshot
 from megazero.comm.grid import Grid, single
 from megazero.comm.host import Host

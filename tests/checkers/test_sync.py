@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.build import assemble
+from megazero.builders import assemble
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.data.windows import MicroBatch

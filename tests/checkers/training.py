@@ -4,7 +4,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from megazero.build.assemble import StageInputs
+from megazero.builders.assemble import StageInputs
 from megazero.train.trainer import Trainer
 from tests.layouts import Rank
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from megazero.__main__ import main
 from megazero.base.errors import FaultList, UserError
-from megazero.build.assemble import build_model
+from megazero.builders.assemble import build_model
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.store import Store

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.build.assemble import grid_of
+from megazero.builders.assemble import grid_of
 from megazero.comm.collectives import (
     all_gather,
     all_reduce,

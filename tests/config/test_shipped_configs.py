@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from megazero.build.assemble import build_model
-from megazero.build.pipeline import model_shape
+from megazero.builders.assemble import build_model
+from megazero.builders.pipeline import model_shape
 from megazero.config.file import CONFIGS, flatten, load
 
 # layers, hidden, vocabulary, sequence; sources in each file. The count is 12 L h^2 + 13 L h + (V + s) h + 2 h.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megazero.build.upload import Upload, views
+from megazero.builders.upload import Upload, views
 from megazero.data.loader import BatchLoader
 from megazero.data.mixture import Mixture, Source
 from megazero.data.windows import MicroBatch

@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         "schedules.actions",
         "zero.engine",
     },
-    "build": {  # from a config to what computes a step
+    "builders": {  # from a config to what computes a step
         "comm",
         "config",
         "data.windows",
@@ -185,7 +185,7 @@ def two(text: str, path: str) -> list[Source]:
         ("megazero/model/planted.py", "from megazero.schedules.actions import F"),
         ("megazero/model/planted.py", "from tests.ranks import spawn"),
         ("megazero/model/planted.py", "import data_tools.preprocess"),
-        ("megazero/config/schema.py", "from megazero.build.assemble import build"),
+        ("megazero/config/schema.py", "from megazero.builders.assemble import build"),
     ],
 )
 def test_planted_arrow_is_found(path: str, text: str):
@@ -199,7 +199,7 @@ def test_planted_arrow_is_found(path: str, text: str):
         ("megazero/zero/planted.py", "from . import unit\nfrom .layout import Layout\nimport torch, model"),
         ("megazero/checkpoint/planted.py", "from megazero.zero.layout import Layout\nfrom megazero.zero import layout"),
         ("megazero/checkpoint/planted.py", "from megazero import __version__"),
-        ("megazero/build/assemble.py", "from megazero.model.block import Block\nfrom megazero.zero.unit import U"),
+        ("megazero/builders/assemble.py", "from megazero.model.block import Block\nfrom megazero.zero.unit import U"),
     ],
 )
 def test_allowed_arrow_is_not(path: str, text: str):

@@ -25,8 +25,8 @@ FREE += (
     "megazero.tools.planning.job",
     "megazero.tools.planning.report",
     "megazero.tools.planning.machine_file",
-    "megazero.build.job",
-    "megazero.build.pipeline",
+    "megazero.builders.job",
+    "megazero.builders.pipeline",
 )
 CHECK = "import importlib, sys; [importlib.import_module(m) for m in sys.argv[1:]]; sys.exit('torch' in sys.modules)"
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.build.pipeline import model_shape
+from megazero.builders.pipeline import model_shape
 from megazero.comm.grid import single
 from megazero.comm.host import Host
 from megazero.kernels import cpu, reference

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from megazero.build.assemble import build
-from megazero.build.job import job_of
+from megazero.builders.assemble import build
+from megazero.builders.job import job_of
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.config.file import load

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.build.job import job_of
+from megazero.builders.job import job_of
 from megazero.plan.memory import memory
 from tests.memory.configurations import (
     CATEGORIES,

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megazero.build import recompute
-from megazero.build.assemble import build
+from megazero.builders import recompute
+from megazero.builders.assemble import build
 from megazero.comm.grid import Grid, single
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger

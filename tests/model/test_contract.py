@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.build.assemble import build_engine
-from megazero.build.units import resources_of
+from megazero.builders.assemble import build_engine
+from megazero.builders.units import resources_of
 from megazero.comm.grid import Axis, single
 from megazero.comm.ledger import Ledger
 from megazero.comm.regions import Region

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from megazero.build.assemble import StageInputs
+from megazero.builders.assemble import StageInputs
 from megazero.optim.loss_scale import GROWTH_INTERVAL, INITIAL, SMALLEST, LossScale
 from megazero.plan.job import Job
 from megazero.zero.placement import Precision

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import megazero.run.build
 from megazero.base.errors import UserError
-from megazero.build.assemble import Built, StageInputs
+from megazero.builders.assemble import Built, StageInputs
 from megazero.config.file import load
 from megazero.run.session import launch
 

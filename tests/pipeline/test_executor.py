@@ -9,7 +9,7 @@ from functools import cache, partial
 import pytest
 import torch
 
-from megazero.build.assemble import StageInputs
+from megazero.builders.assemble import StageInputs
 from megazero.comm.grid import Grid
 from megazero.plan.job import Job
 from megazero.schedules.catalogue import make

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.build.assemble import StageInputs
-from megazero.build.pipeline import model_shape
+from megazero.builders.assemble import StageInputs
+from megazero.builders.pipeline import model_shape
 from megazero.comm.grid import Grid
 from megazero.observe.allocations import Allocations
 from megazero.pipeline.executor import BACKWARDS

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.build.pipeline import model_shape
+from megazero.builders.pipeline import model_shape
 from megazero.comm.grid import Grid
 from megazero.kernels.select import choose
 from megazero.observe.allocations import Allocations

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megazero.__main__ import main
-from megazero.build.pipeline import check_world
+from megazero.builders.pipeline import check_world
 from megazero.config.file import CONFIGS, load
 from megazero.plan.machines import MACHINES
 from megazero.run.micro_batch import gpu, with_micro

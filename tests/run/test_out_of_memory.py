@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megazero.base.errors import LINE_LIMIT, UserError
-from megazero.build.assemble import build
+from megazero.builders.assemble import build
 from megazero.comm.grid import single
 from megazero.config.schema import Config
 from megazero.kernels.operations import REFERENCE

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megazero.__main__ import main
-from megazero.build.assemble import build_model
+from megazero.builders.assemble import build_model
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
 from megazero.config.file import dump, load

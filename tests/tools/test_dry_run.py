@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.__main__ import main
-from megazero.build.assemble import build, feeds_of
+from megazero.builders.assemble import build, feeds_of
 from megazero.comm.fake_group import IdleHost, alone
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host

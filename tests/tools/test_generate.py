@@ -9,7 +9,7 @@ import torch
 
 from megazero.__main__ import main
 from megazero.base.errors import UserError
-from megazero.build.assemble import build_model
+from megazero.builders.assemble import build_model
 from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.data.tokenizer import open_tokenizer

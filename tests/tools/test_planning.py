@@ -10,7 +10,7 @@ import pytest
 
 from megazero.__main__ import main
 from megazero.base.errors import UserError
-from megazero.build.job import job_of, options_of
+from megazero.builders.job import job_of, options_of
 from megazero.config.file import load, spelt
 from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.systems import SYSTEMS, TIME_ERROR, UNCERTAINTY

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.build.assemble import StageInputs
+from megazero.builders.assemble import StageInputs
 from megazero.checkpoint.store import Store
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.observe.jsonl import read_rows

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.build.assemble import build_engine
-from megazero.build.units import resources_of
+from megazero.builders.assemble import build_engine
+from megazero.builders.units import resources_of
 from megazero.comm.grid import Axis, single
 from megazero.comm.ledger import Ledger
 from megazero.config.schema import Optimizer

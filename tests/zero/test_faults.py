@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megazero.base.errors import UserError
-from megazero.build.assemble import StageInputs
+from megazero.builders.assemble import StageInputs
 from megazero.comm.grid import Grid
 from megazero.observe.jsonl import read_rows
 from megazero.plan.job import Job

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megazero.base.errors import UserError
-from megazero.build.pipeline import check_world
+from megazero.builders.pipeline import check_world
 from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
 from megazero.plan.job import Job

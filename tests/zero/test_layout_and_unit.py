@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.base.quantized import BLOCK
-from megazero.build.units import build_units, resources_of
+from megazero.builders.units import build_units, resources_of
 from megazero.comm.grid import Axis
 from megazero.comm.ledger import Ledger
 from megazero.kernels.operations import REFERENCE

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.build.assemble import build
+from megazero.builders.assemble import build
 from megazero.comm.grid import Grid, single
 from megazero.comm.host import Host
 from megazero.kernels import cpu, reference

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.build.assemble import StageInputs
+from megazero.builders.assemble import StageInputs
 from megazero.comm.grid import Grid
 from megazero.optim.loss_scale import GROWTH_INTERVAL, INITIAL
 from megazero.plan.job import Job

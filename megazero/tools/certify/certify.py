@@ -22,9 +22,9 @@ from megazero.base.answers import tell
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.stop_signals import ended_by
-from megazero.build.assemble import bucket_of
-from megazero.build.job import laid_out
-from megazero.build.pipeline import model_shape
+from megazero.builders.assemble import bucket_of
+from megazero.builders.job import laid_out
+from megazero.builders.pipeline import model_shape
 from megazero.comm.context import CommContext
 from megazero.config.schema import Config
 from megazero.launcher.environment import RankContext, World

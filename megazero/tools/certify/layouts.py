@@ -11,8 +11,8 @@ from itertools import combinations, product
 from typing import Any
 
 from megazero.base.errors import UserError
-from megazero.build.job import job_of, laid_out
-from megazero.build.pipeline import check_world
+from megazero.builders.job import job_of, laid_out
+from megazero.builders.pipeline import check_world
 from megazero.config.schema import Config
 from megazero.plan.job import Job
 from megazero.plan.placements import STAGES

@@ -11,7 +11,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megazero.build.assemble import Built
+from megazero.builders.assemble import Built
 from megazero.comm.collectives import all_gather
 from megazero.model.parameter import declarations_by_name
 from megazero.optim.clip import clip_factor

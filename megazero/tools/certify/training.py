@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.build.assemble import (
+from megazero.builders.assemble import (
     DTYPES,
     Built,
     StageInputs,
@@ -17,7 +17,7 @@ from megazero.build.assemble import (
     feeds_of,
     grid_of,
 )
-from megazero.build.pipeline import model_shape
+from megazero.builders.pipeline import model_shape
 from megazero.checkpoint.pieces import Piece, ShardState
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid

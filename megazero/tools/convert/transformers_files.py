@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from megazero.base.errors import UserError
 from megazero.base.files import new_folder, replace_file
-from megazero.build.assemble import DTYPES, build_model
-from megazero.build.pipeline import model_shape
+from megazero.builders.assemble import DTYPES, build_model
+from megazero.builders.pipeline import model_shape
 from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_whole, require_shapes

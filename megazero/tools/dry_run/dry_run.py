@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.base.doing import Doing, doing
-from megazero.build.assemble import (
+from megazero.builders.assemble import (
     DTYPES,
     Built,
     StageInputs,
@@ -29,7 +29,7 @@ from megazero.build.assemble import (
     neighbours_of,
     precision_of,
 )
-from megazero.build.job import job_of
+from megazero.builders.job import job_of
 from megazero.comm.fake_group import IdleHost, alone
 from megazero.comm.grid import Grid
 from megazero.comm.ledger import Ledger, Sent

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from megazero.build.job import options_of
+from megazero.builders.job import options_of
 from megazero.config.file import flatten
 from megazero.config.rules import broken_rules
 from megazero.config.schema import Config

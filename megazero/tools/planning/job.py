@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megazero.base.errors import UserError
-from megazero.build.job import job_of, options_of
+from megazero.builders.job import job_of, options_of
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.plan.activations import logits

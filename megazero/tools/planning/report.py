@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megazero.base.picture import picture
 from megazero.base.terminal import wrapped
-from megazero.build.job import options_of
+from megazero.builders.job import options_of
 from megazero.config.file import spelt
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from megazero.build.pipeline import model_shape
+from megazero.builders.pipeline import model_shape
 from megazero.plan.job import Job
 from megazero.plan.states import Bytes
 

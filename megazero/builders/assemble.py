@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megazero.build.job import job_of
-from megazero.build.pipeline import layers_of, model_shape
-from megazero.build.recompute import recompute
-from megazero.build.units import axes_of, build_units, offload_of, resources_of
-from megazero.build.upload import Upload
+from megazero.builders.job import job_of
+from megazero.builders.pipeline import layers_of, model_shape
+from megazero.builders.recompute import recompute
+from megazero.builders.units import axes_of, build_units, offload_of, resources_of
+from megazero.builders.upload import Upload
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Axis, Grid, make_grid, single
 from megazero.comm.home import Home
