@@ -13,7 +13,7 @@ from megazero.comm import nccl, streams
 from megazero.comm.fake_group import FakeProcessGroup
 from megazero.comm.readback import Mark, Readback
 from megazero.comm.streams import Streams
-from megazero.comm.transport import p2p
+from megazero.comm.transport import nccl_channels
 
 COMPUTE = "compute"  # the stream that is current in the beginning
 
@@ -138,6 +138,6 @@ def stand_ins(
         patch.setattr(type(dist.group), "WORLD", property(lambda _: everyone()))
         patch.setattr(streams, "streams_of", lambda device: streams_of())
         patch.setattr(nccl, "synchronize", synchronize)
-        patch.setattr(p2p, "synchronize", synchronize)
+        patch.setattr(nccl_channels, "synchronize", synchronize)
         patch.setitem(Readback.__init__.__kwdefaults__, "marked", lambda device: mark())
         yield patch

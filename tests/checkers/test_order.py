@@ -9,9 +9,10 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
+from megazero.comm.axes import Channel
 from megazero.comm.grid import Axis
 from megazero.comm.regions import Region
-from megazero.comm.transport import p2p
+from megazero.comm.transport import nccl_channels
 from megazero.comm.transport.nccl_channels import NcclChannels
 from megazero.pipeline.transport import Transport
 from megazero.plan.job import Job
@@ -159,7 +160,7 @@ def plant_order_of_connecting(patch: pytest.MonkeyPatch) -> None:
     honest = NcclChannels._connect
     kept: list[tuple] = []
 
-    def connect(self: Any, axis: Axis, channel: p2p.Channel) -> None:
+    def connect(self: Any, axis: Axis, channel: Channel) -> None:
         if axis.rank < axis.size - 1:
             honest(self, axis, channel)
             return
@@ -231,7 +232,7 @@ def plant_awaited_sends(patch: pytest.MonkeyPatch) -> None:
         honest(self, channel, number, x)
         if number:
             self.finish()
-            p2p.synchronize(x.device)
+            nccl_channels.synchronize(x.device)
 
     patch.setattr(NcclChannels, "send", send)
 
