@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from megazero.builders.units import build_units, resources_of
 from megazero.comm.grid import Axis, Grid, single
-from megazero.data.windows import MicroBatch
+from megazero.data.batch import MicroBatch
 from megazero.kernels.operations import REFERENCE
 from megazero.model.batch_context import BatchContext
 from megazero.model.parameter import declare

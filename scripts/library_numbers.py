@@ -45,8 +45,9 @@ class Model(nn.Module):
 
 def trained(options: dict[str, Any]) -> dict[str, Any]:
     """Train on each rank's own rows; return losses, norms, final values and rank 0's ledger."""
-    torch.manual_seed(0)
-    model = Model().double() if options.get("precision") is None else Model()
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(0)
+        model = Model().double() if options.get("precision") is None else Model()
     sharded = megazero.shard(model, "adamw", clip=0.5, **options)
     draw = torch.Generator().manual_seed(sharded.rank)
     rows = []

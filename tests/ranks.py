@@ -33,8 +33,9 @@ from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid, make_grid, single
 from megazero.comm.ledger import Ledger
 from megazero.comm.status_board import StatusBoard
-from megazero.launcher.environment import RankContext, World
+from megazero.launcher.environment import RankContext
 from megazero.launcher.rendezvous import connect
+from megazero.launcher.world import World
 
 TIMEOUT = timedelta(seconds=60)  # nothing here takes seconds, but a busy machine may
 Axes = tuple[int, int, int | None]  # tensor, pipeline, shard ranks

@@ -19,7 +19,8 @@ from megazero.comm.grid import Axis, Grid, single
 from megazero.comm.transport.host_staging import staging_pool
 from megazero.config.file import load
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.launcher.environment import MEETING, TORCHRUN, World
+from megazero.launcher.environment import MEETING, TORCHRUN
+from megazero.launcher.world import World
 from megazero.run import session as run
 from megazero.run.words import sharing
 from tests.quiet import without_heartbeat

@@ -38,8 +38,8 @@ from megazero.zero.resting import Resources
 
 if TYPE_CHECKING:
     from megazero.config.schema import Config, Optimizer
-    from megazero.data.windows import MicroBatch
-    from megazero.launcher.environment import World
+    from megazero.data.batch import MicroBatch
+    from megazero.launcher.world import World
 
 
 @dataclass(frozen=True)

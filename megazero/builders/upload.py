@@ -21,7 +21,7 @@ from megazero.comm.pinned import pinned_bytes
 from megazero.comm.readback import Mark, mark, passed
 
 if TYPE_CHECKING:
-    from megazero.data.windows import MicroBatch
+    from megazero.data.batch import MicroBatch
 
 _ALIGNED = 16  # bytes: no dtype is wider
 

@@ -12,12 +12,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from megazero.data.batch import BatchSource, MicroBatch
 from megazero.data.mixture import Mixture
 from megazero.data.sampler import index_of, sample_id
-from megazero.data.windows import MicroBatch, WindowDataset
+from megazero.data.windows import WindowDataset
 
 
-class BatchLoader:
+class BatchLoader(BatchSource):
     """The micro-batches of one data rank, step by step.
 
     Args:

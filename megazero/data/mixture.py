@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from megazero.data.batch import MicroBatch
 from megazero.data.interleave import Interleaving
 from megazero.data.sampler import window_of
-from megazero.data.windows import MicroBatch, WindowDataset, micro_batch
+from megazero.data.windows import WindowDataset, micro_batch
 
 _SCANNED = 1 << 20  # samples that are looked at together
 

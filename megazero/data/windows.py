@@ -13,37 +13,17 @@ Shapes: S sequence, B rows of a micro-batch; sequence first, as everywhere in th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from megazero.base.errors import UserError
+from megazero.data.batch import MicroBatch
 from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream, document_lengths, split_streams
 from megazero.data.packing import SHORTEST, Packing
 from megazero.data.token_dataset import TokenDataset
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """The input of one forward pass.
-
-    Attributes:
-        tokens_SB, targets_SB: int64; the target is the next token.
-        valid_SB: bool, which targets count in the loss.
-        positions_SB: int64, from the start of the token's document or of the window; None: 0 ... S - 1.
-        documents: the lengths of the documents of each row, in order; None: each row is one.
-        sample_ids_B: int64, numbers of the samples over the whole run (validation: of the windows).
-    """
-
-    tokens_SB: torch.Tensor
-    targets_SB: torch.Tensor
-    valid_SB: torch.Tensor
-    positions_SB: torch.Tensor | None
-    documents: tuple[tuple[int, ...], ...] | None
-    sample_ids_B: torch.Tensor
 
 
 class WindowTokens(NamedTuple):

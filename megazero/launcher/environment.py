@@ -13,15 +13,12 @@ import socket
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megazero.base.errors import UserError
 from megazero.comm.status_board import StatusBoard, StatusSlot
 from megazero.launcher.signals import Signals
 from megazero.launcher.stacks import Stacks
-
-if TYPE_CHECKING:
-    import torch
+from megazero.launcher.world import World
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
@@ -41,35 +38,6 @@ GPU_SETTINGS = {
     # Operations that NCCL's flight recorder keeps, for a rank that hangs to show (`monitor.py`).
     "TORCH_FR_BUFFER_SIZE": "2000",
 }
-
-
-@dataclass(frozen=True)
-class World:
-    """All ranks of a run, as one of them sees it.
-
-    Attributes:
-        rank, size: of this process, and of the run.
-        local_rank: of this process on its host.
-        launcher: "torchrun", "srun", "local" (a parent of ours), or "" for a single process.
-        shares_gpus: ranks of a host take its GPUs in turn, and again from the first where there are more ranks. They
-            talk through the host's memory, for NCCL refuses two ranks on one device.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    launcher: str = ""
-    shares_gpus: bool = False
-
-    @property
-    def device(self) -> "torch.device":
-        """Return this rank's GPU, or the CPU where there is none. A task that sees only one GPU (srun) has that one."""
-        import torch
-
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        gpus = torch.cuda.device_count()
-        return torch.device("cuda", self.local_rank % gpus if gpus == 1 or self.shares_gpus else self.local_rank)
 
 
 @dataclass(frozen=True, eq=False)

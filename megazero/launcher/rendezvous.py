@@ -20,11 +20,12 @@ from megazero.comm.nccl import options
 from megazero.comm.processes import Process, host_id
 from megazero.comm.transport.host_staging import staging_pool
 from megazero.comm.transport.shared_memory import Outbox, SharedMemoryTransport, supported
-from megazero.launcher.environment import RankContext, World, host_name, stay_on
+from megazero.launcher.environment import RankContext, host_name, stay_on
 from megazero.launcher.job_board import job_board
 from megazero.launcher.meeting import SLACK, Lobby, Presence, call_roll, unanswered
 from megazero.launcher.monitor import Monitor
 from megazero.launcher.store import deadline, open_store
+from megazero.launcher.world import World
 
 _ABORT = 10.0  # seconds for NCCL to give its communicators up
 

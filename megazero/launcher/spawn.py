@@ -23,11 +23,12 @@ from megazero.base.heartbeat import HEART
 from megazero.base.stop_signals import NOTED, REQUEUE, ended_by, handle, restore
 from megazero.comm.status_board import BUILD, DONE, START, STOPPED, STUCK, RankStatus, StatusBoard
 from megazero.launcher.diagnosis import death, disagreement, held_up, stuck, waited_in_vain
-from megazero.launcher.environment import RankContext, World, host_name, threads_for
+from megazero.launcher.environment import RankContext, host_name, threads_for
 from megazero.launcher.exit_status import outcome
 from megazero.launcher.meeting import say
 from megazero.launcher.signals import TWICE
 from megazero.launcher.stacks import ask_for_stacks
+from megazero.launcher.world import World
 
 _POLL = 0.02  # seconds between looks at the ranks
 _GRACE = 1.0  # seconds that ranks have to say what happened after the first one ended

@@ -21,9 +21,10 @@ from megazero.base.version import __version__
 from megazero.comm.collectives import CollectiveError
 from megazero.comm.context import CommContext
 from megazero.comm.ledger import Ledger
-from megazero.launcher.environment import RankContext, World, world_from_environment
+from megazero.launcher.environment import RankContext, world_from_environment
 from megazero.launcher.rendezvous import connect, disconnect
 from megazero.launcher.spawn import run_local
+from megazero.launcher.world import World
 from megazero.library.plain import decoded, encoded
 from megazero.library.values import Process
 

@@ -21,11 +21,12 @@ from megazero.comm.home import PagedHome
 from megazero.config.file import flatten
 from megazero.config.schema import Config
 from megazero.config.stages import Course, Part
+from megazero.data.batch import MicroBatch
 from megazero.data.joined import JoinedDataset
 from megazero.data.loader import BatchLoader, validation_batches
 from megazero.data.origin import Origin, joined, origin_of
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
-from megazero.data.windows import MicroBatch, WindowDataset
+from megazero.data.windows import WindowDataset
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose, for_host
 from megazero.observe.console import ConsoleSink

@@ -27,7 +27,6 @@ from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.launcher.environment import (
     RankContext,
-    World,
     check_gpus,
     job_id,
     local_size,
@@ -38,6 +37,7 @@ from megazero.launcher.job_board import JobBoard
 from megazero.launcher.rendezvous import connect, disconnect, leave_at_once
 from megazero.launcher.signals import StoppedEarly
 from megazero.launcher.spawn import run_local
+from megazero.launcher.world import World
 from megazero.observe.jsonl import read_rows
 from megazero.observe.plot import draw_loss
 from megazero.observe.sinks import warn

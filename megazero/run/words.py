@@ -16,7 +16,8 @@ from megazero.config.file import flatten
 from megazero.config.rules import spelt
 from megazero.config.schema import Config, LrSchedule
 from megazero.config.stages import Course, Part
-from megazero.launcher.environment import World, gpu_settings
+from megazero.launcher.environment import gpu_settings
+from megazero.launcher.world import World
 from megazero.observe.console import clock_text
 from megazero.plan.schedule_report import report, summary
 from megazero.run.build import Ready, learning_rate_of

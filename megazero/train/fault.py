@@ -13,7 +13,7 @@ from megazero.schedules.actions import Kind
 from megazero.zero.engine import Engine
 
 if TYPE_CHECKING:
-    from megazero.data.windows import MicroBatch
+    from megazero.data.batch import MicroBatch
     from megazero.pipeline.stage import StageInputs
 
 # A place in the flow of a step's data (first forwards, then backwards, from the loss on), and what is wrong there.

@@ -37,8 +37,7 @@ from megazero.zero.engine import Engine, StepNumbers, StepResult
 if TYPE_CHECKING:  # what the loop is given
     from megazero.checkpoint.checkpoints import Checkpoints
     from megazero.checkpoint.progress import Progress
-    from megazero.data.loader import BatchLoader
-    from megazero.data.windows import MicroBatch
+    from megazero.data.batch import BatchSource, MicroBatch
     from megazero.observe.recorder import Recorder
     from megazero.pipeline.stage import StageInputs
 
@@ -114,7 +113,7 @@ class Trainer:
         engine: Engine,
         pipeline: Pipeline,
         feed: Callable[[MicroBatch, int], StageInputs],
-        loader: BatchLoader,
+        loader: BatchSource,
         validations: Mapping[str, Validation],
         recorder: Recorder,
         schedule: TrainSchedule,

@@ -22,7 +22,7 @@ from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
 
 if TYPE_CHECKING:
-    from megazero.data.windows import MicroBatch
+    from megazero.data.batch import MicroBatch
 
 _AT_ONCE = 8  # batches for each of several stages of a pipeline: enough to fill it, few enough to hold
 

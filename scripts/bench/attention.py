@@ -27,7 +27,7 @@ from torch import Tensor
 from megazero.builders.assemble import build, feeds_of
 from megazero.comm.grid import single
 from megazero.config.schema import Batch, Config, Model, resolved
-from megazero.data.windows import MicroBatch
+from megazero.data.batch import MicroBatch
 from megazero.kernels.select import choose
 from megazero.model.attention import Attention
 from megazero.model.batch_context import BatchContext

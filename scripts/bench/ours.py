@@ -14,10 +14,11 @@ from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid, make_grid
 from megazero.comm.status_board import StatusBoard
 from megazero.config.schema import Config, Optimizer
-from megazero.data.windows import MicroBatch
+from megazero.data.batch import MicroBatch
 from megazero.kernels.operations import Operations
-from megazero.launcher.environment import RankContext, World, stay_on
+from megazero.launcher.environment import RankContext, stay_on
 from megazero.launcher.rendezvous import connect
+from megazero.launcher.world import World
 from megazero.model.parameter import declarations_by_name
 
 CPU = torch.device("cpu")

@@ -37,9 +37,10 @@ from megazero.comm.grid import lay_out
 from megazero.comm.processes import Process
 from megazero.comm.status_board import STUCK, StatusBoard, StatusSlot
 from megazero.launcher import meeting
-from megazero.launcher.environment import RankContext, World
+from megazero.launcher.environment import RankContext
 from megazero.launcher.job_board import JobBoard, job_board
 from megazero.launcher.meeting import Lobby, Presence, Verdict, call_roll, unpacked
+from megazero.launcher.world import World
 from scripts.bench import figures
 from scripts.bench.harness import LAUNCHES
 

@@ -14,8 +14,8 @@ from megazero.builders.pipeline import model_shape
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.config.schema import Config, resolved
+from megazero.data.batch import MicroBatch
 from megazero.data.sampler import index_of, sample_id
-from megazero.data.windows import MicroBatch
 from megazero.kernels.select import choose, for_host
 from megazero.launcher.environment import fix_cublas_workspace
 from megazero.plan.job import Job

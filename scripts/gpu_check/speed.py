@@ -21,7 +21,7 @@ from megazero.builders.pipeline import model_shape
 from megazero.builders.upload import Upload
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
-from megazero.data.windows import MicroBatch
+from megazero.data.batch import MicroBatch
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import for_host
 from megazero.plan.hardware import peak_flops

@@ -22,8 +22,8 @@ from megazero.builders.upload import Upload
 from megazero.checkpoint.snapshot import Snapshot
 from megazero.comm.grid import Grid, single
 from megazero.comm.host import Host
+from megazero.data.batch import MicroBatch
 from megazero.data.loader import BatchLoader
-from megazero.data.windows import MicroBatch
 from megazero.kernels.select import choose
 from megazero.run.attention import settle_attention
 from megazero.train.trainer import Trainer, TrainSchedule

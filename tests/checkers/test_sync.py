@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.builders import assemble
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
-from megazero.data.windows import MicroBatch
+from megazero.data.batch import MicroBatch
 from megazero.model.batch_context import BatchContext
 from megazero.plan.job import Job
 from megazero.train.trainer import Trainer

@@ -22,8 +22,8 @@ from megazero.checkpoint.store import Store
 from megazero.comm.grid import Axis
 from megazero.config.file import load
 from megazero.config.schema import Config
+from megazero.data.batch import MicroBatch
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.data.windows import MicroBatch
 from megazero.model.batch_context import BatchContext
 from megazero.observe.jsonl import read_rows
 from megazero.run.build import loader_of

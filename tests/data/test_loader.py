@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from megazero.base.errors import UserError
+from megazero.data.batch import MicroBatch
 from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.loader import BatchLoader, validation_batches
 from megazero.data.mixture import Mixture, Source
 from megazero.data.sampler import window_of
-from megazero.data.windows import MicroBatch, WindowDataset
+from megazero.data.windows import WindowDataset
 from tests.windows import open_datasets
 
 VOCAB = 1000

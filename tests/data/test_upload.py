@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.builders.upload import Upload, views
+from megazero.data.batch import MicroBatch
 from megazero.data.loader import BatchLoader
 from megazero.data.mixture import Mixture, Source
-from megazero.data.windows import MicroBatch
 from megazero.plan.job import Job
 from megazero.plan.memory import batch
 from megazero.plan.model import Shape

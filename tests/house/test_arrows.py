@@ -51,10 +51,10 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "builders": {  # from a config to what computes a step
         "comm",
         "config",
-        "data.windows",
+        "data.batch",
         "extensions.registry",
         "kernels.operations",
-        "launcher.environment",
+        "launcher.world",
         "memory",
         "model",
         "optim",

@@ -10,7 +10,6 @@ from megazero.base.errors import UserError
 from megazero.launcher.environment import (
     GPU_SETTINGS,
     Meeting,
-    World,
     check_gpus,
     first_host,
     gpu_settings,
@@ -19,6 +18,7 @@ from megazero.launcher.environment import (
     set_for_gpus,
     world_from_environment,
 )
+from megazero.launcher.world import World
 from tests.tiny_run import ROOT
 
 

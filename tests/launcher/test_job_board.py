@@ -11,10 +11,11 @@ from megazero.comm import memfd
 from megazero.comm.processes import Process
 from megazero.comm.status_board import EMPTY, FAILED, RUNNING, STUCK, StatusBoard, StatusSlot
 from megazero.launcher import exit_status, rendezvous
-from megazero.launcher.environment import RankContext, World
+from megazero.launcher.environment import RankContext
 from megazero.launcher.exit_status import say_why
 from megazero.launcher.job_board import JobBoard, job_board
 from megazero.launcher.meeting import Presence
+from megazero.launcher.world import World
 
 TIMEOUT = timedelta(seconds=30)
 

@@ -26,9 +26,10 @@ from megazero.comm.readback import Mark
 from megazero.comm.status_board import ON_DEVICE, STUCK, RankStatus, StatusBoard
 from megazero.launcher import monitor
 from megazero.launcher.diagnosis import stuck
-from megazero.launcher.environment import RankContext, World
+from megazero.launcher.environment import RankContext
 from megazero.launcher.monitor import Monitor, flight_recorder
 from megazero.launcher.rendezvous import connect
+from megazero.launcher.world import World
 from tests.processes import until_gone
 from tests.warm import Process
 

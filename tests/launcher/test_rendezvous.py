@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from megazero.base.errors import UserError
-from megazero.launcher.environment import RankContext, World, world_from_environment
+from megazero.launcher.environment import RankContext, world_from_environment
 from megazero.launcher.rendezvous import connect
 from megazero.launcher.store import open_store
+from megazero.launcher.world import World
 from tests.launcher.test_faults import listening
 from tests.processes import until_gone
 from tests.warm import Process

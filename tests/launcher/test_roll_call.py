@@ -13,9 +13,10 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.status_board import StatusBoard
-from megazero.launcher.environment import INTERFACES, RankContext, World
+from megazero.launcher.environment import INTERFACES, RankContext
 from megazero.launcher.meeting import Lobby, Presence, Verdict, call_roll, unpacked
 from megazero.launcher.rendezvous import connect
+from megazero.launcher.world import World
 from scripts.bench.start import STAGES, rehearse
 
 MOST = {"boards": 1, "axes": 5}  # requests of a rank that is not rank 0; in other stages it asks again and again

@@ -9,9 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from megazero.base.errors import UserError
-from megazero.launcher.environment import RankContext, World
+from megazero.launcher.environment import RankContext
 from megazero.launcher.meeting import Presence, call_roll
 from megazero.launcher.store import open_store
+from megazero.launcher.world import World
 
 SECONDS = timedelta(seconds=10)
 

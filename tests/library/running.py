@@ -12,7 +12,8 @@ import megazero
 from megazero import Sharded
 from megazero.comm.grid import Grid
 from megazero.comm.status_board import StatusBoard
-from megazero.launcher.environment import RankContext, World
+from megazero.launcher.environment import RankContext
+from megazero.launcher.world import World
 from megazero.library import meeting
 from tests.library.odd_modules import CASES, made
 from tests.ranks import run_ranks

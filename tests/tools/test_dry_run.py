@@ -17,7 +17,7 @@ from megazero.comm.fake_group import IdleHost, alone
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.config.file import load
-from megazero.data.windows import MicroBatch
+from megazero.data.batch import MicroBatch
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.kernels.select import choose
 from megazero.observe.allocations import Allocations

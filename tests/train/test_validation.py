@@ -9,9 +9,9 @@ import torch
 
 from megazero.base.errors import UserError
 from megazero.comm.grid import single
+from megazero.data.batch import MicroBatch
 from megazero.data.loader import validation_batches
 from megazero.data.tokenizer import open_tokenizer
-from megazero.data.windows import MicroBatch
 from megazero.train.validation import Score, Validation
 from tests.tiny_run import VOCAB, TinyData, built
 from tests.windows import open_datasets

@@ -27,9 +27,10 @@ from megazero.builders.job import laid_out
 from megazero.builders.pipeline import model_shape
 from megazero.comm.context import CommContext
 from megazero.config.schema import Config
-from megazero.launcher.environment import RankContext, World
+from megazero.launcher.environment import RankContext
 from megazero.launcher.rendezvous import connect, disconnect
 from megazero.launcher.spawn import run_local
+from megazero.launcher.world import World
 from megazero.plan.job import Job
 from megazero.tools.certify.codes import codes_apart
 from megazero.tools.certify.comparison import Compared, compare_all

@@ -24,10 +24,11 @@ from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.config.schema import Config
 from megazero.config.stages import Course, Part
-from megazero.data.windows import MicroBatch, WindowTokens
+from megazero.data.batch import MicroBatch
+from megazero.data.windows import WindowTokens
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
-from megazero.launcher.environment import World
+from megazero.launcher.world import World
 from megazero.model.parameter import whole_shapes
 from megazero.optim.adamw import AdamW
 from megazero.run.build import loader_of

@@ -21,9 +21,10 @@ from torch import Tensor
 from megazero.base.errors import UserError
 from megazero.comm.collectives import CollectiveError, all_reduce, start_all_gather_in_place
 from megazero.comm.grid import Axis, make_grid, single
-from megazero.launcher.environment import RankContext, World
+from megazero.launcher.environment import RankContext
 from megazero.launcher.rendezvous import connect, disconnect
 from megazero.launcher.spawn import run_local
+from megazero.launcher.world import World
 from megazero.tools.doctor.finding import reason
 from megazero.tools.doctor.speed import (
     DTYPES,

@@ -34,7 +34,7 @@ from megazero.comm.fake_group import IdleHost, alone
 from megazero.comm.grid import Grid
 from megazero.comm.ledger import Ledger, Sent
 from megazero.config.schema import Config
-from megazero.data.windows import MicroBatch
+from megazero.data.batch import MicroBatch
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose, for_host
 from megazero.pipeline.executor import BACKWARDS, Pipeline

@@ -1,0 +1,36 @@
+"""The ranks of a run, as one of them sees them."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of a run, as one of them sees it.
+
+    Attributes:
+        rank, size: of this process, and of the run.
+        local_rank: of this process on its host.
+        launcher: "torchrun", "srun", "local" (a parent of ours), or "" for a single process.
+        shares_gpus: ranks of a host take its GPUs in turn, and again from the first where there are more ranks. They
+            talk through the host's memory, for NCCL refuses two ranks on one device.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    launcher: str = ""
+    shares_gpus: bool = False
+
+    @property
+    def device(self) -> "torch.device":
+        """Return this rank's GPU, or the CPU where there is none. A task that sees only one GPU (srun) has that one."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        gpus = torch.cuda.device_count()
+        return torch.device("cuda", self.local_rank % gpus if gpus == 1 or self.shares_gpus else self.local_rank)
