@@ -22,7 +22,8 @@ from tests.tiny_run import ROOT, TinyData
 _COMMANDS = r"\b(?:train|preprocess|inspect|merge|train_tokenizer)\.py\b"
 CHECKOUT = re.compile(r"\bmake (?:data|setup|quickstart|test)|\b(?:scripts|docs|data_tools|examples)/|" + _COMMANDS)
 
-NEEDED = {"torch", "numpy", "einops", "pydantic", "ruamel.yaml", "safetensors", "sentencepiece", "rich", "xxhash"}
+NEEDED = {"torch", "numpy", "einops", "pydantic", "ruamel.yaml", "safetensors", "sentencepiece", "protobuf"}
+NEEDED |= {"rich", "xxhash"}
 
 
 @pytest.fixture(scope="module")

@@ -79,10 +79,11 @@ def refuse_without(module: str) -> None:
 
 def refuse_sinks(*, wandb: bool = False, tensorboard: bool = False) -> None:
     """Refuse to log to what is asked for where its package is not installed. Raises UserError 160, 161."""
-    for name, asked, code, off in (("wandb", wandb, 160, "null"), ("tensorboard", tensorboard, 161, "false")):
-        if asked and not is_installed(name):
-            do = f"run `pip install {name}`, or set observe.{name}={off}"
-            raise UserError(code, f"the {name} package is not installed", do, where=f"observe.{name}")
+    what, do = "the {0} package is not installed", "run `pip install {0}`, or set observe.{0}={1}"
+    if wandb and not is_installed("wandb"):
+        raise UserError(160, what.format("wandb"), do.format("wandb", "null"), where="observe.wandb")
+    if tensorboard and not is_installed("tensorboard"):
+        raise UserError(161, what.format("tensorboard"), do.format("tensorboard", "false"), where="observe.tensorboard")
 
 
 def require() -> None:

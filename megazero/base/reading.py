@@ -6,6 +6,7 @@ that is wrong with JSON text into one kind of error. Both are for small files (m
 is read in pieces opens its file with `open_regular`.
 """
 
+import errno
 import json
 import os
 import stat
@@ -44,7 +45,12 @@ def open_regular(path: Path, *, follow: bool = True) -> Iterator[int]:
         OSError: it cannot be opened.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno != errno.ELOOP or follow:
+            raise
+        raise UnexpectedFileError("expected a regular file, got a symbolic link", path) from None
     try:
         kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
         if kind != stat.S_IFREG:

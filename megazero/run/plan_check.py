@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -67,7 +68,7 @@ class Expectation:
             both = f"{megabytes(held.get(worst, 0))} for {megabytes(planned.held.get(worst, 0))}"
             warn(f"{line}; most of it {worst}, {both}")
         elif self._grid["world"].rank == 0:
-            with HEART.paused():
+            with HEART.paused(), suppress(OSError, ValueError):  # a reader that is gone
                 print(line, flush=True)
 
     def _of(self, rank: int) -> RankMemory:
