@@ -1,7 +1,7 @@
-"""Hold all that a sharded module is made of, and the engine that trains it."""
+"""Hold all that a sharded module is made of, and the engine that trains it; train later what was frozen at first."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from megazero.library.following import Following
 from megazero.library.lockstep import meet
 from megazero.library.optimizers import Recipe
 from megazero.library.parts import Part
+from megazero.library.shown import watch
 from megazero.library.tables import Tables
 from megazero.library.values import Values
 from megazero.zero.engine import Engine
@@ -90,15 +91,24 @@ class Assembly:
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
-        units = [unit for unit in self.values.units if unit.trainable]
-        names = [unit.layout.name for unit in units]
-        wide = any(unit.masters.dtype == torch.float64 for unit in units)
-        narrow = next((unit.resting.updated.values.dtype for unit in units), torch.float32)
-        ops = self.memory.ops(torch.float64 if wide else narrow, updates=True)
-        self.optimizer = self.recipe.make(units, self.grid.comm.bucket, ops)
+        self.optimizer = self.recipe.make(self._trained(), self.grid.comm.bucket, self._update_kernels())
         there = "host_" if self.memory.updates_on_host else ""
         self.memory.ledger.hold(f"{there}staging", self.optimizer.staging_bytes)
-        self.engine = Engine(
+        self.engine = self._engine()
+
+    def _trained(self) -> list[Unit]:
+        return [unit for unit in self.values.units if unit.trainable]
+
+    def _update_kernels(self) -> Operations:
+        units = self._trained()
+        wide = any(unit.masters.dtype == torch.float64 for unit in units)
+        narrow = next((unit.resting.updated.values.dtype for unit in units), torch.float32)
+        return self.memory.ops(torch.float64 if wide else narrow, updates=True)
+
+    def _engine(self) -> Engine:
+        units = self._trained()
+        names = [unit.layout.name for unit in units]
+        return Engine(
             [names],
             units,
             names,
@@ -107,11 +117,42 @@ class Assembly:
             tokens_per_step=1,
             grid=self.grid,
             scaling=any(unit.resting.parameters.values.dtype == torch.float16 for unit in units),
-            ops=ops,
+            ops=self._update_kernels(),
             offload=self.memory.offload,
             halts=False,
             gather=self.values.gather,
         )
+
+    def thaw(self, updates: int) -> None:
+        """Train from now on the parameters that were frozen and are not frozen any more.
+
+        Args:
+            updates: the number of updates that have been done.
+        """
+        self.values.release_all()
+        for part in self.parts:
+            for unit in dict.fromkeys(member.unit for member in part.thawed):
+                self.optimizer.add(self._thawed(part, unit), updates)
+        before, self.engine = self.engine, self._engine()
+        if before.loss_scale.dynamic:
+            self.engine.loss_scale = before.loss_scale
+        self.values.begin_epoch()  # a graph of before would gather a unit that is gone
+
+    def _thawed(self, part: Part, unit: Unit) -> Unit:
+        """Return a trained unit in the place of a frozen one, with its values and its parameters."""
+        layout = replace(unit.layout, name=unit.name.replace("frozen)", "unfrozen)"))
+        frozen = unit.resting.parameters
+        new = self.memory.unit(layout, frozen.values.dtype, trained=True)
+        new.resting.write(frozen.values.to(new.masters.dtype), frozen.first)
+        members = sorted((member for member in part.members if member.unit is unit), key=lambda member: member.index)
+        new.parameters.move_to([member.parameter for member in members])
+        for member in members:
+            member.unit = new
+        there = "" if frozen.home is None else "host_"
+        self.memory.ledger.hold(f"{there}parameters", -frozen.values.nbytes)
+        part.find_units()
+        watch(part, new, self.calls.stray)
+        return new
 
     def meet(self, meeting: str) -> None:
         """Wait until all ranks have come to one of the calls in `lockstep.MEETINGS`. Raises UserError 502, 507."""

@@ -42,6 +42,7 @@ class Backwards:
             self.assembly.meet("backward")
         else:
             self.assembly.values.require_unchanged()
+        self.refuse_thawed()
         (stage,) = self.engine.stages
         if self._failed:
             self.forget()
@@ -77,6 +78,12 @@ class Backwards:
         if self._failed:
             raise UserError(503, "the last backward failed", "run the step's forward and backward again", where="step")
         self._require_backward("step", summed=self._all_summed, do="give the last one last=True")
+
+    def refuse_thawed(self) -> None:
+        """Refuse parameters that were unfrozen since the step's first forward. Raises UserError 502."""
+        if thawed := [member.name for part in self.assembly.parts for member in part.thawed]:
+            what = f"{thawed[0]} was unfrozen between a forward and its step"
+            raise UserError(502, what, "call requires_grad_(True) after the step, and then the module")
 
     def require_reduced(self, call: str) -> None:
         """Refuse a look at gradients that are not there, or have not been summed. Raises UserError 503."""

@@ -18,7 +18,7 @@ A parameter that is frozen when its part is called is a constant there. A backwa
 through this one, which gathers its parts and drops their gradients.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -126,6 +126,7 @@ class Calls:
         trains: it trains the module.
         factor: what gradients are multiplied by, where a backward has another loss scale than the module; else None.
         reduced: the parts whose reduction has begun in this backward.
+        on_thaw: called when parameters that were frozen are not frozen any more.
     """
 
     def __init__(self, values: Values):
@@ -133,6 +134,7 @@ class Calls:
         self.in_backward = self.trains = False
         self.factor: Tensor | None = None
         self.reduced: set[Part] = set()
+        self.on_thaw: Callable[[], object] = lambda: None
         self._anchor: Tensor | None = None
         self._held: Part | None = None  # a part without gradients that backward has gathered
         self._task = -1  # autograd's number of the backward
@@ -147,6 +149,7 @@ class Calls:
         values, wants = self.values, torch.is_grad_enabled()
         values.require_not_lent()
         self.join()
+        self.follow()
         values.begin(part, forward=not self.in_backward)
         before = None if self.in_backward else values.ended
         call = _Call(self, part, before, values.epoch, part.live) if wants else None
@@ -166,6 +169,13 @@ class Calls:
             hide(part)
             if not self.in_backward:
                 values.end(part, graph=wants, keeps=keeps)
+
+    def follow(self) -> None:
+        """Call `on_thaw` if parameters that were frozen are not frozen any more, unless a forward or backward runs."""
+        parts = self.values.parts
+        idle = not self.values.process.in_backward and not any(part.running for part in parts)
+        if idle and any(part.thawed for part in parts):
+            self.on_thaw()
 
     def gather_for_backward(self, part: Part, *, keeps: bool) -> None:
         """Gather a part whose backward begins; it is released when its gradients have come, or when the next begins.

@@ -47,6 +47,11 @@ class Following:
         self._of[unit] = self._make(unit)
         self.state[unit] = self._of[unit].state[unit]
 
+    def add(self, unit: Unit, updates: int) -> None:
+        """Update another unit from now on, which was frozen in so many updates."""
+        self._add(unit)
+        self._missed |= {i.name: torch.tensor(float(updates), device=unit.device) for i in unit.layout.intervals}
+
     @property
     def staging_bytes(self) -> int:
         """Return the bytes kept besides the state."""

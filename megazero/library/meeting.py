@@ -1,13 +1,13 @@
 """Meet the other ranks: those that torchrun or srun started, or those that `launch` forks; alone without either."""
 
-import builtins
 import json
+import pickle
 import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -89,8 +89,8 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
 
     Raises:
         UserError: 510, a rank failed, and has said why; or what rank 0 returned is none of these.
-        BaseException: the first exception of the function on any rank, with that rank and its traceback as a note; one
-            of a class that Python does not have itself is a RuntimeError with the name of its class.
+        BaseException: the first exception of the function on any rank, with that rank and its traceback as a note; a
+            RuntimeError with its name and text where it cannot be pickled, or made again from its pickle.
     """
     lines: list[str] = []
     where = getattr(function, "__name__", "launch")
@@ -126,25 +126,29 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
 
 
 def _keep(error: BaseException, rank: int, file: IO[bytes]) -> None:
-    """Write an exception of this rank into a file as text."""
-    note = f"on rank {rank}:\n{''.join(traceback.format_exception(error))}"
-    file.write(json.dumps([time.monotonic(), type(error).__name__, str(error), note]).encode())
+    """Write an exception of this rank into a file."""
+    error.add_note(f"on rank {rank}:\n{''.join(traceback.format_exception(error))}")
+    try:
+        pickled = pickle.dumps(error)
+    except Exception:  # whatever a class of the user's raises
+        pickled = b""
+    pickle.dump((time.monotonic(), f"{type(error).__name__}: {error}", error.__notes__, pickled), file)
     file.flush()
 
 
 def _first_kept(files: Sequence[IO[bytes]]) -> BaseException | None:
     """Return the exception that was raised first on any rank; None: no rank has kept one."""
-    found: list[list[Any]] = []
+    found: list[tuple[float, str, list[str], bytes]] = []
     for file in files:
         file.seek(0)
-        if text := file.read():
-            found.append(json.loads(text))
+        with suppress(EOFError, pickle.UnpicklingError):  # its rank was ended before it wrote, or while it did
+            found.append(pickle.load(file))
     if not found:
         return None
-    _, name, text, note = min(found)
+    _, text, notes, pickled = min(found)
     try:
-        error: BaseException = getattr(builtins, name)(text)
-    except (AttributeError, TypeError):  # no class of Python's own, or one that takes more than a text
-        error = RuntimeError(f"{name}: {text}")
-    error.add_note(note)
+        error: BaseException = pickle.loads(pickled)
+    except Exception:  # there is no pickle, or whatever a class of the user's raises
+        error = RuntimeError(text)
+    error.__notes__ = notes
     return error

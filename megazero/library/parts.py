@@ -78,7 +78,7 @@ class Part:
     Attributes:
         name: of the submodule, or ROOT.
         module: the submodule.
-        members: the parameters that belong to it.
+        members: the parameters that belong to it, trained ones first.
         trained: members that may be trained; set by `find_units`.
         units: of all members; set by `find_units`.
         sharded: some unit rests in shards.
@@ -120,8 +120,12 @@ class Part:
     @property
     def live(self) -> list[Member]:
         """Return the trained parameters that are not frozen now."""
-        with torch._C.DisableTorchFunctionSubclass():  # `ShardedParameter` would take 16 times as long
-            return [member for member in self.trained if member.parameter.requires_grad]
+        return _asking(self.trained)
+
+    @property
+    def thawed(self) -> list[Member]:
+        """Return the parameters that were frozen when they got their units, and are not frozen now."""
+        return _asking(self.members[len(self.trained) :])
 
     def groups(self, dtype: torch.dtype | None) -> dict[tuple[torch.dtype, bool], list[Member]]:
         """Return the members by dtype and by whether they are trained; each group is a unit.
@@ -135,6 +139,12 @@ class Part:
             own = dtype if dtype is not None and of.is_floating_point() else of.dtype
             found.setdefault((own, of.requires_grad), []).append(member)
         return found
+
+
+def _asking(members: Sequence[Member]) -> list[Member]:
+    """Return those that ask for gradients."""
+    with torch._C.DisableTorchFunctionSubclass():  # `ShardedParameter` would take 16 times as long
+        return [member for member in members if member.parameter.requires_grad]
 
 
 def parts_of(module: nn.Module, units: Units | None, without: Container[str] = ()) -> list[Part]:

@@ -203,6 +203,7 @@ class RowGroup:
                 raise UserError(507, what, rank=rank)
         counts = [of_rank[: world.size] for of_rank in said]
         asked = exchange_rows(here[by_owner], counts, world, "row ids")
+        self._calls.follow()
         wants = torch.is_grad_enabled() and self._is_live(tables[0])
         anchor = torch.zeros((), requires_grad=True, device=device) if wants else None
         each = [found[table] for table in tables]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from megazero.base.errors import UserError
 from megazero.library.assembly import Assembly
-from megazero.library.backward import run_backward
+from megazero.library.backward import Backwards, run_backward
 from megazero.library.describe import parts_table
 from megazero.library.lockstep import in_lockstep
 from megazero.library.shown import refuse_compiled
@@ -84,8 +84,29 @@ class Sharded(WholeValues):
         self._known = _places(self.module)
         self._skipped = torch.zeros((), dtype=torch.int64, device=assembly.values.device)
         self._checked = self.steps = 0
-        self._units = assembly.values.units
-        self._events = UnitEvents(self._units, assembly.memory.ledger.seconds)
+        self._events = UnitEvents(assembly.values.units, assembly.memory.ledger.seconds)
+        assembly.calls.on_thaw = self._thaw
+
+    def _thaw(self) -> None:
+        """Train from now on the parameters that were frozen and are not frozen any more.
+
+        Raises:
+            UserError: 502, a step is under way, the module has no optimizer, or a parameter cannot be trained.
+        """
+        assembly = self._assembly
+        if self._backwards.count:
+            self._backwards.refuse_thawed()
+        thawed = [member for part in assembly.parts for member in part.thawed]
+        if not self._backwards.trains:
+            what = f"{thawed[0].name} requires a gradient, and the module was sharded without an optimizer"
+            raise UserError(502, what, "keep it frozen")
+        if odd := next((member for member in thawed if not member.parameter.is_floating_point()), None):
+            what = f"{odd.name} requires a gradient, and only parameters of floating point are trained"
+            raise UserError(502, what, "keep it frozen")
+        assembly.thaw(self.steps - int(self._skipped))
+        self._backwards = Backwards(assembly)
+        self._events = UnitEvents(assembly.values.units, assembly.memory.ledger.seconds)
+        self._events.listen(on=self._watch is not None)
 
     @property
     def rank(self) -> int:
@@ -99,8 +120,9 @@ class Sharded(WholeValues):
         """Run the module's forward.
 
         Raises:
-            UserError: 502, parameters were added to the module, or taken away or replaced, after it was sharded; 507,
-                a rank has run other parts of it; 510, it is called from code that torch.compile compiles.
+            UserError: 502, parameters were added to the module, or taken away or replaced, after it was sharded, or
+                unfrozen between a forward and its step; 507, a rank has run other parts of it; 510, it is called from
+                code that torch.compile compiles.
         """
         refuse_compiled("sharded")
         if self._checked <= self.steps:  # once a step
@@ -163,6 +185,7 @@ class Sharded(WholeValues):
         self._backwards.require_whole()
         (stage,) = assembly.engine.stages
         assembly.meet("step")
+        self._backwards.refuse_thawed()
         stage.finish_reduction()
         sum_replicas(assembly.engine.units)
         with in_lockstep(self.rank):
@@ -191,6 +214,7 @@ class Sharded(WholeValues):
             UserError: 403, it could not be written; 508, the folder has this step already; 302, a value is not finite.
         """
         self._assembly.meet("save")
+        self._assembly.calls.follow()
         return State(self._assembly).save(Path(folder), self.steps, int(self._skipped))
 
     def load(self, folder: str | Path, step: int | None = None) -> int:
@@ -205,6 +229,7 @@ class Sharded(WholeValues):
             UserError: 402, there is none; 410, it is damaged; 508, it is of another module or another optimizer.
         """
         self._assembly.meet("load")
+        self._assembly.calls.follow()
         state = State(self._assembly)
         path, manifest = state.verified(Path(folder), step)
         self._backwards.forget()

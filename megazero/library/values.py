@@ -61,7 +61,6 @@ class Values:
         rank: this one, of all.
 
     Attributes:
-        units: those of all parts.
         gather: the gathering of units.
         epoch: the number of times that parameters got other values.
         lent: the names of the parameters that are lent; None: none are.
@@ -79,9 +78,13 @@ class Values:
         self.storages: dict[int, Unit] = {}
         self.called: Part | None = None
         self.ended: Part | None = None
-        self.units = [unit for part in parts for unit in part.units]
         self._members = [member for part in parts for member in part.members]
         self._versions = self._versions_now()
+
+    @property
+    def units(self) -> list[Unit]:
+        """Return the units of all parts."""
+        return [unit for part in self.parts for unit in part.units]
 
     def begin(self, part: Part, *, forward: bool) -> None:
         """Gather a part that is about to run; in a forward prefetch the one that ran after it last time."""
@@ -178,7 +181,7 @@ class Values:
             raise UserError(502, "the module was called inside of `gathered`", "leave that context first")
 
     def require_unchanged(self, lent: Collection[str] = ()) -> None:
-        """Refuse changes of parameters in place since the last time, through a view say, and unfrozen ones.
+        """Refuse changes of parameters in place since the last time, through a view say.
 
         Args:
             lent: the names of those that may have been changed.
@@ -191,10 +194,6 @@ class Values:
             if now != then and member.name not in lent:
                 what = f"{member.name} was changed in place outside of `sharded.gathered`"
                 raise UserError(502, what, "load a checkpoint; change values within `with sharded.gathered(...)`")
-        for member, trained in zip(self._members, self.trained_now(), strict=True):
-            if trained and not member.unit.trainable:
-                what = f"{member.name} requires a gradient, and was frozen when it was sharded"
-                raise UserError(502, what, "freeze it after megazero.shard, which then has memory for its state")
 
     def trained_now(self) -> list[bool]:
         """Return which parameters ask for gradients now."""

@@ -25,6 +25,7 @@ ENVIRONMENT_FILES = {"megazero/launcher/environment.py", "megazero/kernels/build
 ENVIRONMENT_FILES |= {"scripts/bench/data_parallel.py"}  # DeepSpeed takes its settings from nowhere else
 PEERS = ("scripts/bench/torch_pipeline.py",)  # another system, whose own way it is
 LESSONS = ("examples/zero_from_scratch.py",)  # shows what ranks send with torch alone, and counts it itself
+PICKLES = ("megazero/library/meeting.py",)  # exceptions of ranks that it has forked itself, in files without a name
 STEP_PATH = ("megazero/zero/", "megazero/extensions/", "megazero/optim/", "megazero/pipeline/", "megazero/model/")
 HOST_WAITS = {"item", "tolist", "cpu", "synchronize"}
 DRAWS = {"torch.manual_seed", "torch.seed", "torch.rand", "torch.randn", "torch.randint", "torch.randperm"}
@@ -80,7 +81,7 @@ def global_random_state(source: Source) -> Iterator[str]:
 
 def code_from_data(source: Source) -> Iterator[str]:
     for found in imports(source):
-        if found.module.split(".")[0] in CODE_LOADERS:
+        if found.module.split(".")[0] in CODE_LOADERS and source.path not in PICKLES:
             yield f"{source.at(found.node)}: import {found.module}"
     for node, name in uses(source):
         if name in CODE_CALLS or name.rpartition(".")[2] in OBJECT_COLLECTIVES:
@@ -147,6 +148,7 @@ GOOD: list[tuple[Callable[[Source], Iterator[str]], str, str]] = [
     (host_waits, "x = cpu(items)", "megazero/observe/metrics.py"),
     (host_waits, "for k, v in d.items():\n    x = v.item_size", "megazero/zero/unit.py"),
     (global_random_state, "import torch\nx = torch.randn(3, generator=g.manual_seed(0))", "megazero/tools/generate.py"),
+    (code_from_data, "import pickle", "megazero/library/meeting.py"),
     (code_from_data, "model.eval()\nre.compile('x')\njson.load(f)\nnp.load(f, allow_pickle=False)", "scripts/x.py"),
 ]
 

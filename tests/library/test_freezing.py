@@ -1,5 +1,6 @@
 """`requires_grad_` after `megazero.shard`: what is frozen keeps its values and state; equal to plain torch."""
 
+import io
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import megazero
 from megazero import Sharded
 from megazero.base.errors import UserError
-from tests.library.odd_modules import Block, Stack, made, of_numbers
+from tests.library.odd_modules import Block, Stack, made, numbers, of_numbers
 from tests.library.phases import Nets, Phase, Scenario, compare, plain_state
 from tests.library.running import ADAMW, STAGES, on_ranks, sharded_case
 
@@ -30,7 +31,7 @@ def loss(nets: Nets, step: int, rank: int) -> Tensor:
 
 
 def gradually(modules: Mapping[str, nn.Module], step: int) -> None:
-    """Train one more block in each step, the last one first."""
+    """Unfreeze another block with each step, the last one first."""
     modules["m"].get_submodule("blocks").requires_grad_(False)
     for block in list(modules["m"].get_submodule("blocks"))[3 - step :]:  # type: ignore[arg-type]
         block.requires_grad_(True)
@@ -48,18 +49,24 @@ def wholly(modules: Mapping[str, nn.Module], step: int) -> None:
 
 
 def head_first(modules: Mapping[str, nn.Module], step: int) -> None:
-    """Next to parameters that are never trained, freeze others and train them again."""
-    modules["m"].get_parameter("blocks.0.linear.bias").requires_grad_(step in (1, 3))
-    modules["m"].get_submodule("blocks.2.linear").requires_grad_(step > 1)
-    modules["m"].get_parameter("blocks.0.norm.weight").requires_grad_(step > 0)
+    """Unfreeze some of what is frozen from the beginning, and freeze it again."""
+    modules["m"].get_parameter("first.bias").requires_grad_(step in (1, 3))
+    modules["m"].get_submodule("blocks.1.linear").requires_grad_(step > 1)
+    modules["m"].get_parameter("blocks.2.norm.weight").requires_grad_(step > 0)
 
 
 def frozen_stack() -> dict[str, nn.Module]:
     return {"m": made("frozen")}
 
 
+def half_frozen() -> dict[str, nn.Module]:
+    module = Stack()
+    module.blocks.requires_grad_(False)
+    return {"m": module}
+
+
 SCENARIOS = {
-    "gradually": (lambda: {"m": Stack()}, gradually),
+    "gradually": (half_frozen, gradually),
     "from the beginning": (frozen_stack, head_first),
     "partly": (lambda: {"m": Stack()}, partly),
     "wholly": (lambda: {"m": Stack()}, wholly),
@@ -145,6 +152,86 @@ def test_checkpoints_have_the_count_of_each_parameter(name: str, optimizer: str,
             assert torch.allclose(found[key.removeprefix("m.")], value, rtol=1e-12, atol=1e-13), key
 
 
+def other_parameters(folder: Path) -> str:
+    sharded = of("gradually", 3, "ours")
+    steps(sharded, "gradually", range(1))
+    sharded.module.get_submodule("blocks.2").requires_grad_(True)
+    sharded.save(folder)
+    with pytest.raises(UserError) as caught:
+        of("gradually", 1, "ours").load(folder)
+    return str(caught.value)
+
+
+def test_a_checkpoint_fits_a_module_whose_parameters_have_been_trained_alike(tmp_path: Path):
+    line, other = on_ranks(2, other_parameters, tmp_path, fresh=True)
+    assert "MZ-508" in other
+    assert "MZ-508" in line and "blocks.2.linear.bias: expected F64 [6], frozen or a buffer, got F64 [6]" in line
+
+
+def held(stage: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    sharded, sizes = of("gradually", stage, "ours"), []
+    for step in (0, 1, 3):
+        steps(sharded, "gradually", range(step, step + 1))
+        sizes.append({kind: size["now"] for kind, size in sharded.memory().items()})
+    return sizes[0], sizes[1], sizes[2]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 2])
+def test_memory_comes_with_what_is_unfrozen(stage: int):
+    """In fp64, two ranks: a block of 96 elements, the first layer of 64."""
+    for few, more, all_ in on_ranks(2, held, stage):
+        for sizes, blocks in ((few, 0), (more, 1), (all_, 3)):
+            numel = 64 + 96 * blocks
+            assert sizes["parameters"] == 8 * (64 + 96 * 3)
+            assert sizes["gradients"] == 8 * numel // (2 if stage else 1)
+            assert sizes["optimizer"] == 8 * 2 * numel // (2 if stage else 1)
+
+
+def parameters_stay() -> None:
+    sharded, out = of("gradually", 3, "ours"), io.StringIO()
+    sharded.watch(1, out)
+    mine = sharded.module.get_parameter("blocks.2.linear.weight")
+    steps(sharded, "gradually", range(3))
+    assert sharded.module.get_parameter("blocks.2.linear.weight") is mine
+    if sharded.rank == 0:
+        assert "blocks.2 (frozen)" in out.getvalue() and "blocks.2 (unfrozen)" in out.getvalue().split("step 2")[1]
+    with pytest.raises(UserError, match=r"MZ-506.*loss.backward"):
+        of_numbers(sharded, 0, 0).backward()
+
+
+def test_parameters_are_those_that_the_user_holds():
+    on_ranks(2, parameters_stay)
+
+
+def backward_of_before() -> None:
+    sharded = of("gradually", 3, "ours")
+    loss = of_numbers(sharded, 0, 0)
+    sharded.module.requires_grad_(True)
+    sharded(numbers(0, 0))
+    with pytest.raises(UserError, match=r"MZ-506.*a forward that ran before"):
+        sharded.backward(loss)
+
+
+def test_a_graph_of_before_has_no_backward():
+    on_ranks(2, backward_of_before)
+
+
+def in_fp16(stage: int) -> tuple[bool, dict[str, Tensor]]:
+    sharded = megazero.shard(half_frozen()["m"].float(), SGD, stage=stage, kernels="reference", precision="fp16")
+    skipped = []
+    for step in range(3):
+        gradually({"m": sharded.module}, step)
+        sharded.backward(of_numbers(sharded, step, sharded.rank) * (1e9 if step == 0 else 1.0))
+        skipped.append(sharded.step().skipped)
+    scale = sharded._assembly.engine.loss_scale
+    return skipped[0] and not any(skipped[1:]) and int(scale.good) == 2, sharded.full_state_dict(everywhere=True)
+
+
+def test_what_is_unfrozen_has_the_loss_scale_and_the_count_of_updates():
+    for kept, found in on_ranks(2, in_fp16, 3):
+        assert kept and all(torch.isfinite(values).all() for values in found.values())
+
+
 def on_one_rank(name: str) -> str:
     sharded = of("partly", 1, "ours")
     if sharded.rank == 1:
@@ -159,12 +246,25 @@ def test_ranks_that_freeze_other_parameters_say_so():
         assert "MZ-502 rank=1" in line and "frozen other parameters than rank 0" in line
 
 
-def test_what_was_frozen_when_it_was_sharded_cannot_be_trained():
-    sharded = of("from the beginning", 1, "ours")
-    loss = of_numbers(sharded, 0, 0)
-    sharded.module.requires_grad_(True)
-    with pytest.raises(UserError, match=r"MZ-502.*requires a gradient, and was frozen when it was sharded; freeze"):
-        sharded.backward(loss)
+def test_what_was_frozen_is_unfrozen_between_steps():
+    sharded = of("gradually", 1, "ours")
+    blocks, loss = sharded.module.get_submodule("blocks"), of_numbers(sharded, 0, 0)
+    for call in (lambda: sharded.backward(loss), lambda: sharded(numbers(0, 0)), sharded.step):
+        blocks.requires_grad_(True)
+        with pytest.raises(UserError, match=r"MZ-502.*blocks.0.norm.weight was unfrozen between"):
+            call()
+        blocks.requires_grad_(False)
+        call()
+    assert sharded.steps == 1
+
+
+def test_parameters_without_real_values_stay_frozen():
+    module = Stack()
+    module.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)
+    sharded = megazero.shard(module, "adamw", stage=1)
+    module.requires_grad_(True)
+    with pytest.raises(UserError, match=r"MZ-502.*phase requires a gradient, and only parameters of floating point"):
+        sharded(numbers(0, 0).float())
 
 
 def test_a_frozen_parameter_has_no_part_in_the_norm():
@@ -197,10 +297,12 @@ def two_tables() -> TwoTables:
 
 def with_tables(fetches: bool) -> dict[str, Tensor]:
     module = two_tables()
+    module.head.bias.requires_grad_(False)
     sharded = megazero.shard(module, SGD, stage=1, kernels="reference", tables=["a", "b"])
     for step in range(4):
         module.a.requires_grad_(step % 2 == 0)
         module.b.requires_grad_(step != 2)
+        module.head.bias.requires_grad_(step > 0)
         ids = ids_of(step, sharded.rank)
         if fetches:
             sharded.prefetch_rows({"a": ids % 7, "b": ids})
@@ -219,6 +321,7 @@ def test_tables_follow_too():
     for step in range(4):
         module.a.requires_grad_(step % 2 == 0)
         module.b.requires_grad_(step != 2)
+        module.head.bias.requires_grad_(step > 0)
         for rank in range(2):
             (module(ids_of(step, rank)) / 2).backward()
         optimizer.step()

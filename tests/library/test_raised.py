@@ -1,4 +1,4 @@
-"""An exception of the user's under `launch` reaches the caller with the rank and its traceback, at once."""
+"""An exception of the user's under `launch` reaches the caller as it is, with the rank and its traceback; at once."""
 
 import errno
 import os
@@ -16,8 +16,20 @@ import megazero
 from megazero.base.errors import UserError
 
 
-class OddError(Exception):
+class OwnError(Exception):
     """A class of the user's."""
+
+    def __init__(self, low: int, high: int):
+        super().__init__(low, high)
+        self.high = high
+        self.add_note("my own note")
+
+
+class OddError(Exception):
+    """One that pickle cannot make again: it takes two arguments and passes on one."""
+
+    def __init__(self, low: int, high: int):
+        super().__init__(f"not in {low} to {high}")
 
 
 class InBackward(torch.autograd.Function):
@@ -45,8 +57,25 @@ def value() -> None:
     raise ValueError("my own bug")
 
 
+def own() -> None:
+    raise OwnError(1, 2)
+
+
 def odd() -> None:
-    raise OddError("not in 1 to 2")
+    raise OddError(1, 2)
+
+
+def local() -> None:
+    class LocalError(KeyError):
+        pass
+
+    raise LocalError("made inside")
+
+
+def with_a_function() -> None:
+    error = RuntimeError("holds what cannot be pickled")
+    error.function = lambda: None  # type: ignore[attr-defined]
+    raise error
 
 
 def group() -> None:
@@ -79,8 +108,11 @@ def on_rank_1_alone() -> None:
 
 RAISED: dict[str, tuple[Callable[..., None], tuple[Any, ...], type[BaseException], str]] = {
     "value": (value, (), ValueError, "my own bug"),
-    "of a class of the user's": (odd, (), RuntimeError, "OddError: not in 1 to 2"),
-    "group": (group, (), RuntimeError, "ExceptionGroup: several"),
+    "of a class of the user's": (own, (), OwnError, "(1, 2)"),
+    "not to be made again": (odd, (), RuntimeError, "OddError: not in 1 to 2"),
+    "of a local class": (local, (), RuntimeError, "LocalError: 'made inside'"),
+    "not to be pickled": (with_a_function, (), RuntimeError, "holds what"),
+    "group": (group, (), ExceptionGroup, "several"),
     "exit": (asked_to_exit, (), SystemExit, "7"),
     "interruption": (interrupted, (), KeyboardInterrupt, ""),
     "OSError": (full, (), OSError, "no room"),
@@ -91,15 +123,18 @@ RAISED: dict[str, tuple[Callable[..., None], tuple[Any, ...], type[BaseException
 
 
 @pytest.mark.parametrize("case", RAISED)
-def test_an_exception_reaches_the_caller(case: str, capfd: pytest.CaptureFixture[str]):
+def test_an_exception_reaches_the_caller_as_it_is(case: str, capfd: pytest.CaptureFixture[str]):
     function, arguments, kind, text = RAISED[case]
     with pytest.raises(kind) as raised:
         megazero.launch(function, 2, *arguments)
     error = raised.value
     assert type(error) is kind and text in str(error)
-    (note,) = error.__notes__
+    *own_notes, note = error.__notes__
+    assert own_notes == (["my own note"] if kind is OwnError else [])
     assert note.startswith("on rank 1:" if case == "one rank" else "on rank ") and function.__name__ in note
     assert "Traceback (most recent call last)" in note and __file__ in note
+    assert getattr(error, "high", 2) == 2 and getattr(error, "errno", errno.ENOSPC) == errno.ENOSPC
+    assert getattr(error, "code", 7) == 7
     assert "MZ-390" not in capfd.readouterr().err
 
 

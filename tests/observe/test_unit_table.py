@@ -39,7 +39,7 @@ def test_a_table_of_the_steps_since_the_last_one(stage: int, gathered: tuple[int
 
 def test_events_are_counted_while_somebody_looks():
     sharded = sharded_case("plain", 3)
-    events = UnitEvents(sharded._units, {})
+    events = UnitEvents(sharded._assembly.values.units, {})
     stream = io.StringIO()
     sink = UnitTableSink(events, stream)
     train(sharded, "plain", steps=1)
