@@ -212,6 +212,11 @@ def job_id(environment: Mapping[str, str] = os.environ) -> str:
     return environment.get("SLURM_JOB_ID", "")
 
 
+def step(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the words that all ranks of this srun step share with no other step."""
+    return " ".join(environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
+
+
 def job_output(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Return the file of the batch script's output, as the script gives it; None: it does not."""
     return Path(given) if (given := environment.get("MEGAZERO_OUTPUT")) else None

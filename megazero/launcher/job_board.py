@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store
 from megazero.comm.memfd import Handle
 from megazero.comm.status_board import EMPTY, FAILED, RUNNING, RankStatus, StatusBoard
 from megazero.launcher.meeting import Presence, elected
+from megazero.launcher.store import get
 
 _ALARM = "alarm"
 _WAITING = timedelta(days=20)  # of one wait: when it is over, torch writes a warning
@@ -115,7 +116,7 @@ def job_board(store: Store, rank: int, roll: Mapping[int, Presence]) -> JobBoard
             board, handle = StatusBoard.shared(size)
     if rank == here[0]:
         store.set(f"board/{rank}", json.dumps(handle and astuple(handle)))
-    elif place := json.loads(store.get(f"board/{here[0]}")):
+    elif place := json.loads(get(store, [f"board/{here[0]}"])[0]):
         with contextlib.suppress(OSError):
             board = StatusBoard.attached(Handle(*place), size)
     if board is None:

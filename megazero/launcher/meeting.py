@@ -201,7 +201,9 @@ class Lobby:
 
 def _verdict(store: Store, rank: int, size: int, seconds: float) -> Verdict:
     """Return the roll, or why there is none: on rank 0 when all have come or time is up, on others when it is up."""
-    if rank == 0 and until(lambda: store.add("here", 0) >= size, seconds):
+    came = rank == 0 and until(lambda: store.add("here", 0) >= size, seconds)
+    missing = [] if came else absent(store, "here", range(size))
+    if rank == 0 and not missing:
         texts = store.multi_get([f"here/{other}" for other in range(size)])
         roll = {other: Presence.of(json.loads(text)) for other, text in enumerate(texts)}
         first = roll[0]
@@ -210,7 +212,6 @@ def _verdict(store: Store, rank: int, size: int, seconds: float) -> Verdict:
                 what = f"runs {there.fingerprint} on {there.host}, rank 0 {first.fingerprint} on {first.host}"
                 return Verdict({}, (321, what, _SAME), other)
         return Verdict(roll)
-    missing = absent(store, "here", range(size))
     shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     what = f"{len(missing)} of {size} ranks did not come within {seconds:g} s: {shown}" if missing else _SILENT
     return Verdict({}, (320, what, _SEE), rank)

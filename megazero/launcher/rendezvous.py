@@ -24,7 +24,7 @@ from megazero.launcher.environment import RankContext, host_name, stay_on
 from megazero.launcher.job_board import job_board
 from megazero.launcher.meeting import SLACK, Lobby, Presence, call_roll, unanswered
 from megazero.launcher.monitor import Monitor
-from megazero.launcher.store import deadline, open_store
+from megazero.launcher.store import deadline, get, open_store
 from megazero.launcher.world import World
 
 _ABORT = 10.0  # seconds for NCCL to give its communicators up
@@ -175,5 +175,5 @@ def _open_outboxes(shared_memory: SharedMemoryTransport, lobby: Lobby) -> None:
     except OSError:  # a hardened kernel may forbid it, or it is not what was announced; sockets do as well
         opened = False
     store.set(f"opened/{own}", str(int(opened)))
-    if all(said == b"1" for said in store.multi_get([f"opened/{rank}" for rank in here])):
+    if all(said == b"1" for said in get(store, [f"opened/{rank}" for rank in here])):
         shared_memory.reached = frozenset(here)

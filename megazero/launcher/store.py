@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megazero.base.answers import flush_output
 from megazero.base.errors import UserError
-from megazero.launcher.environment import Meeting, RankContext, attempt, master, meeting_of_step
+from megazero.launcher.environment import Meeting, RankContext, attempt, master, meeting_of_step, step
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of netdevice(7)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two looks at the store
@@ -51,6 +51,7 @@ def open_store(place: RankContext, timeout: timedelta) -> Store:
             meeting = meeting_of_step()
             where = f"{meeting.host}:{meeting.port}"
             store = _served(meeting, timeout) if world.rank == 0 else _reached(meeting, timeout)
+            store = PrefixStore(step(), store)  # ranks of a job that listens at the same port find nobody
     except dist.DistError as error:
         reason = " ".join(str(error).split())[:80]
         if "EADDRINUSE" in str(error):
@@ -71,6 +72,18 @@ def until(ready: Callable[[], bool], seconds: float) -> bool:
         time.sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE)
     return True
+
+
+def get(store: Store, keys: Sequence[str]) -> list[bytes]:
+    """Return the values of keys that others set. It polls, as torch's client handles no signal while it waits.
+
+    Raises:
+        RuntimeError: they are not there within the store's timeout.
+    """
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # which torch's description lacks
+    if not until(lambda: store.check(list(keys)), timeout.total_seconds()):
+        raise RuntimeError(f"no rank has set {', '.join(keys)}")
+    return store.multi_get(list(keys))
 
 
 @contextlib.contextmanager

@@ -57,6 +57,8 @@ class CountingStore:
         store: the client; None: a new one of the store at a port of this host.
     """
 
+    timeout = TIMEOUT
+
     def __init__(self, port: int, store: TCPStore | None = None):
         self._port, self._store = port, store or _client(port)
         self.requests = self.keys = 0
