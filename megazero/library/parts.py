@@ -12,7 +12,6 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +82,8 @@ class Part:
         units: of all members; set by `find_units`.
         sharded: some unit rests in shards.
         running: a call of it runs now.
-        open: its calls whose backward is still to come; one whose graph is dropped is not.
+        open: its calls with gradients in this epoch that no backward has reached. When a graph is freed is each
+            rank's own matter, so a call whose output is dropped stays here until the epoch ends.
         after: the part that was called after it in the last forward: it is prefetched.
         nodes: of autograd, which take the gradients of its parameters' uses outside of its forward.
         strays: such gradients that are still to come in this backward.
@@ -96,7 +96,7 @@ class Part:
     units: list[Unit] = field(init=False)
     sharded: bool = field(init=False)
     running: bool = False
-    open: WeakSet[Any] = field(default_factory=WeakSet)
+    open: set[Any] = field(default_factory=set)
     after: "Part | None" = None
     nodes: list[Node] = field(default_factory=list)
     strays: int = 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from megazero.base.errors import UserError
 from megazero.comm.agreement import agree
@@ -208,4 +208,10 @@ def _cast(inputs: Any, dtype: torch.dtype | None) -> Any:
     """Return inputs with every tensor of floating point in this dtype; None: as they are."""
     if dtype is None:
         return inputs
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
+
+    def narrowed(x: Any) -> Any:
+        if isinstance(x, dict):  # of a class of its own, into which torch does not look
+            return {key: _cast(value, dtype) for key, value in x.items()}
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return tree_map(narrowed, inputs)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import megazero
 from megazero import Sharded
 from megazero.base.errors import UserError
 from tests.library.odd_modules import made, of_numbers
@@ -76,3 +77,24 @@ def test_backwards_that_send_nothing_may_be_of_another_number(stage: int):
         optimizer.zero_grad()
     found, *_ = on_ranks(2, uneven, stage)
     assert all(torch.allclose(found[n], value, rtol=1e-12, atol=1e-13) for n, value in module.state_dict().items())
+
+
+def kept_outputs(keeps: bool) -> float:
+    """Train after a forward whose output no backward reaches; rank 0 may keep it, and with it its graph."""
+    with torch.random.fork_rng():
+        torch.default_generator.manual_seed(0)
+        module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))).double()
+    sharded, kept, x = megazero.shard(module, "adamw", stage=3), [], torch.ones(2, 4, dtype=torch.float64)
+    for _ in range(3):
+        out = sharded(x)
+        if keeps and sharded.rank == 0:
+            kept.append(out)
+        del out
+        sharded.backward(sharded(x).square().mean())
+        sharded.step(1e-2)
+    return sum(float(value.sum()) for value in sharded.full_state_dict(everywhere=True).values())
+
+
+def test_a_graph_that_one_rank_keeps_changes_no_gather() -> None:
+    dropped, kept = (megazero.launch(kept_outputs, 2, keeps) for keeps in (False, True))
+    assert dropped == kept
