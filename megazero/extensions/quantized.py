@@ -34,7 +34,6 @@ from megazero.base.quantized import BLOCK, quantized_bytes
 from megazero.comm.collectives import Pending, start_all_gather_in_place, start_all_to_all
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.pool import Pool, same_place
-from megazero.extensions.neighbours import near_and_far
 from megazero.kernels.operations import Operations
 from megazero.zero.extension import Extension, Gathering, Summing
 from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, redistribute
@@ -243,15 +242,14 @@ class Quantized(Extension):
 
 
 def quantized(
-    config: Config, grid: Grid, ops: Operations, precision: Precision, device: torch.device
+    config: Config, grid: Grid, axes: tuple[Axis, Axis], ops: Operations, precision: Precision, device: torch.device
 ) -> Extension | None:
     """Return the quantised messages that `zero.quantize` asks for."""
     asked = config.zero.quantize
     parameters, gradients = BITS[asked.parameters], BITS[asked.gradients]
     if parameters is None and gradients is None:
         return None
-    near, far = near_and_far(grid)
-    hops = (near, far) if config.zero.secondary_ranks is not None and far.size > 1 else None
+    hops = axes if config.zero.secondary_ranks is not None and axes[1].size > 1 else None
     pools = Pool(torch.uint8, device, grid.comm.ledger, "pool"), Pool(torch.uint8, device, grid.comm.ledger, "pool")
     feedback = asked.error_feedback and gradients is not None
     return Quantized(parameters, gradients, ops, pools, precision, device, feedback=feedback, hops=hops)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megazero.comm.collectives import Pending, start_all_gather_in_place
 from megazero.comm.grid import Axis, Grid
-from megazero.extensions.neighbours import near_and_far
 from megazero.kernels.operations import Operations
 from megazero.zero.extension import Extension, Gathering
 from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, shard_slice
@@ -74,8 +73,8 @@ class SecondShards(Extension):
 
 
 def second_shards(
-    config: Config, grid: Grid, ops: Operations, precision: Precision, device: torch.device
+    config: Config, grid: Grid, axes: tuple[Axis, Axis], ops: Operations, precision: Precision, device: torch.device
 ) -> Extension | None:
     """Return the second shards that `zero.secondary_ranks` asks for."""
-    near, _ = near_and_far(grid)
+    near, _ = axes
     return None if config.zero.secondary_ranks is None or near.size == 1 else SecondShards(near)
