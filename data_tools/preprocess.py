@@ -39,7 +39,7 @@ from data_tools.files import TABLES, kind_of
 from data_tools.merge import copy_documents
 from data_tools.places import Part
 from data_tools.selection import Select, Taken
-from data_tools.skipped import Skipped
+from data_tools.skipped import LISTED, Skipped
 from data_tools.templates import open_template
 from data_tools.unfinished import Counts, Unfinished
 from megazero.base.answers import tell
@@ -71,7 +71,7 @@ def preprocess(options: argparse.Namespace) -> None:
         counts, skipped = Counts(), Skipped()
         for each in unfinished.done:
             counts.add(each)
-        skipped.count, skipped.lines = counts.rejected, counts.skipped
+        skipped.count, skipped.lines = counts.rejected, counts.skipped[:LISTED]
         skipped.tell(options.output, tell)
         if not counts.documents:
             what = f"expected text, got {counts.empty:,} empty documents "
@@ -80,6 +80,9 @@ def preprocess(options: argparse.Namespace) -> None:
         path_of(options.output).unlink(missing_ok=True)  # of token files that are replaced
         with IndexedDatasetWriter(options.output, dtype, masked=masked) as writer:
             copy_documents(open_files(unfinished.folder), writer)
+            if writer.num_documents != counts.documents:
+                what = f"expected {counts.documents:,} documents, got {writer.num_documents:,}"
+                raise UserError(208, what, "remove the folder, and run again", where=unfinished.folder)
         made = (counts.documents, counts.tokens, counts.bytes, counts.id_bytes, counts.longest, writer.mask_digest)
         Origin(tokenizer.fingerprint, tokenizer.vocab_size, *made).write(options.output)
     with HEART.paused():

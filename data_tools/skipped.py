@@ -7,7 +7,7 @@ from pathlib import Path
 from megazero.base.atomic import write_atomically
 from megazero.base.errors import UserError
 
-_LISTED, _SHOWN = 10_000, 5  # in the file, and on standard error
+LISTED, _SHOWN = 10_000, 5  # in the file, and on standard error
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Skipped:
     def add(self, error: UserError) -> None:
         """Count one more file or line that is bad."""
         self.count += 1
-        if len(self.lines) < _LISTED:
+        if len(self.lines) < LISTED:
             self.lines.append(f"{error.where}: {error.what}")
 
     def tell(self, output: Path, say: Callable[[str], object]) -> None:

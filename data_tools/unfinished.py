@@ -55,7 +55,10 @@ class Counts:
         """Add the counts of other documents."""
         longest = max(self.longest, other.longest)
         for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+            if isinstance(value, list):
+                getattr(self, name).extend(value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
         self.longest = longest
 
 
@@ -85,6 +88,7 @@ class Unfinished:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             job = self.folder / "job"
             if not job.exists() or job.read_text() != self._job:
+                job.unlink(missing_ok=True)  # first: what is left of a cleaning that is cut off is of no command
                 for path in self.folder.iterdir():
                     if path.name != "lock":
                         path.unlink()

@@ -122,7 +122,7 @@ def test_lines_of_json_are_skipped_one_by_one(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_list_of_what_was_skipped_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skipped_module, "_LISTED", 7)
+    monkeypatch.setattr(skipped_module, "LISTED", 7)
     skipped, said = Skipped(), []
     for number in range(20):
         skipped.add(UserError(213, "bad", where=number))

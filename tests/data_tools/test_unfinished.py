@@ -8,7 +8,7 @@ import pytest
 
 from data_tools import merge, preprocess
 from data_tools.encoding import Encoder
-from data_tools.unfinished import Unfinished
+from data_tools.unfinished import Counts, Unfinished
 from megazero.data.origin import read_origin
 
 NAMES = (".bin", ".idx", ".json", ".mask", ".skipped.txt")
@@ -190,3 +190,31 @@ def test_documents_of_other_tokenizers_are_encoded_whole(
     monkeypatch.setattr("data_tools.corpus.WHOLE", 7)
     assert preprocess.main([*line, "--output", str(tmp_path / "cut")]) == 0
     assert "; 1 documents of more than" in capsys.readouterr().out
+
+
+def test_counts_of_many_documents_are_added_in_place() -> None:
+    total, each = Counts(digests=["0" * 32]), Counts(documents=1, digests=["1" * 32], longest=3)
+    kept = total.digests
+    for _ in range(3):
+        total.add(each)
+    assert (total.documents, total.longest, len(total.digests)) == (3, 3, 4) and total.digests is kept
+
+
+def test_a_cleaning_that_is_cut_off_leaves_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "out"
+    with Unfinished(output, "one") as unfinished:
+        unfinished.finish(Counts(documents=1))
+    folder, honest = tmp_path / "out.unfinished", Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".done":
+            raise KeyboardInterrupt
+        honest(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(KeyboardInterrupt), Unfinished(output, "another"):
+        pass
+    monkeypatch.undo()
+    assert (folder / "000000.done").exists()
+    with Unfinished(output, "one") as again:
+        assert again.done == []
