@@ -200,10 +200,12 @@ def test_counts_of_many_documents_are_added_in_place() -> None:
     assert (total.documents, total.longest, len(total.digests)) == (3, 3, 4) and total.digests is kept
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its lock ends with the process
 def test_a_cleaning_that_is_cut_off_leaves_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "out"
-    with Unfinished(output, "one") as unfinished:
+    with pytest.raises(KeyboardInterrupt), Unfinished(output, "one") as unfinished:
         unfinished.finish(Counts(documents=1))
+        raise KeyboardInterrupt
     folder, honest = tmp_path / "out.unfinished", Path.unlink
 
     def unlink(path: Path, missing_ok: bool = False) -> None:
