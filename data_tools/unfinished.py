@@ -4,7 +4,7 @@
     000012.bin .idx .mask        token files of the 13th part, a pair like any other
     000012.done                  its counts; written last
 
-A part that has no counts is made anew. Once all are there, `preprocess` joins them like any other folder of shards.
+A part that has no counts is made again. When all are there, `preprocess` joins them as any other folder of shards.
 """
 
 import fcntl
@@ -26,7 +26,7 @@ class Counts:
     """The counts of some documents.
 
     Attributes:
-        documents, tokens: in the files; tokens with those that end documents.
+        documents, tokens: in the files; tokens count the ends of documents, too.
         empty: documents without a token, which are left out.
         bytes, id_bytes: of the text, and those that its ids stand for.
         longest: tokens of the longest document.
@@ -88,7 +88,7 @@ class Unfinished:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             job = self.folder / "job"
             if not job.exists() or job.read_text() != self._job:
-                job.unlink(missing_ok=True)  # first: what is left of a cleaning that is cut off is of no command
+                job.unlink(missing_ok=True)  # first: a killed cleaning leaves parts that no command believes
                 for path in self.folder.iterdir():
                     if path.name != "lock":
                         path.unlink()
