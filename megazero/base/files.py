@@ -79,14 +79,6 @@ def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
         view = view[file.write(view) :]
 
 
-def modified_at(path: Path) -> int | None:
-    """Return when a file was last written or touched, in nanoseconds; None if there is none."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return None
-
-
 def flush(file: BinaryIO) -> None:
     """Flush everything written so far to the disk."""
     file.flush()

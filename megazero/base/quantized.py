@@ -4,6 +4,7 @@ n values become the codes of all of them, then an fp32 scale for each block of `
 bytes, rounded up to `ROUND`, so that what follows is aligned.
 """
 
+BITS = {"none": None, "int8": 8, "int4": 4}  # of a code, by the words of `zero.quantize`
 BLOCK = 256  # values that share a scale
 ROUND = 16  # bytes; n is a multiple of as many elements, see plan/placements.py
 

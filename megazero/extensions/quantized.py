@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megazero.base.quantized import BLOCK, quantized_bytes
+from megazero.base.quantized import BITS, BLOCK, quantized_bytes
 from megazero.comm.collectives import Pending, start_all_gather_in_place, start_all_to_all
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.pool import Pool, same_place
@@ -40,8 +40,6 @@ from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, 
 
 if TYPE_CHECKING:
     from megazero.config.schema import Config
-
-BITS = {"none": None, "int8": 8, "int4": 4}  # of a code, by the word of a config
 
 
 class QuantizedGathering(Gathering):

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megazero.base.quantized import BLOCK
+from megazero.base.quantized import BITS, BLOCK
 from megazero.plan.model import Micro, Shape
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, ZeroStage
 from megazero.plan.states import Bytes, UnitSize, units
 from megazero.schedules.layers import Layers, cut
 
 Home = Literal["none", "cpu", "nvme"]  # the tiers of offload: on the device, on the host, on disks
-BITS = {"none": None, "int8": 8, "int4": 4}  # of the codes of what `zero.quantize` sends
 
 
 @dataclass(frozen=True)

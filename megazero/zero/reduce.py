@@ -48,7 +48,6 @@ class Reduction:
         self._reduced: set[Unit] = set()  # in this step
         # Called with each unit whose own gradients are complete; they are then dropped instead of reduced.
         self.inspect: Callable[[Unit], object] | None = None
-        self.before: Callable[[Unit], object] = lambda unit: None  # called with each unit that is reduced next
         self.follows: Reduction | None = None  # the reductions of this backward that start first
         for index, unit in enumerate(units):
             unit.gradients.deliveries.on_complete = lambda index=index: self._complete(index)
@@ -90,7 +89,6 @@ class Reduction:
         while self._next >= 0 and self._ready[self._next] and not (self.follows and self.follows._next >= 0):
             unit = self._units[self._next]
             self._next -= 1
-            self.before(unit)
             with unit.axes.shard.comm.ledger.time(unit.layout.name, "reduce"):
                 unit.gradients.close()
                 with self._stream.queued():

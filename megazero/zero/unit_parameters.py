@@ -104,12 +104,6 @@ class UnitParameters:
         self._show([self._nothing] * len(self._members))
         self.on_event("released")
 
-    def discard(self, whole: Tensor) -> None:
-        """Free gathered parameters, of `start_gather`, that were for other ranks alone."""
-        self.on_event("gathered")
-        self._pool.give(whole)
-        self.on_event("released")
-
     def send_updated(self) -> None:
         """Copy updated parameters to where they rest, if `updated` is other memory."""
         self.gathering.forget()
