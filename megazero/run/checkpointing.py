@@ -29,7 +29,7 @@ from megazero.checkpoint.shard import BLOCK, NAMES
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import Grid
 from megazero.config.changes import in_json
-from megazero.config.file import flatten
+from megazero.config.flat import flatten
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.model.parameter import whole_shapes

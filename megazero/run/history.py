@@ -14,7 +14,7 @@ from typing import Any
 
 from megazero.checkpoint.manifest import Manifest
 from megazero.config.changes import in_json, is_permitted, row_of
-from megazero.config.file import flatten
+from megazero.config.flat import flatten
 from megazero.config.schema import Config
 
 # What older checkpoints do not say.

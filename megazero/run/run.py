@@ -14,6 +14,7 @@ from megazero.config.schema import Config
 from megazero.launcher.signals import Signals
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
+from megazero.run.planned import Planner
 
 T = TypeVar("T")
 
@@ -28,6 +29,7 @@ class Run:
         folder: of the run.
         lock: the lock of that folder; rank 0 holds it.
         signals: that have come to this rank.
+        plan: gives the plan of a part of the run.
         name: of the config.
         allowed: options and sections that `--allow-change` names.
     """
@@ -38,6 +40,7 @@ class Run:
     folder: RunFolder
     lock: RunLock
     signals: Signals
+    plan: Planner
     name: str = ""
     allowed: tuple[str, ...] = ()
 

@@ -18,6 +18,7 @@ from megazero.checkpoint.store import Store
 from megazero.comm.grid import Grid
 from megazero.data.sampler import index_of, sample_id
 from megazero.launcher.signals import Signals
+from megazero.launcher.world import World
 from megazero.plan.job import Job
 from megazero.run.checkpointing import (
     CheckpointMetadata,
@@ -30,6 +31,7 @@ from megazero.run.loading import check_same
 from megazero.run.lock import RunLock
 from megazero.run.resume import Start
 from megazero.run.run import Run
+from megazero.tools.training.plans import planner
 from megazero.zero.placement import Precision
 from tests.layouts import CPU, GLOBAL_BATCH, SHAPES, Rank, config_of
 
@@ -46,7 +48,7 @@ class Saving:
         lock = RunLock(self.folder.lock)
         if self.grid["world"].rank == 0:
             self.folder.create(lock, resume=True)
-        run = Run(config, self.grid, CPU, self.folder, lock, Signals())
+        run = Run(config, self.grid, CPU, self.folder, lock, Signals(), planner(World(0, 1, 0)))
         start = Start("word", "run", str(self.folder.checkpoints))
         self.about: CheckpointMetadata = about_run(run, start, rank.built, "some data", None)
         self.lock = lock

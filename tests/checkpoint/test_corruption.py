@@ -23,7 +23,7 @@ from megazero.observe.jsonl import read_rows
 from megazero.plan.job import Job
 from megazero.run.checkpointing import holdings_to_load
 from megazero.run.folder import RunFolder
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from megazero.zero.placement import Precision
 from tests.checkpoint.grids import logical_state, save_after
 from tests.layouts import CPU, SHAPES, Rank, job_on

@@ -25,7 +25,7 @@ from megazero.observe.jsonl import JsonlSink, read_rows
 from megazero.optim.adamw import AdamW
 from megazero.pipeline.stage import Stage
 from megazero.run.folder import RunFolder
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from megazero.train.validation import Validation
 from megazero.zero.engine import Engine
 from megazero.zero.gather import Gather

@@ -15,7 +15,7 @@ from megazero.config.file import load
 from megazero.kernels import counter
 from megazero.model.embedding import INITIAL_STD
 from megazero.observe.jsonl import read_rows
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from tests.checkpoint.grids import logical_state
 from tests.tiny_run import TinyData
 

@@ -11,7 +11,7 @@ from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
 from megazero.observe.jsonl import read_rows
 from megazero.run.folder import RunFolder
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from tests.tiny_run import TinyData, command, repeating
 
 STEPS = 8

@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from megazero.base.errors import UserError
 from megazero.config.changes import CHANGEABLE, FREE, is_permitted, permitted, row_of
-from megazero.config.file import flatten, option_keys
+from megazero.config.flat import flatten, option_keys
 from megazero.config.schema import Config, Stage
 from megazero.config.stages import SECTIONS
 from megazero.run.loading import _SAME, _matching

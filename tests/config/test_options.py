@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.config.file import option_keys
+from megazero.config.flat import option_keys
 from megazero.observe.jsonl import read_rows
 from megazero.run.folder import RunFolder
 from megazero.tools.certify.tolerances import LOSS_FP32, WEIGHTS_FP32, difference, weight_differences

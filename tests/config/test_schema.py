@@ -6,7 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from megazero.base.errors import LINE_LIMIT, FaultList, UserError
-from megazero.config.file import dump, flatten, load, option_keys
+from megazero.config.file import load
+from megazero.config.flat import dump, flatten, option_keys
 from megazero.config.schema import Config, default_ffn, resolved
 
 # What scripts and users rely on, with the value that a resolved config has when nobody says otherwise.

@@ -14,7 +14,7 @@ from megazero.config.stages import Course
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.observe.jsonl import read_rows
 from megazero.run.data import open_data
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from tests.run.going_on import LINE, go_on
 from tests.sources import options
 from tests.tiny_run import TinyData, repeating

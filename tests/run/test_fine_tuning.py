@@ -17,8 +17,8 @@ from megazero.data.loader import BatchLoader
 from megazero.observe.jsonl import read_rows
 from megazero.run.data import open_data
 from megazero.run.folder import RunFolder
-from megazero.run.session import launch
 from megazero.tools.certify.tolerances import GRADIENT_FP32, LOSS_FP32, WEIGHTS_FP32, difference, weight_differences
+from megazero.tools.training.launch import launch
 from tests.data_tools.chats import MARKED, make_tokenizer, turns, write_chats
 from tests.tiny_run import command, saved_weights
 

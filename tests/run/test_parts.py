@@ -18,8 +18,8 @@ from megazero.observe.jsonl import read_rows
 from megazero.run import parts
 from megazero.run.build import build_trainer
 from megazero.run.data import open_data
-from megazero.run.session import launch
 from megazero.tools.certify.tolerances import LOSS_FP32, difference
+from megazero.tools.training.launch import launch
 from tests.sources import cut, options
 from tests.tiny_run import TinyData, command, repeating
 

@@ -14,8 +14,8 @@ from megazero.data.loader import BatchLoader
 from megazero.observe.jsonl import read_rows
 from megazero.run.data import open_data
 from megazero.run.folder import RunFolder
-from megazero.run.session import launch
 from megazero.tools.certify.tolerances import LOSS_FP32, difference
+from megazero.tools.training.launch import launch
 from tests.sources import NAMES, WEIGHTS, cut, options, text_of
 from tests.tiny_run import TinyData, command, repeating, saved_bytes, train
 

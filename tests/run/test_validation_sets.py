@@ -14,7 +14,7 @@ from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.overlap import SHORTEST, Shared, shared_document
 from megazero.observe.jsonl import read_rows
 from megazero.observe.plot import draw_loss
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from tests.chosen import Chosen
 from tests.tiny_run import TinyData, train
 
