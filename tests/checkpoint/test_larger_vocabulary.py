@@ -139,4 +139,4 @@ def test_what_is_refused(tiny_data: TinyData, sources, tmp_path: Path, changes, 
         launch(tiny_data.load(tmp_path / "run", *options, *changes), "small", 1)
     said, grows = str(caught.value), "weights" not in changes[0]
     assert what in said and ("begin a run with checkpoint.load=weights" in said) == grows
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -290,7 +290,7 @@ def refuse(config: Config, code: int) -> str:
 def test_what_must_be_the_same(tiny_data: TinyData, sources, tmp_path: Path, what: str, changes, line: str) -> None:
     options = (*FP64, *OTHER, f"checkpoint.resume={sources(*FP64)}", f"checkpoint.load={what}", *changes)
     assert line in refuse(tiny_data.load(tmp_path / "run", *options), 412)
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_wrong_uses(tiny_data: TinyData, sources, tmp_path: Path) -> None:

@@ -228,4 +228,4 @@ def test_a_stage_is_checked_before_anything_starts(
     assert main(["train", "--config", str(tiny_data.config), *options, *ranks]) != 0
     err = capsys.readouterr().err
     assert err.startswith(line) and err.count("\n") == 1, err
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -115,7 +115,7 @@ def test_other_weights_are_other_data(tiny_data: TinyData, mixed, tmp_path: Path
     before = saved_bytes(RunFolder(tmp_path / "run"))
     other = [option.replace('"weight": 3', '"weight": 4') for option in mixed]
     assert other != list(mixed)
-    with pytest.raises(UserError, match=r"MZ-412 .*\(its -> this\): source first: weight 3 -> 4; resume with"):
+    with pytest.raises(UserError, match=r"MZ-412 .*: data.sources\[first\].weight 3.0 -> 4.0; resume with"):
         launch(tiny_data.load(tmp_path / "run", *other, "checkpoint.resume=auto"), "small", 1)
     assert saved_bytes(RunFolder(tmp_path / "run")) == before
     manifest = read_manifest(Store(tmp_path / "run/checkpoints").path(2))
@@ -148,5 +148,5 @@ def test_a_cap_on_repeats(tiny_data: TinyData, mixed, tmp_path: Path) -> None:
     config = tiny_data.load(tmp_path / "run", *mixed, "data.max_epochs=1.5", "run.steps=2000")
     with pytest.raises(UserError, match=r"MZ-219 .*first: 2,000 steps go through first \d+\.?\d* times, .* is 1.5; "):
         launch(config, "small", 1)
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/metrics.jsonl").exists()
     assert open_data(tiny_data.load(tmp_path, *mixed, "data.max_epochs=1.5")).mixture.num_windows
