@@ -9,6 +9,7 @@ Does not import torch.
 """
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,20 +27,8 @@ from megazero.config import changes, rules
 from megazero.config.flat import flatten, option_keys, spelt
 from megazero.config.nearest import nearest, sections_of
 from megazero.config.schema import Config, resolved
-from megazero.config.stages import SECTIONS, effective
+from megazero.config.stages import effective
 
-# What a library calls a type, and what its users do; of two that begin alike the longer one comes first.
-_PLAINLY = {
-    "a valid integer": "a whole number",
-    "a valid tuple": "a list",
-    "a valid string": "text",
-    "a valid boolean": "true or false",
-    "a valid number": "a number",
-    "a valid dictionary or instance of Source": "{path: ..., weight: ..., name: ...}",
-    "a valid dictionary or instance of TokenFiles": "{path: ..., name: ...}",
-    **{f"a valid dictionary or instance of Stage{each.title()}": "a section" for each in SECTIONS},
-    "a valid dictionary or instance of Stage": "{until_step: ..., data: ...}",
-}
 # Options of earlier versions, and what to do instead. A run's config.yaml may still name them unset.
 _GONE = {"tile_mb": "split large weights over ranks with parallel.tensor", "grows": "name a folder of finished shards"}
 _COMMAND_LINE = "command line"  # the place of an override
@@ -221,9 +210,8 @@ def _faults(error: ValidationError, source: _Source) -> dict[str, UserError]:
             faults[place] = UserError(105, f"{key} is a section, got {spelt(item['input'])}", where=where)
         elif not (item["type"] == "too_short" and any(given.startswith(f"{key}[") for given in faults)):
             # else it has items, of which each is wrong
-            what = item["msg"].replace("Input should be", "expected")
-            for library, ours in _PLAINLY.items():
-                what = what.replace(library, ours)
+            what = re.sub(r"a valid dictionary or instance of \w+", "a section", item["msg"])
+            what = what.replace("Input should be", "expected").replace("a valid tuple", "a list")
             faults[place] = UserError(105, f"{place}: {what}, got {spelt(item['input'])}", where=where)
     return faults
 

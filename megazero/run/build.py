@@ -42,7 +42,7 @@ from megazero.observe.wandb_sink import WandbSink
 from megazero.optim.learning_rate import LearningRate
 from megazero.plan.hardware import peak_flops
 from megazero.run.attention import repeat_bits, settle_attention
-from megazero.run.checkpointing import CheckpointMetadata, about_run, checkpoints_of, holdings_to_load
+from megazero.run.checkpointing import CheckpointMetadata, about_run, checkpoints_of, holdings_of
 from megazero.run.data import RunData, open_data, refuse_overlap, refuse_repeats
 from megazero.run.disks import open_disks
 from megazero.run.ledger_file import write_ledger
@@ -110,6 +110,8 @@ def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: f
         return built.pipeline.evaluate(many, lambda batch: feed(batch, 0, False))
 
     fingerprint = tokenizer.fingerprint if tokenizer is not None else None
+    rate, limit = learning_rate_of(config), run.config.run.time_limit
+    end = None if limit is None else limit - spent
     about = about_run(run, start, built, data.digest(), fingerprint)
     trainer = Trainer(
         engine,
@@ -118,14 +120,16 @@ def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: f
         loader_of(part, data, grid["data"], device),
         {name: _validation(run, part, each, score_batches, tokenizer) for name, each in data.validation.items()},
         _recorder(run, start, part, engine, planned, phases),
-        _pace(part, course.until(part)),
+        TrainSchedule(config.run.steps, rate, config.observe.every, config.data.valid_every, course.until(part)),
         checkpoints_of(run, start, built, about),
-        _stopping(run, spent),
+        Stopping(
+            run.grid["world"], device, run.signals, run.folder.stop, end, first_step=run.folder.early_stops.forget
+        ),
         lambda: write_ledger(run.folder, grid, device),
         now,
         lambda own, say: _blame(own, say, run),
     )
-    return Ready(trainer, about, holdings_to_load(built), ops, planned, disks, data, tokenizer)
+    return Ready(trainer, about, holdings_of(built, saves=False), ops, planned, disks, data, tokenizer)
 
 
 def _built(run: Run, config: Config, here: int) -> tuple[Operations, PagedHome | None, Built]:
@@ -140,17 +144,6 @@ def _built(run: Run, config: Config, here: int) -> tuple[Operations, PagedHome |
     built = build(config, run.grid, device, ops, host_ops=host_ops, homes={"nvme": disks} if disks else {})
     settle_attention(config, built.model, device, first=run.is_first)
     return ops, disks, built
-
-
-def _stopping(run: Run, spent: float) -> Stopping:
-    """Return what ends a run before its last step.
-
-    Args:
-        spent: seconds that the job has trained before.
-    """
-    folder, limit = run.folder, run.config.run.time_limit
-    left = None if limit is None else limit - spent
-    return Stopping(run.grid["world"], run.device, run.signals, folder.stop, left, first_step=folder.early_stops.forget)
 
 
 def _opened(run: Run, part: Part, course: Course, tokenizer: Tokenizer | None) -> RunData:
@@ -209,11 +202,6 @@ def _recorder(run: Run, start: Start, part: Part, engine: Engine, planned: Plann
     at = config.observe.profile if run.is_first else None
     profile = Profile(at or 1, 0 if at is None else _PROFILED_STEPS, run.folder.profile)
     return Recorder(sinks, profile, work, ledger, partial(compare, planned, run.grid), phases)
-
-
-def _pace(part: Part, until: int) -> TrainSchedule:
-    config, rate = part.config, learning_rate_of(part.config)
-    return TrainSchedule(config.run.steps, rate, config.observe.every, config.data.valid_every, until)
 
 
 def learning_rate_of(config: Config) -> LearningRate:

@@ -21,7 +21,7 @@ from megazero.base.version import __version__
 from megazero.builders.assemble import Built
 from megazero.checkpoint.checkpoints import Checkpoints
 from megazero.checkpoint.manifest import FORMAT, WEIGHT, Logical, Manifest, WrittenShard
-from megazero.checkpoint.pieces import ShardState, holding_to_load, holding_to_save
+from megazero.checkpoint.pieces import ShardState, holding_of
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.retention import retire
 from megazero.checkpoint.save import Saver
@@ -38,22 +38,13 @@ from megazero.run.resume import Start
 from megazero.run.run import Run
 
 
-def holdings_to_save(built: Built) -> list[ShardState]:
-    """Return what only this rank saves: its share of every unit, on the device or the host."""
-    return [
-        holding_to_save(unit, built.engine.optimizer.state[unit], _numel(built))
-        for unit in built.engine.units
-        if unit.axes.copies.rank == 0  # the first rank of the pipeline has it too
-    ]
-
-
-def holdings_to_load(built: Built) -> list[ShardState]:
-    """Return what this rank updates: the tensors to load, from which the rest follows."""
-    return [holding_to_load(u, built.engine.optimizer.state[u], _numel(built)) for u in built.engine.units]
-
-
-def _numel(built: Built) -> dict[str, int]:
-    return {name: math.prod(shape) for name, shape in whole_shapes(built.model).items()}
+def holdings_of(built: Built, *, saves: bool) -> list[ShardState]:
+    """Return the tensors that only this rank saves, on the device or the host, or those that it updates: to load."""
+    numel = {name: math.prod(shape) for name, shape in whole_shapes(built.model).items()}
+    units, state = built.engine.units, built.engine.optimizer.state
+    if saves:  # the first rank of the pipeline has a copy
+        units = [unit for unit in units if unit.axes.copies.rank == 0]
+    return [holding_of(unit, state[unit], numel, saves=saves) for unit in units]
 
 
 @dataclass(frozen=True)
@@ -141,7 +132,7 @@ def checkpoints_of(run: Run, start: Start, built: Built, about: CheckpointMetada
     world = run.grid["world"]
     saver = Saver(
         store,
-        holdings_to_save(built),
+        holdings_of(built, saves=True),
         rank=world.rank,
         size=world.size,
         snapshot=options.async_,

@@ -154,11 +154,13 @@ def begin(trainer: Trainer, found: Manifest, start: Start, owed: Mapping[str, An
     Args:
         owed: the row of the step to go on from, where an earlier job has left it unwritten.
     """
-    load = taken(found, start.load)
-    if found.progress is None or load != "all":
-        trainer.begin_with(found.progress.moments_age if found.progress and load == "optimizer" else 0)
+    load, progress = taken(found, start.load), found.progress
+    age = progress.moments_age if progress is not None and load != "weights" else 0
+    if load == "all":
+        trainer.begin(age, found.step, progress, owed)
+        trainer.checkpoints.saved = found.step if start.own else None
     else:
-        trainer.go_on(found.step, found.progress, own=start.own, owed=owed)
+        trainer.begin(age)
 
 
 def described(found: Manifest, start: Start, about: CheckpointMetadata) -> str:

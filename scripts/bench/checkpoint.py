@@ -53,7 +53,7 @@ from megazero.config.schema import Batch, Checkpoint, Config, Model, Zero, resol
 from megazero.kernels.select import choose
 from megazero.launcher.signals import Signals
 from megazero.launcher.world import World
-from megazero.run.checkpointing import about_run, checkpoints_of, holdings_to_load
+from megazero.run.checkpointing import about_run, checkpoints_of, holdings_of
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
 from megazero.run.resume import Start
@@ -179,7 +179,7 @@ def _ours(
     start = Start("bench", "bench", str(folder.checkpoints))
     about = about_run(ours, start, built, "none", None)
     checkpoints = checkpoints_of(ours, start, built, about)
-    holdings, store = holdings_to_load(built), Store(folder.checkpoints)
+    holdings, store = holdings_of(built, saves=False), Store(folder.checkpoints)
     steps = ((step, _progress(step)) for step in itertools.count(1))
 
     def clear() -> None:

@@ -24,7 +24,7 @@ from megazero.run.checkpointing import (
     CheckpointMetadata,
     about_run,
     checkpoints_of,
-    holdings_to_load,
+    holdings_of,
 )
 from megazero.run.folder import RunFolder
 from megazero.run.loading import check_same
@@ -107,7 +107,7 @@ def load_all(
     for name, folder in folders.items():
         saving = Saving(rank, again / name, precision, background=False)
         store = Store(RunFolder(folder).checkpoints)
-        holdings = holdings_to_load(rank.built)
+        holdings = holdings_of(rank.built, saves=False)
         step = store.steps()[0]
         manifest = load_newest(
             store,

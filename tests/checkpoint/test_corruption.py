@@ -21,7 +21,7 @@ from megazero.checkpoint.weights import read_weights
 from megazero.comm.grid import Grid
 from megazero.observe.jsonl import read_rows
 from megazero.plan.job import Job
-from megazero.run.checkpointing import holdings_to_load
+from megazero.run.checkpointing import holdings_of
 from megazero.run.folder import RunFolder
 from megazero.tools.training.launch import launch
 from megazero.zero.placement import Precision
@@ -93,7 +93,7 @@ def test_a_hundred_random_corruptions(written, tmp_path: Path, monkeypatch: pyte
     small_blocks(monkeypatch)
     chance, (one, other) = random.Random(seed), written
     rank = Rank(single_grid(), job_on(accumulation=4), SHAPES["deep"], Precision())
-    holdings = holdings_to_load(rank.built)
+    holdings = holdings_of(rank.built, saves=False)
     load_tensors(one, read_manifest(one), holdings, rank=0, size=1)
     for number in range(100):
         folder = Path(shutil.copytree(one, tmp_path / f"copy_{number}"))
@@ -115,7 +115,7 @@ def single_grid() -> Grid:
 def try_all(grid: Grid, layout: Job, folders: list[Path]) -> list[str]:
     """What every rank is told of each folder; "" where it was loaded."""
     rank = Rank(grid, layout, SHAPES["deep"], Precision())
-    holdings = holdings_to_load(rank.built)
+    holdings = holdings_of(rank.built, saves=False)
     found = []
     for folder in folders:
         said: list[str] = [""]
@@ -164,7 +164,7 @@ def test_together_the_ranks_see_every_byte(
 
 def bytes_read(grid: Grid, layout: Job, folder: Path) -> int:
     rank = Rank(grid, layout, SHAPES["deep"], Precision())
-    holdings = holdings_to_load(rank.built)
+    holdings = holdings_of(rank.built, saves=False)
     return load_tensors(folder, read_manifest(folder), holdings, rank=grid["world"].rank, size=grid["world"].size)
 
 

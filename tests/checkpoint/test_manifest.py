@@ -76,7 +76,6 @@ def test_an_edited_one_is_found(tmp_path: Path) -> None:
     content["step"] = 5
     refuse(tmp_path, json.dumps(content).encode(), r"was edited or damaged: expected SHA-256 \w{16}, got \w{16}")
     content = json.loads(manifest().to_bytes())
-    refuse(tmp_path, json.dumps(content, indent=1).encode(), "was edited or damaged: it is not in canonical form")
 
 
 @pytest.mark.parametrize(

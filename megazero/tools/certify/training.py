@@ -32,7 +32,7 @@ from megazero.launcher.world import World
 from megazero.model.parameter import whole_shapes
 from megazero.optim.adamw import AdamW
 from megazero.run.build import loader_of
-from megazero.run.checkpointing import holdings_to_save
+from megazero.run.checkpointing import holdings_of
 from megazero.run.data import RunData, open_data
 from megazero.run.disks import open_disks
 from megazero.tools.certify.codes import record_codes
@@ -92,7 +92,7 @@ def train_rank(
     data, first = _opened(config)
     loader = loader_of(first, data, grid["data"], device)
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
-    rig = Rig(grid, built, loader.step, feed, lambda: holdings_to_save(built))
+    rig = Rig(grid, built, loader.step, feed, lambda: holdings_of(built, saves=True))
     plant(rig)
     write_results(_trained(rig, config, steps), folder, world.rank)
     loader.close()

@@ -23,8 +23,8 @@ from megazero.builders.assemble import (
     DTYPES,
     Built,
     StageInputs,
-    assemble,
     bucket_of,
+    build,
     feeds_of,
     neighbours_of,
     precision_of,
@@ -126,7 +126,7 @@ def two_steps(
     assert isinstance(ledger, RecordingLedger)
     with doing("building the rank's model"):
         homes = {"nvme": IdleDisk(ledger)}
-        built = assemble(config, grid, CPU, ops, host, seed=None, host_ops=host_ops, homes=homes)
+        built = build(config, grid, CPU, ops, host, host_ops=host_ops, homes=homes, filled=False)
     with doing("looking for what a step repeats"):
         job, rank = job_of(config, grid["world"].size, apart=host.apart), grid["pipeline"].rank
         short = shortened(built.pipeline.actions(job.micro_batches), job.pipeline)
