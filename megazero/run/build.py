@@ -140,7 +140,7 @@ def _built(run: Run, config: Config, here: int) -> tuple[Operations, PagedHome |
     host_ops = None
     if config.zero.offload.optimizer != "none" and device.type != "cpu":
         host_ops = for_host(kernels, precision_of(config).masters)
-    disks = open_disks(config, device, run.grid.comm.ledger, here)
+    disks = open_disks(run.homes, config, device, run.grid.comm.ledger, here)
     built = build(config, run.grid, device, ops, host_ops=host_ops, homes={"nvme": disks} if disks else {})
     settle_attention(config, built.model, device, first=run.is_first)
     return ops, disks, built

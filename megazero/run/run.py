@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid
+from megazero.comm.home import Homes
 from megazero.config.schema import Config
 from megazero.launcher.signals import Signals
 from megazero.run.folder import RunFolder
@@ -30,6 +31,7 @@ class Run:
         lock: the lock of that folder; rank 0 holds it.
         signals: that have come to this rank.
         plan: gives the plan of a part of the run.
+        homes: how the places are opened where a config may let values rest, beyond the device and the host.
         name: of the config.
         allowed: options and sections that `--allow-change` names.
     """
@@ -41,6 +43,7 @@ class Run:
     lock: RunLock
     signals: Signals
     plan: Planner
+    homes: Homes = field(default_factory=dict)
     name: str = ""
     allowed: tuple[str, ...] = ()
 

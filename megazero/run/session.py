@@ -14,6 +14,7 @@ from megazero.base.doing import doing
 from megazero.base.stop_signals import REQUEUE
 from megazero.base.version import __version__
 from megazero.builders.assemble import bucket_of, grid_of
+from megazero.comm.home import Homes
 from megazero.comm.status_board import BUILD
 from megazero.config.flat import flatten, run_dir
 from megazero.config.schema import Config
@@ -40,13 +41,16 @@ from megazero.run.run import Run
 from megazero.run.words import ending, say, sharing
 
 
-def run_training(config: Config, name: str, place: RankContext, plan: Planner, allowed: Sequence[str] = ()) -> int:
+def run_training(
+    config: Config, name: str, place: RankContext, plan: Planner, homes: Homes, allowed: Sequence[str] = ()
+) -> int:
     """Run one rank's part of a run, from meeting the others to the files; return the exit code.
 
     Args:
         config: with a micro-batch.
         name: the config's; the run's folder is `runs/<name>` unless run.dir says otherwise.
         plan: gives the plan of a part of the run.
+        homes: how the places are opened where values may rest, beyond the device and the host.
         allowed: options and sections that may be others than in the checkpoint that the run goes on from.
 
     Raises:
@@ -65,7 +69,7 @@ def run_training(config: Config, name: str, place: RankContext, plan: Planner, a
     folder = RunFolder(run_dir(config, name))
     lock = RunLock(folder.lock, job_id())
     grid = grid_of(config, comm, world)
-    run = Run(config, grid, world.device, folder, lock, place.signals, plan, name, tuple(allowed))
+    run = Run(config, grid, world.device, folder, lock, place.signals, plan, homes, name, tuple(allowed))
     try:
         code = _train(run, place)
     finally:

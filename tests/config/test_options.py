@@ -260,7 +260,7 @@ def test_tensor(tiny_data: TinyData, reference, tmp_path: Path, chunks: int):
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(("1f1b", 1, 2), marks=FULL), pytest.param(("interleaved", 2, 2), marks=FULL), ("zb-v", 2, 3)],
+    [("1f1b", 1, 2), pytest.param(("interleaved", 2, 2), marks=FULL), pytest.param(("zb-v", 2, 3), marks=FULL)],
     ids=lambda o: o[0],
 )
 def test_pipeline(tiny_data: TinyData, tmp_path: Path, options: tuple[str, int, int]):

@@ -186,5 +186,5 @@ def test_a_mask_that_is_gone_is_one_line(tuning: Tuning, tmp_path: Path) -> None
         f"data.train={tmp_path / 'x'}",
     )
     done = command(*line)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and not (tmp_path / "run/metrics.jsonl").exists()
     assert f"MZ-225 {tmp_path / 'x'}.mask: is not there, but x.json names it" in done.stderr

@@ -62,7 +62,7 @@ OPTIONS = ("run.steps=6", "checkpoint.every=1", "data.valid=0.2", "data.valid_sa
 @pytest.mark.parametrize(
     "grid",
     [
-        (),
+        pytest.param((), marks=pytest.mark.full),
         ("--nproc", "2", "batch.micro=1", "zero.stage=2"),
         pytest.param(("--nproc", "4", "batch.micro=1", "zero.stage=3"), marks=pytest.mark.full),
         pytest.param(("parallel.tensor=2", "parallel.sequence=true"), marks=pytest.mark.full),

@@ -26,6 +26,7 @@ from megazero.config.schema import Config
 from megazero.config.stages import Course, Part
 from megazero.data.batch import MicroBatch
 from megazero.data.windows import WindowTokens
+from megazero.extensions.homes import HOMES
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
 from megazero.launcher.world import World
@@ -86,7 +87,7 @@ def train_rank(
     grid, device = grid_of(config, comm, world), torch.device("cpu")
     host = Host(device, comm.ledger, apart=True)  # or nothing would be offloaded
     ops = choose(config.precision.kernels, device, DTYPES[config.precision.dtype])
-    disks = open_disks(config, device, comm.ledger)
+    disks = open_disks(HOMES, config, device, comm.ledger)
     built = build(config, grid, device, ops, host, homes={"nvme": disks} if disks else {})
     _slow_vectors(built.engine, config, ops)
     data, first = _opened(config)

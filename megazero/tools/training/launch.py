@@ -14,6 +14,7 @@ from megazero.comm.status_board import START, STOPPED, RankStatus
 from megazero.config.flat import run_dir
 from megazero.config.schema import Config
 from megazero.config.stages import Course
+from megazero.extensions.homes import HOMES
 from megazero.launcher.environment import RankContext, check_gpus, local_size, world_from_environment
 from megazero.launcher.exit_status import outcome, say_why
 from megazero.launcher.rendezvous import leave_at_once
@@ -59,7 +60,7 @@ def launch(
 
     def train(place: RankContext) -> int:
         chosen = with_micro(config, size, _gpu_of(place))
-        return run_training(chosen, name, place, planner(place.world), allowed)
+        return run_training(chosen, name, place, planner(place.world), HOMES, allowed)
 
     if size > 1 and not world.launcher:
         return run_local(
