@@ -51,7 +51,7 @@ def load_newest(
     def read(folder: Path, stop: Callable[[], bool]) -> Manifest:
         manifest = read_manifest(folder)
         check(manifest, folder)
-        load_tensors(folder, manifest, holdings, rank=world.rank, size=world.size, stop=stop)
+        load_tensors(folder, manifest, holdings, stop=stop)
         return manifest
 
     for step in steps:

@@ -134,12 +134,8 @@ class State:
 
     def _read(self, path: Path, manifest: Manifest, buffers: Sequence[ShardState], *, fills: bool) -> None:
         """Read what this rank holds, and fill it if asked for. All ranks raise what one does."""
-        held, rank, size = [*self._held(saves=False), *buffers], self._world.rank, self._world.size
-        agree(
-            self._world,
-            self._device,
-            lambda: load_tensors(path, manifest, held, rank=rank, size=size, fills=fills),
-        )
+        held = [*self._held(saves=False), *buffers]
+        agree(self._world, self._device, lambda: load_tensors(path, manifest, held, fills=fills))
 
     def _held(self, *, saves: bool) -> list[ShardState]:
         state = self._assembly.optimizer.state

@@ -11,6 +11,7 @@ import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class CheckpointMetadata:
             grid={**sizes, "stage": config.zero.stage},
             dtype=NAMES[self.dtype],
             kinds=list(self.kinds),
-            tensors={n: Logical(shape=s, pieces=sorted(tensors[n], key=_by_start)) for n, s in self.shapes.items()},
+            tensors={n: Logical(shape=s, pieces=sorted(tensors[n], key=itemgetter(1))) for n, s in self.shapes.items()},
             block=BLOCK,
             files=[part.shard for part in parts],
             progress=progress,
@@ -179,10 +180,6 @@ def check_space(run: Run, about: CheckpointMetadata) -> None:
         what = f"expected room for {needed / 1e9:.3g} GB of checkpoints ({one / 1e9:.3g} GB each)"
         what += f", got {free / 1e9:.3g} GB"
         raise UserError(403, what, "free space there, or give another run.dir", where=folder)
-
-
-def _by_start(piece: list[int]) -> int:
-    return piece[1]
 
 
 def plain(config: Config) -> dict[str, Any]:

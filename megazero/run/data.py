@@ -118,18 +118,6 @@ def sources_text(data: RunData) -> str:
     return f"{'; '.join(shares)}; of {', '.join(each)}"
 
 
-def shared_paths(data: RunData) -> Iterator[str]:
-    """Yield for each path that several sources have how often its text comes, in words."""
-    course, paths = data.course, dict[str, list[str]]()
-    for source in course.config.data.sources or ():
-        paths.setdefault(source.path, []).append(str(source.name))
-    epochs = _epochs(data)
-    for path, names in paths.items():
-        if len(names) > 1:
-            total = sum(epochs[name] for name in names)
-            yield f"sources {', '.join(names)} all read {path}, each from its beginning: {total:.3g} epochs in all"
-
-
 def _epochs(data: RunData) -> dict[str, float]:
     """Return how often the run goes through each source, by its name; of a source without one nothing."""
     steps = data.course.config.run.steps

@@ -123,9 +123,7 @@ def load_all(
         rank.engine.restore(progress.updates, progress.loss_scale, progress.good_steps)
         saving.save(step)
         saving.close()
-        read = load_tensors(
-            store.path(step), manifest, holdings, rank=rank.grid["world"].rank, size=rank.grid["world"].size
-        )
+        read = load_tensors(store.path(step), manifest, holdings)
         ids = [
             sample_id(later, index_of(rank.data.rank, m, row, rank.data.size, layout.micro_batch), GLOBAL_BATCH)
             for later in range(step, step + AHEAD)
@@ -146,7 +144,7 @@ def logical_state(folder: Path) -> tuple[Manifest, dict[str, dict[str, Tensor]]]
         for name, logical in manifest.tensors.items()
     }
     holdings = [ShardState([Piece(name, 0, len(kinds["weight"]), 0)], kinds) for name, kinds in flat.items()]
-    load_tensors(step, manifest, holdings, rank=0, size=1)
+    load_tensors(step, manifest, holdings)
     return manifest, flat
 
 
