@@ -143,21 +143,12 @@ def _moved(v: Values) -> list[str]:
     return sorted({*_doubled([name for name, _ in places])} - {*_doubled_sources(v)})
 
 
-def _rising(v: Values) -> bool:
-    ends = [0, *ends_of(v)]
-    return all(before < after for before, after in pairwise(ends))
-
-
 def _doubled(names: list[str]) -> list[str]:
     return sorted({name for name in names if names.count(name) > 1})
 
 
 def _period(v: Values) -> int:
     return max((sum(whole_weights([source["weight"] for source in sources])) for sources in _lists(v)), default=1)
-
-
-def _even_head(v: Values) -> bool:
-    return v["model.position"] != "rotary" or v["model.hidden"] // v["model.heads"] % 2 == 0
 
 
 RELATIONS: tuple[Relation, ...] = (
@@ -168,7 +159,7 @@ RELATIONS: tuple[Relation, ...] = (
     _divides("batch.micro", "batch.global", "change batch.global or batch.micro"),
     Relation(
         "(model.hidden / model.heads) % 2 == 0 with model.position rotary",
-        _even_head,
+        lambda v: v["model.position"] != "rotary" or v["model.hidden"] // v["model.heads"] % 2 == 0,
         "change model.heads or model.hidden",
         lambda v: f"{v['model.hidden']} / {v['model.heads']} = {v['model.hidden'] // v['model.heads']}",
     ),
@@ -255,7 +246,7 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     Relation(
         "stages end one after the other",
-        _rising,
+        lambda v: all(before < after for before, after in pairwise([0, *ends_of(v)])),
         "change until_step or until_tokens",
         lambda v: f"they end with steps {', '.join(map(str, ends_of(v)))}",
     ),
