@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +43,7 @@ class Run:
     lock: RunLock
     signals: Signals
     plan: Planner
-    homes: Homes = field(default_factory=dict)
+    homes: Homes
     name: str = ""
     allowed: tuple[str, ...] = ()
 

@@ -17,6 +17,7 @@ from megazero.checkpoint.shard import DTYPES
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import Grid
 from megazero.data.sampler import index_of, sample_id
+from megazero.extensions.homes import HOMES
 from megazero.launcher.signals import Signals
 from megazero.launcher.world import World
 from megazero.plan.job import Job
@@ -48,7 +49,7 @@ class Saving:
         lock = RunLock(self.folder.lock)
         if self.grid["world"].rank == 0:
             self.folder.create(lock, resume=True)
-        run = Run(config, self.grid, CPU, self.folder, lock, Signals(), planner(World(0, 1, 0)))
+        run = Run(config, self.grid, CPU, self.folder, lock, Signals(), planner(World(0, 1, 0)), HOMES)
         start = Start("word", "run", str(self.folder.checkpoints))
         self.about: CheckpointMetadata = about_run(run, start, rank.built, "some data", None)
         self.lock = lock
