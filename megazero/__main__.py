@@ -38,9 +38,8 @@ from megazero.base.picture import check_name
 from megazero.base.stop_signals import end_at_once, handle
 from megazero.base.terminal import width, wrapped
 from megazero.base.version import __version__
-from megazero.run import train_verb
-from megazero.run.train_verb import MOST_LOCAL
-from megazero.tools import certify_verb, data_verb
+from megazero.tools import certify_verb, data_verb, train_verb
+from megazero.tools.train_verb import MOST_LOCAL
 
 # Verbs that are commands of data_tools: the module, and what it does.
 _DATA_TOOLS = {
@@ -133,8 +132,8 @@ def _schedule(options: argparse.Namespace) -> int:
     from megazero.builders.pipeline import check_world
     from megazero.config.file import load
     from megazero.plan.schedule_report import as_json, as_text, report
-    from megazero.run.micro_batch import with_micro
     from megazero.schedules.draw import draw
+    from megazero.tools.planning.micro_batch import with_micro
 
     config = load(options.config, options.overrides)
     check_name(options.draw, "schedule")
@@ -149,13 +148,14 @@ def _schedule(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from megazero.config.file import flatten, load
+    from megazero.config.file import load
+    from megazero.config.flat import flatten
     from megazero.config.stages import Course
     from megazero.plan.machines import MACHINES
-    from megazero.run.early_look import check_parts
-    from megazero.run.micro_batch import with_micro
+    from megazero.run.fitting import check_parts
     from megazero.tools.planning.job import as_json, find, plan, search_as_json, system_of
     from megazero.tools.planning.machine_file import machine_of
+    from megazero.tools.planning.micro_batch import with_micro
     from megazero.tools.planning.report import as_text, draw, search_as_text
 
     missing = [f"--{name}" for name in ("gpus", "hardware") if getattr(options, name) is None]
@@ -194,7 +194,7 @@ def _simulate(options: argparse.Namespace) -> int:
         from megazero.builders.pipeline import check_world
         from megazero.tools.dry_run.dry_run import simulate
         from megazero.tools.dry_run.report import as_json, as_text, draw
-    from megazero.run.micro_batch import gpu, with_micro
+    from megazero.tools.planning.micro_batch import gpu, with_micro
 
     config = with_micro(config, options.gpus, gpu(80 * 2**30) if options.device == "cuda" else None)
     check_world(config, options.gpus, f"--gpus {options.gpus}")

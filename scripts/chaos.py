@@ -40,7 +40,7 @@ from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.observe.jsonl import read_rows
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 
 KEEP = 3
 T = TypeVar("T")

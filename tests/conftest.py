@@ -63,7 +63,7 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> TinyData:
 @pytest.fixture(scope="session")
 def finished(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """The folder of a run of `tiny_data.config` as it stands, trained in this process."""
-    from megazero.run.session import launch
+    from megazero.tools.training.launch import launch
 
     folder = RunFolder(tmp_path_factory.mktemp("finished") / "run")
     with contextlib.redirect_stdout(io.StringIO()):

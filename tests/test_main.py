@@ -23,6 +23,7 @@ from megazero.launcher.environment import MEETING, TORCHRUN
 from megazero.launcher.world import World
 from megazero.run import session as run
 from megazero.run.words import sharing
+from megazero.tools.training import launch as start
 from tests.quiet import without_heartbeat
 from tests.tiny_run import ROOT, TinyData, all_tokens, fresh_command
 
@@ -171,7 +172,7 @@ def test_ranks_of_a_launcher_learn_that_they_share_gpus(
     for name, value in zip((*TORCHRUN, *MEETING), ("1", "2", "1", "localhost", "1"), strict=True):
         monkeypatch.setenv(name, value)
     worlds = []
-    monkeypatch.setattr(run, "_one_of_many", lambda config, name, place, allowed: worlds.append(place.world) or 0)
+    monkeypatch.setattr(start, "_one_of_many", lambda train, place: worlds.append(place.world) or 0)
     arguments = ["train", "--config", str(tiny_data.config), f"run.dir={tmp_path / 'run'}", "zero.stage=0"]
     assert main([*arguments, "--share-gpus"]) == 0 and main(arguments) == 0
     assert [world.shares_gpus for world in worlds] == [True, False]

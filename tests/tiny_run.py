@@ -23,7 +23,9 @@ from megazero.config.file import load
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.data.indexed_dataset import IndexedDataset
+from megazero.extensions.homes import HOMES
 from megazero.launcher.signals import Signals
+from megazero.launcher.world import World
 from megazero.observe.jsonl import read_rows
 from megazero.observe.metrics import TIMING_KEYS
 from megazero.run.build import build_trainer
@@ -31,6 +33,7 @@ from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
 from megazero.run.resume import Start
 from megazero.run.run import Run
+from megazero.tools.training.plans import planner
 from megazero.train.trainer import Trainer
 from tests import warm
 from tests.quiet import without_heartbeat
@@ -88,7 +91,7 @@ def built(config: Config) -> tuple[Trainer, RunFolder]:
     lock = RunLock(folder.lock)
     folder.create(lock, resume=False)
     comm = CommContext(bucket=bucket_of(config))
-    run = Run(config, single(comm), torch.device("cpu"), folder, lock, Signals())
+    run = Run(config, single(comm), torch.device("cpu"), folder, lock, Signals(), planner(World(0, 1, 0)), HOMES)
     start = Start(lock.word, lock.word, str(folder.checkpoints))
     return build_trainer(run, start, Course(config).parts[0]).trainer, folder
 

@@ -31,7 +31,11 @@ from typing import IO, Any
 from megazero.base.answers import leave
 
 ROOT = Path(__file__).parents[1]
-IMPORTED = ("megazero.run.early_look", "megazero.schedules.draw", "megazero.config.explain")  # beside a run's own
+IMPORTED = (
+    "megazero.tools.training.early_look",
+    "megazero.schedules.draw",
+    "megazero.config.explain",
+)  # beside a run's own
 _NUMBER = 8  # bytes of a number in messages
 
 

@@ -84,17 +84,6 @@ def of_system(error: OSError) -> UserError:
     return UserError(401, what, "see that path, and the disk it is on", where=error.filename or "")
 
 
-def is_refusal(code: int, step: int) -> bool:
-    """Return whether a run ended over its config, data or files, and not over ranks, numbers or a fault of megazero.
-
-    Args:
-        step: the step that it ended in; 0 before the first. In the first one only bad tokens can still refuse it.
-    """
-    if step:
-        return step == 1 and code < 300
-    return not 300 <= code < 400 or code == 330
-
-
 class FailedElsewhere(UserError):  # noqa: N818 - not an error of this rank
     """An error that another rank has raised, and reports."""
 

@@ -169,6 +169,7 @@ def build(
     *,
     host_ops: Operations | None = None,
     homes: Mapping[str, Home] | None = None,
+    filled: bool = True,
 ) -> Built:
     """Build the model that a config asks for, as one rank of a grid has it.
 
@@ -176,33 +177,19 @@ def build(
         host: where what is offloaded goes; None: the memory of this machine.
         host_ops: the kernels of an update on the host; None: those of the device, which is the host.
         homes: more homes of offloaded values, by the words of the config that ask for them.
+        filled: with the initial values of `run.seed`; False: with anything that memory holds.
     """
-    host = host or Host(device, grid.comm.ledger)
-    return assemble(config, grid, device, ops, host, config.run.seed, host_ops=host_ops, homes=homes)
-
-
-def assemble(
-    config: Config,
-    grid: Grid,
-    device: torch.device,
-    ops: Operations,
-    host: Host,
-    seed: int | None,
-    *,
-    host_ops: Operations | None = None,
-    homes: Mapping[str, Home] | None = None,
-) -> Built:
-    """Build the same with initial values of another seed; None: with anything in its memory."""
+    host, homes = host or Host(device, grid.comm.ledger), homes or {}
     layers, precision, job = layers_of(config), precision_of(config), job_of(config, grid["world"].size)
     stages = layers.of_rank(grid["pipeline"].rank)
     model = build_model(config, ops, grid["tensor"])
-    offload = offload_of(config, host, homes or {})
-    recomputed = recompute(job, model, layers, stages, grid, precision.parameters, device, host, homes or {})
+    offload = offload_of(config, host, homes)
+    recomputed = recompute(job, model, layers, stages, grid, precision.parameters, device, host, homes)
     extensions = extensions_of(config, grid, ops, precision, device)
     engine = build_engine(
         model,
         list(stages.values()),
-        seed=seed,
+        seed=config.run.seed if filled else None,
         axes=axes_of(config, grid),
         grid=grid,
         resources=resources_of(precision, device, grid.comm.ledger, offload=offload, ops=ops, extensions=extensions),

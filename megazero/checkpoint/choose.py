@@ -7,6 +7,7 @@ user's, and an older step has the same.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import TypeVar
@@ -46,20 +47,17 @@ def load_newest(
     Raises:
         UserError: of `check`; 411, none of the steps is whole.
     """
+
+    def read(folder: Path, stop: Callable[[], bool]) -> Manifest:
+        manifest = read_manifest(folder)
+        check(manifest, folder)
+        load_tensors(folder, manifest, holdings, stop=stop)
+        return manifest
+
     for step in steps:
-        folder = store.path(step)
-        manifest, fault = _attempt(lambda stop, folder=folder: read_manifest(folder), world, device)
+        manifest, fault = _attempt(partial(read, store.path(step)), world, device)
         if manifest is not None:
-            agree(world, device, lambda found=manifest, folder=folder: check(found, folder))
-            read, fault = _attempt(
-                lambda stop, folder=folder, found=manifest: load_tensors(
-                    folder, found, holdings, rank=world.rank, size=world.size, stop=stop
-                ),
-                world,
-                device,
-            )
-            if read is not None:
-                return manifest
+            return manifest
         damaged(step, fault)
     tried = ", ".join(str(step) for step in steps[:5]) + (", ..." if len(steps) > 5 else "")
     what = f"none of {len(steps)} checkpoints is whole (steps {tried})"

@@ -2,8 +2,8 @@
 
 A rank has a list of pieces of parameters, and a file has another. Where they overlap there are bytes to read, and
 reading in the order of the files touches each block once. A block is verified before anything of it is used
-(`shard.py`), so every rank verifies what it reads and all together everything that is used. Each file's own header also
-says which tensor lies where; if it and the manifest disagree, the checkpoint is damaged.
+(`shard.py`), so every rank verifies what it reads and all together everything that is used.
+The manifest alone says which tensor lies where: it has the hash of every block, and its own digest.
 """
 
 from bisect import bisect_right
@@ -18,7 +18,7 @@ from torch import Tensor
 from megazero.base.doing import doing
 from megazero.checkpoint.manifest import DTYPES, Logical, Manifest
 from megazero.checkpoint.pieces import Piece, ShardState
-from megazero.checkpoint.shard import ShardReader, key_of, open_shard
+from megazero.checkpoint.shard import ShardReader, open_shard
 from megazero.comm.home import PagedHome
 
 
@@ -56,8 +56,6 @@ def load_tensors(
     manifest: Manifest,
     holdings: Sequence[ShardState],
     *,
-    rank: int,
-    size: int,
     stop: Callable[[], bool] = lambda: False,
     fills: bool = True,
 ) -> int:
@@ -67,7 +65,6 @@ def load_tensors(
         manifest: of the folder, verified; its tensors have the shapes of the holdings', or fewer rows, and a dtype that
             converts to theirs without rounding. Rows that they lack stay as they are.
         holdings: the state to fill, in the kinds that it has; with zeros where the manifest does not have the kind.
-        rank, size: in the world, which shares the check of files that no rank needs anything of.
         stop: polled while reading; True: give up, the tensors are not needed any more.
         fills: False: read and verify the same bytes, and leave the tensors as they are.
 
@@ -85,7 +82,7 @@ def load_tensors(
     for copy in _copies(manifest, holdings):
         copies[copy.shard].append(copy)
     read = 0
-    needed = [index for index, of_file in enumerate(copies) if of_file or index % size == rank]
+    needed = [index for index, of_file in enumerate(copies) if of_file]
     for index, reader in opened(folder, manifest, needed, f"reading {folder}", stop):
         for copy in sorted(copies[index], key=lambda copy: copy.at):
             (copy.fill if fills else copy.verify)(reader)
@@ -98,7 +95,7 @@ def load_tensors(
 def opened(
     folder: Path, manifest: Manifest, shards: Collection[int], what: str, stop: Callable[[], bool]
 ) -> Iterator[tuple[int, ShardReader]]:
-    """Yield the number and a reader of some files of a checkpoint, each once its header agrees with the manifest.
+    """Yield the number and a reader of some files of a checkpoint, in their order.
 
     Args:
         what: is done, for the display of progress.
@@ -108,9 +105,8 @@ def opened(
         UserError: 410, a file is damaged.
     """
     with doing(what, len(shards)) as progress:
-        for index, header in _headers(manifest, shards).items():
+        for index in shards:
             with open_shard(folder, manifest.files[index], stop) as reader:
-                reader.check_header(header)
                 yield index, reader
             progress.advance()
 
@@ -145,14 +141,3 @@ def _fill(reader: ShardReader, at: int, into: Tensor, dtype: torch.dtype) -> Non
         target[position - at : position - at + len(data)] = torch.frombuffer(data, dtype=torch.uint8)
     if values is not into:
         into.copy_(values)
-
-
-def _headers(manifest: Manifest, shards: Collection[int]) -> dict[int, dict[str, tuple[str, int, int]]]:
-    """Return for each of some shards the header that it must have: by key (dtype, byte where it begins, elements)."""
-    found: dict[int, dict[str, tuple[str, int, int]]] = {index: {} for index in sorted(shards)}
-    for name, logical in manifest.tensors.items():
-        for shard, start, stop, *places in logical.pieces:
-            if shard in found:
-                for kind, at in zip(manifest.kinds_of(name), places, strict=True):
-                    found[shard][key_of(kind, name, start, stop)] = (manifest.dtype_of(name), at, stop - start)
-    return found

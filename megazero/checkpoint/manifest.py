@@ -140,7 +140,6 @@ def read_manifest(folder: Path) -> Manifest:
             raise UserError(412, what, "go on with the version that wrote it", where=path)
         manifest = Manifest.model_validate(content)
         expected = _digest({key: value for key, value in content.items() if key != "digest"})
-        canonical = raw == manifest.to_bytes()
     except UserError:
         raise
     except ValidationError as error:
@@ -152,8 +151,6 @@ def read_manifest(folder: Path) -> Manifest:
     if manifest.digest != expected:
         what = f"was edited or damaged: expected SHA-256 {manifest.digest[:16]}, got {expected[:16]}"
         raise damaged(path, what)
-    if not canonical:
-        raise damaged(path, "was edited or damaged: it is not in canonical form")
     if fault := next(_contradictions(manifest, folder), None):
         raise damaged(path, f"contradicts itself: {fault}")
     return manifest
@@ -190,7 +187,6 @@ def _contradictions(manifest: Manifest, folder: Path) -> Iterator[str]:
         yield from _wrong_progress(manifest, manifest.progress)
     elif manifest.step > 0:
         yield f"weights without a run are of step 0, this one is {manifest.step}"
-    yield from _wrong_history(manifest)
 
 
 def _wrong_pieces(manifest: Manifest, name: str) -> Iterator[str]:
@@ -212,30 +208,12 @@ def _wrong_pieces(manifest: Manifest, name: str) -> Iterator[str]:
 
 
 def _wrong_progress(manifest: Manifest, progress: Progress) -> Iterator[str]:
-    step, scale, row = manifest.step, progress.loss_scale, progress.row
+    step = manifest.step
     if progress.updates + progress.skipped != step:
         yield f"{progress.updates} updates and {progress.skipped} skipped steps make no {step} steps"
-    if progress.overflows > progress.skipped or progress.good_steps > progress.updates:
-        yield f"{progress.overflows} of {progress.skipped} skipped, {progress.good_steps} of {progress.updates} good"
     batch, varies = manifest.config.get("batch.global"), manifest.history or manifest.config.get("stages")
     if type(batch) is not int or (progress.next_sample != step * batch and not varies):
         yield f"{step} steps of {batch} samples do not end at sample {progress.next_sample}"
-    if scale is not None and not (scale > 0 and math.log2(scale).is_integer()):
-        yield f"a loss scale is a power of two, this one is {scale}"
-    if row is not None and (type(row.get("step")) is not int or row["step"] != step):
-        yield f"the row of metrics is of step {row.get('step')}"
-
-
-def _wrong_history(manifest: Manifest) -> Iterator[str]:
-    before = 0
-    for change in manifest.history:
-        step, key = change.get("step"), change.get("key")
-        if {*change} != {"step", "key", "from", "to"} or type(step) is not int or not isinstance(key, str):
-            yield f"a change {sorted(change)} of the history"
-            return
-        if not before <= step <= manifest.step:
-            yield f"a change of the history behind step {step} after one behind {before}, in step {manifest.step}"
-        before = step
 
 
 def step_of(path: Path) -> int | None:

@@ -74,19 +74,19 @@ def pieces_of(
             yield Piece(interval.name, first + shift, last + shift, first - held.start)
 
 
-def holding_to_save(unit: Unit, state: Mapping[str, Tensor], numel: Mapping[str, int]) -> ShardState:
-    """Return the share of a unit that only this rank saves, on the device or the host.
+def holding_of(unit: Unit, state: Mapping[str, Tensor], numel: Mapping[str, int], *, saves: bool) -> ShardState:
+    """Return the state of a unit that a rank saves, or that it updates, from which the rest follows.
 
     Args:
         state: what the optimizer keeps of each element that this rank updates.
         numel: of each parameter the elements over all ranks, without padding.
+        saves: the share that only this rank saves; False: everything that it updates.
     """
-    return _holding(unit, state, numel, _share(unit), once=True)
-
-
-def holding_to_load(unit: Unit, state: Mapping[str, Tensor], numel: Mapping[str, int]) -> ShardState:
-    """Return what this rank updates of a unit: the tensors to load, from which the rest follows."""
-    return _holding(unit, state, numel, unit.shard, once=False)
+    share = _share(unit) if saves else unit.shard
+    pieces = tuple(pieces_of(unit.layout, share, numel, unit.axes.tensor, once=saves))
+    within = slice(share.start - unit.shard.start, share.stop - unit.shard.start)
+    tensors = {kind: flat[within] for kind, flat in {WEIGHT: unit.masters, **state}.items()}
+    return ShardState(pieces, tensors, disks=unit.resting.paged if unit.masters.is_meta else None)
 
 
 def _share(unit: Unit) -> slice:
@@ -99,12 +99,3 @@ def _share(unit: Unit) -> slice:
     each = aligned(len(unit.masters), size) // size
     first, last = (min(unit.shard.start + place * each, unit.shard.stop) for place in (rank, rank + 1))
     return slice(first, last)
-
-
-def _holding(
-    unit: Unit, state: Mapping[str, Tensor], numel: Mapping[str, int], share: slice, *, once: bool
-) -> ShardState:
-    pieces = tuple(pieces_of(unit.layout, share, numel, unit.axes.tensor, once=once))
-    within = slice(share.start - unit.shard.start, share.stop - unit.shard.start)
-    tensors = {kind: flat[within] for kind, flat in {WEIGHT: unit.masters, **state}.items()}
-    return ShardState(pieces, tensors, disks=unit.resting.paged if unit.masters.is_meta else None)

@@ -2,12 +2,10 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 StepCount = Annotated[int, Field(ge=0, lt=2**31)]  # as of run.steps
-Key = Annotated[str, StringConstraints(max_length=100)]  # of a metric
-Few = Field(max_length=100)  # metrics
 Number = Annotated[int, Field(ge=-(2**63), lt=2**63)] | Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -39,7 +37,7 @@ class Progress(StrictModel):
     next_sample: Count
     loss_scale: Annotated[float, Field(allow_inf_nan=False)] | None
     good_steps: Count
-    row: Annotated[dict[Key, Number | Annotated[dict[Key, Number | None], Few] | None], Few] | None = None
+    row: dict[str, Number | dict[str, Number | None] | None] | None = None
     carried: StepCount = 0
 
     @property

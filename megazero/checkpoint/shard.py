@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.base.files import flush, write_all
-from megazero.base.reading import UnexpectedFileError, open_regular, parse_object
+from megazero.base.reading import UnexpectedFileError, open_regular
 from megazero.checkpoint.progress import Count, StrictModel
 
 # Bytes that are hashed together. Fits a core's cache, so that what has been read or is to be written is hashed there.
@@ -170,30 +170,6 @@ class ShardReader:
             block = self._block(index)
             yield start, block[start - index * BLOCK : end - index * BLOCK]
             start = end
-
-    def check_header(self, expected: Mapping[str, tuple[str, int, int]]) -> None:
-        """Compare the file's own header with the manifest.
-
-        Args:
-            expected: by key (dtype, byte of the file where it begins, elements).
-
-        Raises:
-            UserError: 410, another place, dtype or number of elements, or no such key.
-        """
-        size = int.from_bytes(self._bytes(0, 8), "little")
-        try:
-            header = parse_object(self._bytes(8, 8 + size)) if 8 + size <= self._file.size else {}
-        except ValueError:
-            header = {}
-        for key, (dtype, at, numel) in expected.items():
-            begins = at - 8 - size
-            offsets = [begins, begins + numel * DTYPES[dtype].itemsize]
-            if header.get(key) != {"dtype": dtype, "shape": [numel], "data_offsets": offsets}:
-                what = f"the manifest has {key} of {dtype} at byte {at:,}, the file's header has not"
-                raise damaged(self._path, what)
-
-    def _bytes(self, start: int, stop: int) -> bytes:
-        return b"".join(bytes(data) for _, data in self.read(start, min(stop, self._file.size)))
 
     def _block(self, index: int) -> memoryview:
         start = index * BLOCK

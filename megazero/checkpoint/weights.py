@@ -69,5 +69,5 @@ def read_weights(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict
     """Return some of a checkpoint's parameters, whole. Raises UserError 410: a file is damaged."""
     flat = {n: torch.empty(manifest.tensors[n].numel, dtype=DTYPES[manifest.dtype_of(n)]) for n in names}
     holdings = [ShardState([Piece(name, 0, len(values), 0)], {WEIGHT: values}) for name, values in flat.items()]
-    load_tensors(folder, manifest, holdings, rank=0, size=1)
+    load_tensors(folder, manifest, holdings)
     return {name: values.view(manifest.tensors[name].shape) for name, values in flat.items()}

@@ -5,11 +5,14 @@ only windows of it are in memory at a time.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Literal
 
-from torch import Tensor, dtype
+from torch import Tensor, device, dtype
+
+from megazero.comm.ledger import Ledger
 
 WINDOW = 1 << 20  # elements of a window of a paged home
 Access = Literal["read", "write", "update"]  # write: all of it, whatever it was
@@ -91,3 +94,8 @@ def windows(
         yield slice(0, len(flats[0][0])), [flat for flat, _ in flats]
     else:
         yield from home.windows(flats, purpose, skip)
+
+
+# How homes are opened, by the words of `zero.offload` and `memory.offload`: (folders, ledger, bytes of host memory, the
+# rank's device) -> the home, and how it is reached, in words.
+Homes = Mapping[str, Callable[[Sequence[Path], Ledger, int, device], tuple[PagedHome, str]]]

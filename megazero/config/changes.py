@@ -4,7 +4,7 @@ One table, used when a config and a checkpoint are read, by `explain` and by the
 that fits it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,11 +70,6 @@ def row_of(key: str) -> Changeable:
     return next(row for row in CHANGEABLE if row.fits(key))
 
 
-def of_stages(known: Iterable[str]) -> list[str]:
-    """Return the options that a stage may change, of all that there are."""
-    return [key for key in known if not row_of(key).in_stage]
-
-
 def refusal(place: str, key: str, known: Sequence[str], where: str) -> UserError:
     """Return the error for an option, or a section, in a stage that may not change it.
 
@@ -84,7 +79,7 @@ def refusal(place: str, key: str, known: Sequence[str], where: str) -> UserError
     """
     inside = _inside(key, known)
     if not inside:
-        mine = [*of_stages(known), "until_step", "until_tokens"]
+        mine = [*(each for each in known if not row_of(each).in_stage), "until_step", "until_tokens"]
         return UserError(104, f"unknown key {place}", nearest(key, mine), where=where)
     do = f"a stage may change {', '.join(row.keys for row in CHANGEABLE if not row.in_stage)}"
     return UserError(109, f"{place}: {row_of(inside[0]).in_stage}", do, where=where)

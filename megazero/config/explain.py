@@ -15,9 +15,8 @@ from pydantic.fields import FieldInfo
 from megazero.base.errors import UserError
 from megazero.base.terminal import wrapped
 from megazero.config import changes, rules
-from megazero.config.file import flatten, option_keys
+from megazero.config.flat import flatten, option_keys, spelt
 from megazero.config.nearest import nearest
-from megazero.config.rules import spelt
 from megazero.config.schema import Config
 
 

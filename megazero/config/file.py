@@ -9,40 +9,26 @@ Does not import torch.
 """
 
 import difflib
-import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from ruamel.yaml import YAML
+from pydantic import ValidationError
 from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError
 
 from megazero.base.errors import FaultList, UserError
-from megazero.base.files import replace_file
 from megazero.base.reading import exists, looked_up, read_file
 from megazero.base.yaml_text import MOST_BYTES, parse_yaml
 from megazero.config import changes, rules
+from megazero.config.flat import flatten, option_keys, spelt
 from megazero.config.nearest import nearest, sections_of
-from megazero.config.rules import spelt
 from megazero.config.schema import Config, resolved
-from megazero.config.stages import SECTIONS, effective
+from megazero.config.stages import effective
 
-# What a library calls a type, and what its users do; of two that begin alike the longer one comes first.
-_PLAINLY = {
-    "a valid integer": "a whole number",
-    "a valid tuple": "a list",
-    "a valid string": "text",
-    "a valid boolean": "true or false",
-    "a valid number": "a number",
-    "a valid dictionary or instance of Source": "{path: ..., weight: ..., name: ...}",
-    "a valid dictionary or instance of TokenFiles": "{path: ..., name: ...}",
-    **{f"a valid dictionary or instance of Stage{each.title()}": "a section" for each in SECTIONS},
-    "a valid dictionary or instance of Stage": "{until_step: ..., data: ...}",
-}
 # Options of earlier versions, and what to do instead. A run's config.yaml may still name them unset.
 _GONE = {"tile_mb": "split large weights over ranks with parallel.tensor", "grows": "name a folder of finished shards"}
 _COMMAND_LINE = "command line"  # the place of an override
@@ -123,45 +109,6 @@ def name_of(name_or_path: str) -> str:
     """Return the name of a config: of its file, or where that is a run's config.yaml, of the run's folder."""
     path = find(name_or_path)
     return path.stem if path.name != "config.yaml" else path.resolve().parent.name or path.stem
-
-
-def run_dir(config: Config, name: str) -> str:
-    """Return the folder of a run of a config of that name."""
-    return config.run.dir or f"runs/{name}"
-
-
-def flatten(config: BaseModel) -> dict[str, Any]:
-    """Return the value of every option by its "section.key", the names users write."""
-    return dict(_flatten(config.model_dump(by_alias=True), ""))
-
-
-def option_keys() -> list[str]:
-    """Return every option's dotted key."""
-    return list(flatten(Config()))
-
-
-def dump(config: Config, path: Path) -> None:
-    """Write the config as YAML that `load` reads back to the same config.
-
-    Raises:
-        UserError: 401, it cannot be written.
-    """
-    yaml = YAML()
-    yaml.width = 120
-    plain = config.model_dump(by_alias=True)
-    text = io.BytesIO()
-    yaml.dump(_lists(plain), text)
-    try:
-        replace_file(path, text.getvalue())
-    except OSError as error:
-        raise UserError(401, f"cannot be written: {error.strerror}", "choose another run.dir", where=path) from None
-
-
-def _lists(value: Any) -> Any:
-    """Return a value with lists for tuples, at any depth."""
-    if isinstance(value, dict):
-        return {key: _lists(inner) for key, inner in value.items()}
-    return [_lists(inner) for inner in value] if isinstance(value, tuple) else value
 
 
 def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> None:
@@ -263,9 +210,8 @@ def _faults(error: ValidationError, source: _Source) -> dict[str, UserError]:
             faults[place] = UserError(105, f"{key} is a section, got {spelt(item['input'])}", where=where)
         elif not (item["type"] == "too_short" and any(given.startswith(f"{key}[") for given in faults)):
             # else it has items, of which each is wrong
-            what = item["msg"].replace("Input should be", "expected")
-            for library, ours in _PLAINLY.items():
-                what = what.replace(library, ours)
+            what = re.sub(r"a valid dictionary or instance of \w+", "a section", item["msg"])
+            what = what.replace("Input should be", "expected").replace("a valid tuple", "a list")
             faults[place] = UserError(105, f"{place}: {what}, got {spelt(item['input'])}", where=where)
     return faults
 
@@ -301,11 +247,3 @@ def _violations(config: Config, source: _Source) -> Iterator[UserError]:
         for rule in rules.broken_rules(values):
             what = f"in stages[{number}] {rule.broken(values)}"
             yield UserError(rule.code, what, rule.do, where=source.locate("stages"))
-
-
-def _flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -11,20 +11,18 @@ def nearest(key: str, known: list[str]) -> str:
     Args:
         known: all keys (`option_keys`).
     """
-    sections = sections_of(known)
-    same = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    candidates = known + [section for section in sections if section.count(".") == key.count(".")]
-    found = (
-        same[:_MOST] if key.rpartition(".")[0] in sections else difflib.get_close_matches(key, same, n=1, cutoff=0.0)
-    )
-    found = found or difflib.get_close_matches(key, candidates, n=1, cutoff=0.5)
-    near = [each for each in found if _alike(each.rpartition(".")[2], key.rpartition(".")[2])]
+    sections, name = sections_of(known), _last(key)
+    same = [each for each in known if _last(each) == name]
+    if key.rpartition(".")[0] not in sections:  # it is the section that is misspelt
+        same = difflib.get_close_matches(key, same, n=1, cutoff=0.0)
+    near = same[:_MOST] or difflib.get_close_matches(key, [*known, *sections], n=1, cutoff=0.5)
+    # A section in common does not make two keys alike.
+    near = [each for each in near if difflib.get_close_matches(name, [_last(each)], cutoff=0.51)]
     return f"did you mean {' or '.join(near)}?" if near else "see `megazero explain`"
 
 
-def _alike(name: str, other: str) -> bool:
-    """Return whether the last parts of two keys may be the same word: a section in common does not make them so."""
-    return sorted(name) == sorted(other) or difflib.SequenceMatcher(None, name, other).ratio() > 0.5
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def sections_of(known: list[str]) -> list[str]:

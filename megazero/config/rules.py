@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from megazero.config.flat import spelt
 from megazero.config.stages import ends_of, values_of_stages
 from megazero.config.weights import MOST_PERIOD, whole_weights
 
@@ -96,24 +97,19 @@ def broken_rules(values: Values) -> list[Rule]:
     return [rule for rule in (*RELATIONS, *EXCLUSIONS) if not rule.holds(values)]
 
 
-def spelt(value: Any) -> str:
-    """Return a value as YAML would spell it."""
-    if value is None:
-        return "null"
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return text if text.isprintable() else ascii(text)
-
-
 def _either(values: Sequence[Any]) -> str:
     return " or ".join(map(spelt, values))
 
 
-def _divides(small: str, large: str, do: str) -> Relation:
+def _divides(small: str, large: str, do: str, condition: str = "") -> Relation:
+    """Return the relation that one option divides another, where the option `condition`, if any, is not false."""
+
+    def holds(v: Values) -> bool:
+        return (bool(condition) and not v[condition]) or v[small] is None or v[large] % v[small] == 0
+
+    given = f" with {condition}" if condition else ""
     return Relation(
-        f"{large} % {small} == 0",
-        lambda v: v[small] is None or v[large] % v[small] == 0,
-        do,
-        lambda v: f"{v[large]} % {v[small]} = {v[large] % v[small]}",
+        f"{large} % {small} == 0{given}", holds, do, lambda v: f"{v[large]} % {v[small]} = {v[large] % v[small]}"
     )
 
 
@@ -147,21 +143,12 @@ def _moved(v: Values) -> list[str]:
     return sorted({*_doubled([name for name, _ in places])} - {*_doubled_sources(v)})
 
 
-def _rising(v: Values) -> bool:
-    ends = [0, *ends_of(v)]
-    return all(before < after for before, after in pairwise(ends))
-
-
 def _doubled(names: list[str]) -> list[str]:
     return sorted({name for name in names if names.count(name) > 1})
 
 
 def _period(v: Values) -> int:
     return max((sum(whole_weights([source["weight"] for source in sources])) for sources in _lists(v)), default=1)
-
-
-def _even_head(v: Values) -> bool:
-    return v["model.position"] != "rotary" or v["model.hidden"] // v["model.heads"] % 2 == 0
 
 
 RELATIONS: tuple[Relation, ...] = (
@@ -172,16 +159,11 @@ RELATIONS: tuple[Relation, ...] = (
     _divides("batch.micro", "batch.global", "change batch.global or batch.micro"),
     Relation(
         "(model.hidden / model.heads) % 2 == 0 with model.position rotary",
-        _even_head,
+        lambda v: v["model.position"] != "rotary" or v["model.hidden"] // v["model.heads"] % 2 == 0,
         "change model.heads or model.hidden",
         lambda v: f"{v['model.hidden']} / {v['model.heads']} = {v['model.hidden'] // v['model.heads']}",
     ),
-    Relation(
-        "model.seq_len % parallel.tensor == 0 with parallel.sequence",
-        lambda v: not v["parallel.sequence"] or v["model.seq_len"] % v["parallel.tensor"] == 0,
-        "change model.seq_len or parallel.tensor",
-        lambda v: f"{v['model.seq_len']} % {v['parallel.tensor']} = {v['model.seq_len'] % v['parallel.tensor']}",
-    ),
+    _divides("parallel.tensor", "model.seq_len", "change model.seq_len or parallel.tensor", "parallel.sequence"),
     Relation(
         "parallel.tensor_chunks <= model.seq_len / parallel.tensor",
         lambda v: v["parallel.tensor_chunks"] <= max(1, v["model.seq_len"] // v["parallel.tensor"]),
@@ -264,7 +246,7 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     Relation(
         "stages end one after the other",
-        _rising,
+        lambda v: all(before < after for before, after in pairwise([0, *ends_of(v)])),
         "change until_step or until_tokens",
         lambda v: f"they end with steps {', '.join(map(str, ends_of(v)))}",
     ),
@@ -287,6 +269,9 @@ RELATIONS: tuple[Relation, ...] = (
     ),
 )
 
+_CODES = ("int8", "int4")
+_JOINT = ("gpipe", "1f1b", "interleaved")  # schedules with one backward of inputs and weights
+
 EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("pipeline.schedule", ("gpipe", "1f1b", "zb-h1"), "pipeline.chunks", (1,), "one chunk per rank"),
     Exclusion("pipeline.schedule", ("zb-v",), "pipeline.chunks", (2,), "its V has two chunks per rank"),
@@ -294,28 +279,10 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("zero.offload.parameters", ("cpu", "nvme"), "zero.stage", (3,), "only stage 3 shards parameters"),
     Exclusion("zero.offload.delayed", (True,), "zero.offload.optimizer", ("cpu",), "it is the host that is late"),
     Exclusion("zero.quantize.parameters", ("int8",), "zero.stage", (3,), "only stage 3 gathers what rests exact"),
-    Exclusion("zero.quantize.gradients", ("int8", "int4"), "zero.stage", (1, 2, 3), "an all-reduce is not quantised"),
-    Exclusion(
-        "zero.quantize.gradients",
-        ("int8", "int4"),
-        "zero.reduce_dtype",
-        (None,),
-        "codes are added in the dtype of accumulation",
-    ),
-    Exclusion(
-        "zero.quantize.error_feedback",
-        (True,),
-        "zero.quantize.gradients",
-        ("int8", "int4"),
-        "gradients that are not quantised lose nothing",
-    ),
-    Exclusion(
-        "zero.reduce_dtype",
-        ("bf16",),
-        "precision.dtype",
-        ("fp32", "bf16"),
-        "fp16 is summed in fp16 or fp32, fp64 in fp64",
-    ),
+    Exclusion("zero.quantize.gradients", _CODES, "zero.stage", (1, 2, 3), "an all-reduce is not quantised"),
+    Exclusion("zero.quantize.gradients", _CODES, "zero.reduce_dtype", (None,), "codes are summed as gradients are"),
+    Exclusion("zero.quantize.error_feedback", (True,), "zero.quantize.gradients", _CODES, "else nothing is lost"),
+    Exclusion("zero.reduce_dtype", ("bf16",), "precision.dtype", ("fp32", "bf16"), "fp16 and fp64 need more digits"),
     Exclusion("zero.reduce_dtype", ("fp32",), "precision.dtype", ("fp32", "bf16", "fp16"), "fp64 is summed in fp64"),
     Exclusion("memory.partition", (True,), "memory.recompute", ("full",), "Pa splits the saved inputs of recompute"),
     Exclusion("memory.offload", ("cpu", "nvme"), "memory.partition", (True,), "Pa+cpu moves what Pa has split"),
@@ -324,12 +291,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("memory.cuda_graphs", (True,), "model.dropout", (0.0,), "a graph's masks would always be the same"),
     Exclusion("memory.cuda_graphs", (True,), "data.mask_eod", (False,), "documents have other lengths in each batch"),
     Exclusion("memory.cuda_graphs", (True,), "parallel.pipeline", (1,), "to record waits for messages under way"),
-    Exclusion(
-        "memory.cuda_graphs",
-        (True,),
-        "pipeline.schedule",
-        ("gpipe", "1f1b", "interleaved"),
-        "deliveries that are put off are not recorded",
-    ),
+    Exclusion("memory.cuda_graphs", (True,), "pipeline.schedule", _JOINT, "a backward in two parts is not recorded"),
     Exclusion("data.pack", (True,), "data.mask_eod", (True,), "packed documents do not see each other"),
 )

@@ -11,7 +11,7 @@ Only `config/`, `builders/`, `run/` and `tools/` ever see it; every object below
 are read is `config/file.py`; which options go together is `config/rules.py`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, GetPydanticSchema, create_model
 from pydantic_core import PydanticCustomError
@@ -30,6 +30,7 @@ from megazero.config.sections import (
     Tokens,
 )
 
+T = TypeVar("T")
 Share = Annotated[float, Field(gt=0, lt=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]  # of a mean, or of what is dropped
 Above0 = Annotated[float, Field(gt=0)]
@@ -38,61 +39,61 @@ Neighbours = Annotated[int, Field(ge=2, le=2**14)]
 Tier = Literal["none", "cpu", "nvme"]
 
 
+def option(default: T, description: str, *, alias: str | None = None, strict: bool | None = None) -> T:
+    """Return the field of an option; its arguments are those of pydantic's `Field`."""
+    return Field(default=default, alias=alias, description=description, strict=strict)
+
+
 class Run(Section):
-    dir: Text | None = Field(default=None, description="Folder of the run; null: runs/<config name>.")
-    steps: Positive = Field(default=1000, description="Training steps (batches consumed, skipped or not).")
-    seed: NonNegative = Field(default=0, description="Decides initial weights, dropout masks and the order of samples.")
-    time_limit: Positive | None = Field(default=None, description="Seconds after which the run saves and exits 75.")
-    deterministic: bool = Field(default=False, description="Slower GPU operations that repeat bit for bit.")
+    dir: Text | None = option(None, "Folder of the run; null: runs/<config name>.")
+    steps: Positive = option(1000, "Training steps (batches consumed, skipped or not).")
+    seed: NonNegative = option(0, "Decides initial weights, dropout masks and the order of samples.")
+    time_limit: Positive | None = option(None, "Seconds after which the run saves and exits 75.")
+    deterministic: bool = option(False, "Slower GPU operations that repeat bit for bit.")
 
 
 class Model(Section):
-    layers: Layers = Field(default=12, description="Transformer blocks, L.")
-    hidden: Positive = Field(default=768, description="Hidden size, h.")
-    heads: Positive = Field(default=12, description="Query heads, a.")
-    kv_heads: Positive | None = Field(default=None, description="Key-value heads (grouped queries); null: heads.")
-    ffn: Positive | None = Field(
-        default=None,
-        description="Feed-forward size; null: 4 hidden (gelu), 8/3 hidden up to a multiple of 256 (swiglu).",
+    layers: Layers = option(12, "Transformer blocks, L.")
+    hidden: Positive = option(768, "Hidden size, h.")
+    heads: Positive = option(12, "Query heads, a.")
+    kv_heads: Positive | None = option(None, "Key-value heads (grouped queries); null: heads.")
+    ffn: Positive | None = option(
+        None, "Feed-forward size; null: 4 hidden (gelu), 8/3 hidden up to a multiple of 256 (swiglu)."
     )
-    vocab: Positive = Field(default=50257, description="Vocabulary size, V.")
-    seq_len: Tokens = Field(default=1024, description="Sequence length in tokens, s.")
-    position: Literal["learned", "rotary"] = Field(default="learned", description="Position embedding.")
-    norm: Literal["layernorm", "rmsnorm"] = Field(
-        default="layernorm", description="layernorm (linear layers have biases) or rmsnorm (they have none)."
+    vocab: Positive = option(50257, "Vocabulary size, V.")
+    seq_len: Tokens = option(1024, "Sequence length in tokens, s.")
+    position: Literal["learned", "rotary"] = option("learned", "Position embedding.")
+    norm: Literal["layernorm", "rmsnorm"] = option(
+        "layernorm", "layernorm (linear layers have biases) or rmsnorm (they have none)."
     )
-    activation: Literal["gelu", "swiglu"] = Field(default="gelu", description="gelu (its tanh form) or swiglu.")
-    dropout: Decay = Field(default=0.0, description="Dropout of embeddings and residuals, not of attention.")
-    tie_embeddings: bool = Field(default=True, description="Share one weight between token embedding and output.")
-    norm_eps: Above0 = Field(default=1e-5, description="Added to the variance in norms.")
-    rope_theta: Annotated[float, Field(ge=1)] = Field(default=10000.0, description="Base of the rotary angles.")
+    activation: Literal["gelu", "swiglu"] = option("gelu", "gelu (its tanh form) or swiglu.")
+    dropout: Decay = option(0.0, "Dropout of embeddings and residuals, not of attention.")
+    tie_embeddings: bool = option(True, "Share one weight between token embedding and output.")
+    norm_eps: Above0 = option(1e-5, "Added to the variance in norms.")
+    rope_theta: Annotated[float, Field(ge=1)] = option(10000.0, "Base of the rotary angles.")
 
 
 class Parallel(Section):
-    tensor: Ranks = Field(default=1, description="Ranks that each matrix is split over, t.")
-    pipeline: Ranks = Field(
-        default=1, description="Ranks that the blocks are split over, p; the rest is data parallel."
+    tensor: Ranks = option(1, "Ranks that each matrix is split over, t.")
+    pipeline: Ranks = option(1, "Ranks that the blocks are split over, p; the rest is data parallel.")
+    sequence: bool = option(False, "Sequence parallelism on the tensor axis; no effect with tensor 1.")
+    tensor_chunks: Annotated[int, Field(ge=1, le=16)] = option(
+        1, "Split products into this many chunks to overlap them with sums over the tensor axis."
     )
-    sequence: bool = Field(
-        default=False, description="Sequence parallelism on the tensor axis; no effect with tensor 1."
-    )
-    tensor_chunks: Annotated[int, Field(ge=1, le=16)] = Field(
-        default=1, description="Split products into this many chunks to overlap them with sums over the tensor axis."
-    )
-    timeout: Positive = Field(default=120, description="Seconds after which a rank that does not answer ends the run.")
-    start_timeout: Positive = Field(default=900, description="Seconds that all ranks have to start and meet.")
+    timeout: Positive = option(120, "Seconds after which a rank that does not answer ends the run.")
+    start_timeout: Positive = option(900, "Seconds that all ranks have to start and meet.")
 
 
 class Offload(Section):
-    optimizer: Tier = Field(default="none", description="Where optimizer states and update live.")
-    parameters: Tier = Field(default="none", description="Where stage 3 parameter shards rest.")
-    path: Annotated[Text | tuple[Text, ...] | None, Field(union_mode="left_to_right")] = Field(
-        default=None, description="Folder on the disk for nvme, or a list: one on each disk."
+    optimizer: Tier = option("none", "Where optimizer states and update live.")
+    parameters: Tier = option("none", "Where stage 3 parameter shards rest.")
+    path: Annotated[Text | tuple[Text, ...] | None, Field(union_mode="left_to_right")] = option(
+        None, "Folder on the disk for nvme, or a list: one on each disk."
     )
-    host_mb: Annotated[int, Field(ge=160, le=2**24)] = Field(
-        default=1024, description="MiB of host memory in each rank for transfers to and from nvme."
+    host_mb: Annotated[int, Field(ge=160, le=2**24)] = option(
+        1024, "MiB of host memory in each rank for transfers to and from nvme."
     )
-    delayed: bool = Field(default=False, description="Update on the host during the next step, one update late.")
+    delayed: bool = option(False, "Update on the host during the next step, one update late.")
 
 
 def _tier(value: object) -> object:
@@ -108,151 +109,129 @@ def _whole(value: object) -> object:
 
 
 class Quantize(Section):
-    parameters: Literal["none", "int8"] = Field(
-        default="none", description="Integers as which stage 3 gathers parameters, in blocks of 256 with a scale."
+    parameters: Literal["none", "int8"] = option(
+        "none", "Integers as which stage 3 gathers parameters, in blocks of 256 with a scale."
     )
-    gradients: Literal["none", "int8", "int4"] = Field(
-        default="none", description="Integers as which gradients are sent to the rank that sums them."
-    )
-    error_feedback: bool = Field(
-        default=False, description="Add the rounding error of gradients to the next reduction (one more buffer)."
-    )
+    gradients: Literal["none", "int8", "int4"] = option("none", "Integers in which gradients are sent to be summed.")
+    error_feedback: bool = option(False, "Add the rounding error of gradients to the next reduction (one more buffer).")
 
 
 class Zero(Section):
-    stage: Annotated[Literal[0, 1, 2, 3] | None, BeforeValidator(_whole)] = Field(
-        default=None,
-        description="Sharded over data ranks: 1 optimizer state, 2 also gradients, 3 also parameters; null: 1.",
+    stage: Annotated[Literal[0, 1, 2, 3] | None, BeforeValidator(_whole)] = option(
+        None, "Sharded over data ranks: 1 optimizer state, 2 also gradients, 3 also parameters; null: 1."
     )
-    shard_ranks: Annotated[int, Field(ge=1, le=2**14)] | None = Field(
-        default=None, description="Neighbouring data ranks that shard; groups of them are replicas; null: all."
+    shard_ranks: Annotated[int, Field(ge=1, le=2**14)] | None = option(
+        None, "Neighbouring data ranks that shard; groups of them are replicas; null: all."
     )
-    grad_dtype: Literal["param", "fp32"] = Field(
-        default="fp32", description="Gradients: the parameter's dtype or fp32."
+    grad_dtype: Literal["param", "fp32"] = option("fp32", "Gradients: the parameter's dtype or fp32.")
+    reduce_dtype: Literal["param", "fp32", "bf16"] | None = option(
+        None, "Dtype in which gradients are summed over ranks; null: grad_dtype."
     )
-    reduce_dtype: Literal["param", "fp32", "bf16"] | None = Field(
-        default=None, description="Dtype in which gradients are summed over ranks; null: grad_dtype."
+    bucket_mb: Annotated[float, Field(gt=0, le=2**20)] = option(
+        64.0, "MiB of buffers to receive through sockets, and to widen 16-bit gradients."
     )
-    bucket_mb: Annotated[float, Field(gt=0, le=2**20)] = Field(
-        default=64.0, description="MiB of buffers to receive through sockets, and to widen 16-bit gradients."
+    secondary_ranks: Neighbours | None = option(
+        None, "Neighbouring data ranks with a second shard of parameters (hpZ)."
     )
-    secondary_ranks: Neighbours | None = Field(
-        default=None, description="Neighbouring data ranks that keep a second shard of parameters (hpZ); null: none."
-    )
-    quantize: Quantize = Field(default_factory=Quantize, description="Messages that are rounded to integers (ZeRO++).")
-    offload: Offload = Field(default_factory=Offload, description="ZeRO-Offload.")
+    quantize: Quantize = Quantize()  # ZeRO++
+    offload: Offload = Offload()  # ZeRO-Offload
 
 
 Recompute = Literal["none", "selective", "full"]
 
 
 class Memory(Section):
-    recompute: Recompute = Field(
-        default="none", description="Compute again in backward: the core of attention (selective), or whole blocks."
+    recompute: Recompute = option(
+        "none", "Computed again in backward: attention's core (selective), whole blocks (full)."
     )
-    partition: bool = Field(default=False, description="Pa: kept block inputs are split over the tensor axis.")
-    offload: Annotated[Tier, BeforeValidator(_tier)] = Field(
-        default="none", description="Pa+cpu, Pa+nvme: where kept block inputs rest; true is cpu."
+    partition: bool = option(False, "Pa: kept block inputs are split over the tensor axis.")
+    offload: Annotated[Tier, BeforeValidator(_tier)] = option(
+        "none", "Pa+cpu, Pa+nvme: where kept block inputs rest; true is cpu."
     )
-    cuda_graphs: bool = Field(default=False, description="Record recomputed blocks once and replay them on the GPU.")
+    cuda_graphs: bool = option(False, "Record recomputed blocks once and replay them on the GPU.")
 
 
 class PipelineConfig(Section):
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = Field(
-        default="1f1b", description="Pipeline schedule."
-    )
-    chunks: Layers | None = Field(
-        default=None, description="Model chunks per rank; null: 2 for interleaved and zb-v, else 1."
-    )
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = option("1f1b", "Pipeline schedule.")
+    chunks: Layers | None = option(None, "Model chunks per rank; null: 2 for interleaved and zb-v, else 1.")
 
 
 class Precision(Section):
-    dtype: Literal["fp32", "fp64", "bf16", "fp16"] = Field(default="fp32", description="Of parameters and activations.")
-    kernels: Literal["auto", "fused", "reference", "apex"] = Field(
-        default="auto", description="Kernels; auto: fused where they can be built, else apex's, else plain torch."
+    dtype: Literal["fp32", "fp64", "bf16", "fp16"] = option("fp32", "Of parameters and activations.")
+    kernels: Literal["auto", "fused", "reference", "apex"] = option(
+        "auto", "Kernels; auto: fused where they can be built, else apex's, else plain torch."
     )
 
 
 class Optimizer(Section):
-    lr: Above0 = Field(default=3e-4, description="Peak learning rate of AdamW.")
-    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="Decay rates of the moments.", strict=False)
-    eps: Annotated[float, Field(ge=1e-20)] = Field(default=1e-8, description="Added to the root of the second moment.")
-    weight_decay: AtLeast0 = Field(default=0.1, description="Decoupled decay of matmul weights and token embedding.")
-    clip: AtLeast0 = Field(default=1.0, description="Largest global gradient norm; 0: no clipping.")
+    lr: Above0 = option(3e-4, "Peak learning rate of AdamW.")
+    betas: tuple[Decay, Decay] = option((0.9, 0.95), "Decay rates of the moments.", strict=False)
+    eps: Annotated[float, Field(ge=1e-20)] = option(1e-8, "Added to the root of the second moment.")
+    weight_decay: AtLeast0 = option(0.1, "Decoupled decay of matmul weights and token embedding.")
+    clip: AtLeast0 = option(1.0, "Largest global gradient norm; 0: no clipping.")
 
 
 class LrSchedule(Section):
-    warmup: NonNegative = Field(default=100, description="Updates of linear warm-up.")
-    decay: Literal["cosine", "linear", "wsd", "constant"] = Field(default="cosine", description="After the warm-up.")
-    min_lr: AtLeast0 = Field(default=3e-5, description="Learning rate at the end.")
-    cooldown: NonNegative | None = Field(
-        default=None, description="Last updates, in which wsd falls; null: steps // 5."
-    )
-    steps: Positive | None = Field(default=None, description="Updates until min_lr, which then stays; null: run.steps.")
+    warmup: NonNegative = option(100, "Updates of linear warm-up.")
+    decay: Literal["cosine", "linear", "wsd", "constant"] = option("cosine", "After the warm-up.")
+    min_lr: AtLeast0 = option(3e-5, "Learning rate at the end.")
+    cooldown: NonNegative | None = option(None, "Last updates, in which wsd falls; null: steps // 5.")
+    steps: Positive | None = option(None, "Updates until min_lr, which then stays; null: run.steps.")
 
 
 class Batch(Section):
-    global_: Sequences = Field(default=8, alias="global", description="Sequences in a step, over all ranks.")
-    micro: Sequences | None = Field(
-        default=None, description="Sequences in a forward pass of a data rank; null: the largest that divides and fits."
-    )
+    global_: Sequences = option(8, "Sequences in a step, over all ranks.", alias="global")
+    micro: Sequences | None = option(None, "Sequences in a forward of a data rank; null: the largest that fits.")
 
     @property
     def rows(self) -> int:
-        """Return the sequences of a micro-batch, which `run/micro_batch.py` has chosen where the config does not."""
+        """Return the sequences of a micro-batch; `tools/planning/micro_batch.py` has chosen those that were null."""
         assert self.micro is not None
         return self.micro
 
 
 class Data(Section):
-    train: Text | None = Field(
-        default=None,
-        description="Token files to train on: a path without .bin/.idx, or X.ds, X.npy, X.bin; null: data.sources, "
+    train: Text | None = option(
+        None,
+        "Token files to train on: a path without .bin/.idx, or X.ds, X.npy, X.bin; null: data.sources, "
         "else data/quickstart/train.",
     )
-    sources: Sources | None = Field(
-        default=None, description="Instead of data.train, token files that are mixed: a list of {path, weight, name}."
+    sources: Sources | None = option(
+        None, "Instead of data.train, files that are mixed: a list of {path, weight, name}."
     )
-    max_epochs: Above0 | None = Field(default=None, description="Refuse a run that reads a source more often.")
-    valid: Annotated[Text | Share | None, Field(union_mode="left_to_right")] = Field(
-        default=None, description="Validation: token files as in data.train, or a share of all documents; null: none."
+    max_epochs: Above0 | None = option(None, "Refuse a run that reads a source more often.")
+    valid: Annotated[Text | Share | None, Field(union_mode="left_to_right")] = option(
+        None, "Validation: token files as in data.train, or a share of all documents; null: none."
     )
-    validation: Annotated[tuple[TokenFiles, ...], Field(min_length=1, max_length=100)] | None = Field(
-        default=None, description="More validation sets, each with metrics of its own: a list of {path, name}."
+    validation: Annotated[tuple[TokenFiles, ...], Field(min_length=1, max_length=100)] | None = option(
+        None, "More validation sets, each with metrics of its own: a list of {path, name}."
     )
-    valid_every: Positive | None = Field(default=None, description="Steps between validations; null: only at the end.")
-    valid_samples: Positive | None = Field(default=None, description="Sequences per validation; null: all.")
-    tokenizer: Text | None = Field(
-        default=None, description="*.model, tokenizer.json, *.tiktoken or bytes; for text, and for bits per byte."
-    )
-    mask_eod: bool = Field(default=False, description="Attention, positions and loss stop at document ends.")
-    pack: bool = Field(default=False, description="A sequence is whole documents, as many as fit, and padding.")
+    valid_every: Positive | None = option(None, "Steps between validations; null: only at the end.")
+    valid_samples: Positive | None = option(None, "Sequences per validation; null: all.")
+    tokenizer: Text | None = option(None, "*.model, tokenizer.json, *.tiktoken or bytes; for text and bits per byte.")
+    mask_eod: bool = option(False, "Attention, positions and loss stop at document ends.")
+    pack: bool = option(False, "A sequence is whole documents, as many as fit, and padding.")
 
 
 QUICKSTART = "data/quickstart/train"  # what is trained on where nothing else is said
 
 
 class Checkpoint(Section):
-    every: Positive | None = Field(default=None, description="Steps between checkpoints; null: only at the end.")
-    keep: Positive | None = Field(default=None, description="Newest checkpoints kept; null: all.")
-    async_: bool = Field(default=False, alias="async", description="Write in the background.")
-    resume: Text = Field(default="none", description="none, auto (newest step of the run's folder), or a path.")
-    load: Literal["all", "weights", "optimizer"] = Field(
-        default="all",
-        description="Load from `resume`: all (continue the run), weights, or weights and optimizer state.",
+    every: Positive | None = option(None, "Steps between checkpoints; null: only at the end.")
+    keep: Positive | None = option(None, "Newest checkpoints kept; null: all.")
+    async_: bool = option(False, "Write in the background.", alias="async")
+    resume: Text = option("none", "none, auto (newest step of the run's folder), or a path.")
+    load: Literal["all", "weights", "optimizer"] = option(
+        "all", "Load from `resume`: all (continue the run), weights, or weights and optimizer state."
     )
 
 
 class Observe(Section):
-    every: Positive = Field(default=10, description="Steps between logged rows.")
-    wandb: Text | None = Field(default=None, description="wandb project to log to.")
-    tensorboard: bool = Field(default=False, description="Also write tensorboard events.")
-    profile: Positive | None = Field(
-        default=None, description="Step at which a torch profiler trace of 3 steps begins."
-    )
-    table: bool = Field(
-        default=False, description="With each row, print when rank 0's units were gathered and reduced."
-    )
+    every: Positive = option(10, "Steps between logged rows.")
+    wandb: Text | None = option(None, "wandb project to log to.")
+    tensorboard: bool = option(False, "Also write tensorboard events.")
+    profile: Positive | None = option(None, "Step at which a torch profiler trace of 3 steps begins.")
+    table: bool = option(False, "With each row, print when rank 0's units were gathered and reduced.")
 
 
 def _some_of(name: str, section: type[Section]) -> GetPydanticSchema:
@@ -269,9 +248,9 @@ def _some_of(name: str, section: type[Section]) -> GetPydanticSchema:
 class Stage(Section):
     """Options that are others in a part of the run, by their sections; null for as they are."""
 
-    until_step: Positive | None = Field(default=None, description="The last step of the stage, from 1.")
-    until_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = Field(
-        default=None, description="Instead: the tokens of the run, all stages together, with which it ends."
+    until_step: Positive | None = option(None, "The last step of the stage, from 1.")
+    until_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = option(
+        None, "Instead: the tokens of the run, all stages together, with which it ends."
     )
     data: Annotated[Section, _some_of("data", Data)] | None = None
     model: Annotated[Section, _some_of("model", Model)] | None = None
@@ -283,22 +262,22 @@ class Stage(Section):
 class Config(Section):
     """All sections of a config; `name` is that of the file, not an option."""
 
-    run: Run = Field(default_factory=Run)
-    model: Model = Field(default_factory=Model)
-    parallel: Parallel = Field(default_factory=Parallel)
-    zero: Zero = Field(default_factory=Zero)
-    memory: Memory = Field(default_factory=Memory)
-    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
-    precision: Precision = Field(default_factory=Precision)
-    optimizer: Optimizer = Field(default_factory=Optimizer)
-    schedule: LrSchedule = Field(default_factory=LrSchedule)
-    batch: Batch = Field(default_factory=Batch)
-    data: Data = Field(default_factory=Data)
-    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
-    observe: Observe = Field(default_factory=Observe)
-    stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=100)] | None = Field(
-        default=None,
-        description="Parts of the run in which some options are others, one after the other: a list of {until_step or "
+    run: Run = Run()
+    model: Model = Model()
+    parallel: Parallel = Parallel()
+    zero: Zero = Zero()
+    memory: Memory = Memory()
+    pipeline: PipelineConfig = PipelineConfig()
+    precision: Precision = Precision()
+    optimizer: Optimizer = Optimizer()
+    schedule: LrSchedule = LrSchedule()
+    batch: Batch = Batch()
+    data: Data = Data()
+    checkpoint: Checkpoint = Checkpoint()
+    observe: Observe = Observe()
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=100)] | None = option(
+        None,
+        "Parts of the run in which some options are others, one after the other: a list of {until_step or "
         "until_tokens, data, model, batch, optimizer, schedule}. Behind the last one the config holds.",
     )
 

@@ -7,6 +7,7 @@ for each stage and one behind the last. All of it is a function of the config, a
 
 from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -208,19 +209,12 @@ def _but_for_sources(config: Config) -> Config:
 
 def _undone(config: Config, changes: Sequence[Mapping[str, Any]]) -> Config:
     """Return a config as it was before some changes."""
-    values = config.model_dump(by_alias=True)
+    values = config.model_dump(by_alias=True, mode="json")
     for change in reversed(changes):  # of two of an option the first one holds what was before both
         *sections, last = change["key"].split(".")
         place = values
         for section in sections:
             place = place[section]
         if last in place and not isinstance(place[last], dict):  # "data" stands for files that are others
-            place[last] = _tuples(change["from"])
-    return type(config).model_validate(values)
-
-
-def _tuples(value: Any) -> Any:
-    """Return a value of JSON as a config takes it: with tuples for lists, at any depth."""
-    if isinstance(value, dict):
-        return {key: _tuples(inner) for key, inner in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+            place[last] = change["from"]
+    return type(config).model_validate_json(json.dumps(values))  # which takes lists for tuples

@@ -19,7 +19,7 @@ from megazero.base.version import __version__
 from megazero.checkpoint.checkpoints import Checkpoints
 from megazero.checkpoint.load import load_tensors
 from megazero.checkpoint.manifest import FORMAT, WEIGHT, Logical, Manifest, WrittenShard, read_manifest
-from megazero.checkpoint.pieces import Piece, ShardState, holding_to_load, holding_to_save
+from megazero.checkpoint.pieces import Piece, ShardState, holding_of
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.save import Saver
 from megazero.checkpoint.shard import BLOCK, NAMES
@@ -134,17 +134,13 @@ class State:
 
     def _read(self, path: Path, manifest: Manifest, buffers: Sequence[ShardState], *, fills: bool) -> None:
         """Read what this rank holds, and fill it if asked for. All ranks raise what one does."""
-        held, rank, size = [*self._held(saves=False), *buffers], self._world.rank, self._world.size
-        agree(
-            self._world,
-            self._device,
-            lambda: load_tensors(path, manifest, held, rank=rank, size=size, fills=fills),
-        )
+        held = [*self._held(saves=False), *buffers]
+        agree(self._world, self._device, lambda: load_tensors(path, manifest, held, fills=fills))
 
     def _held(self, *, saves: bool) -> list[ShardState]:
-        hold, state = holding_to_save if saves else holding_to_load, self._assembly.optimizer.state
+        state = self._assembly.optimizer.state
         numel = {name: math.prod(logical.shape) for name, logical in self._logical.items()}
-        held = [hold(unit, state[unit] if unit.trainable else {}, numel) for unit in self._units]
+        held = [holding_of(u, state[u] if u.trainable else {}, numel, saves=saves) for u in self._units]
         for name, (table, own) in self._rows.items():
             held.append(_held(name, own.view(-1), table.first * own.shape[1:].numel()))
         return held

@@ -80,7 +80,8 @@ class Probe:
 
     def prefers_cudnn(self) -> bool:
         """Return whether cuDNN's attention is the fastest here, and sound."""
-        return torch.cuda.get_device_capability(self._device) in ((9, 0), (10, 0)) and _cudnn_version() >= _CUDNN
+        version = torch.backends.cudnn.version() or 0
+        return torch.cuda.get_device_capability(self._device) in ((9, 0), (10, 0)) and version >= _CUDNN
 
     def refusal(self, name: str, *, repeats: bool) -> str | None:
         """Return why torch does not take an implementation for these heads; None: it does."""
@@ -201,7 +202,3 @@ def variable_length(grouped: bool) -> VariableLength:
         return y
 
     return attend
-
-
-def _cudnn_version() -> int:
-    return torch.backends.cudnn.version() or 0

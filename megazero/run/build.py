@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from megazero.builders.upload import Upload
 from megazero.checkpoint.save import ShardState
 from megazero.comm.grid import Axis
 from megazero.comm.home import PagedHome
-from megazero.config.file import flatten
+from megazero.config.flat import flatten
 from megazero.config.schema import Config
 from megazero.config.stages import Course, Part
 from megazero.data.batch import MicroBatch
@@ -41,11 +42,11 @@ from megazero.observe.wandb_sink import WandbSink
 from megazero.optim.learning_rate import LearningRate
 from megazero.plan.hardware import peak_flops
 from megazero.run.attention import repeat_bits, settle_attention
-from megazero.run.checkpointing import CheckpointMetadata, about_run, checkpoints_of, holdings_to_load
+from megazero.run.checkpointing import CheckpointMetadata, about_run, checkpoints_of, holdings_of
 from megazero.run.data import RunData, open_data, refuse_overlap, refuse_repeats
 from megazero.run.disks import open_disks
 from megazero.run.ledger_file import write_ledger
-from megazero.run.plan_check import Expectation
+from megazero.run.planned import Planned, compare, fuses
 from megazero.run.resume import Start
 from megazero.run.run import Run
 from megazero.train.fault import AFTER_SUMS, Fault
@@ -58,12 +59,13 @@ _PROFILED_STEPS = 3
 
 
 class Ready(NamedTuple):
-    """A trainer, what checkpoints say of it, tensors to fill from one, the device's kernels, disks, data, tokenizer."""
+    """A trainer, what checkpoints say of it, tensors to fill from one, the device's kernels, its plan, disks, data."""
 
     trainer: Trainer
     about: CheckpointMetadata
     holdings: list[ShardState]
     ops: Operations
+    planned: Planned
     disks: PagedHome | None
     data: RunData
     tokenizer: Tokenizer | None
@@ -95,6 +97,7 @@ def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: f
     data = _opened(run, part, course, tokenizer)
     ops, disks, built = _built(run, config, here)
     engine, phases = built.engine, PhaseSeconds()
+    planned = run.plan(config, grid["pipeline"].rank, fuses(ops))
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
 
     def now(step: int, phase: str) -> None:
@@ -107,6 +110,8 @@ def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: f
         return built.pipeline.evaluate(many, lambda batch: feed(batch, 0, False))
 
     fingerprint = tokenizer.fingerprint if tokenizer is not None else None
+    rate, limit = learning_rate_of(config), run.config.run.time_limit
+    end = None if limit is None else limit - spent
     about = about_run(run, start, built, data.digest(), fingerprint)
     trainer = Trainer(
         engine,
@@ -114,15 +119,17 @@ def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: f
         lambda batch, step: feed(batch, step, True),
         loader_of(part, data, grid["data"], device),
         {name: _validation(run, part, each, score_batches, tokenizer) for name, each in data.validation.items()},
-        _recorder(run, start, part, engine, ops, phases),
-        _pace(part, course.until(part)),
+        _recorder(run, start, part, engine, planned, phases),
+        TrainSchedule(config.run.steps, rate, config.observe.every, config.data.valid_every, course.until(part)),
         checkpoints_of(run, start, built, about),
-        _stopping(run, spent),
+        Stopping(
+            run.grid["world"], device, run.signals, run.folder.stop, end, first_step=run.folder.early_stops.forget
+        ),
         lambda: write_ledger(run.folder, grid, device),
         now,
         lambda own, say: _blame(own, say, run),
     )
-    return Ready(trainer, about, holdings_to_load(built), ops, disks, data, tokenizer)
+    return Ready(trainer, about, holdings_of(built, saves=False), ops, planned, disks, data, tokenizer)
 
 
 def _built(run: Run, config: Config, here: int) -> tuple[Operations, PagedHome | None, Built]:
@@ -133,21 +140,10 @@ def _built(run: Run, config: Config, here: int) -> tuple[Operations, PagedHome |
     host_ops = None
     if config.zero.offload.optimizer != "none" and device.type != "cpu":
         host_ops = for_host(kernels, precision_of(config).masters)
-    disks = open_disks(config, device, run.grid.comm.ledger, here)
+    disks = open_disks(run.homes, config, device, run.grid.comm.ledger, here)
     built = build(config, run.grid, device, ops, host_ops=host_ops, homes={"nvme": disks} if disks else {})
     settle_attention(config, built.model, device, first=run.is_first)
     return ops, disks, built
-
-
-def _stopping(run: Run, spent: float) -> Stopping:
-    """Return what ends a run before its last step.
-
-    Args:
-        spent: seconds that the job has trained before.
-    """
-    folder, limit = run.folder, run.config.run.time_limit
-    left = None if limit is None else limit - spent
-    return Stopping(run.grid["world"], run.device, run.signals, folder.stop, left, first_step=folder.early_stops.forget)
 
 
 def _opened(run: Run, part: Part, course: Course, tokenizer: Tokenizer | None) -> RunData:
@@ -193,7 +189,7 @@ def _blame(own: Fault | None, say: Callable[[int, str | None], UserError], run: 
     return UserError(error.code, error.what, f"{look}; {error.do}", rank=rank, step=error.step)
 
 
-def _recorder(run: Run, start: Start, part: Part, engine: Engine, ops: Operations, phases: PhaseSeconds) -> Recorder:
+def _recorder(run: Run, start: Start, part: Part, engine: Engine, planned: Planned, phases: PhaseSeconds) -> Recorder:
     """Return what observes the steps of a part; only the first rank of the world writes rows and profiles."""
     device, ledger, config = run.device, run.grid.comm.ledger, part.config
     flops = model_shape(config).flops_per_token()
@@ -202,16 +198,10 @@ def _recorder(run: Run, start: Start, part: Part, engine: Engine, ops: Operation
         peak = peak_flops(torch.cuda.get_device_name(device), config.precision.dtype)
     before = part.first, part.tokens
     work = Work(part.tokens_per_step, flops, peak, device, run.grid["world"].size, before=before)
-    expectation = Expectation(config, run.grid, device, ops)
     sinks = Sinks(list(_sinks(run, start, engine)) if run.is_first else [])
     at = config.observe.profile if run.is_first else None
     profile = Profile(at or 1, 0 if at is None else _PROFILED_STEPS, run.folder.profile)
-    return Recorder(sinks, profile, work, ledger, expectation.compare, phases)
-
-
-def _pace(part: Part, until: int) -> TrainSchedule:
-    config, rate = part.config, learning_rate_of(part.config)
-    return TrainSchedule(config.run.steps, rate, config.observe.every, config.data.valid_every, until)
+    return Recorder(sinks, profile, work, ledger, partial(compare, planned, run.grid), phases)
 
 
 def learning_rate_of(config: Config) -> LearningRate:

@@ -11,6 +11,7 @@ import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from megazero.base.version import __version__
 from megazero.builders.assemble import Built
 from megazero.checkpoint.checkpoints import Checkpoints
 from megazero.checkpoint.manifest import FORMAT, WEIGHT, Logical, Manifest, WrittenShard
-from megazero.checkpoint.pieces import ShardState, holding_to_load, holding_to_save
+from megazero.checkpoint.pieces import ShardState, holding_of
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.retention import retire
 from megazero.checkpoint.save import Saver
@@ -29,7 +30,7 @@ from megazero.checkpoint.shard import BLOCK, NAMES
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import Grid
 from megazero.config.changes import in_json
-from megazero.config.file import flatten
+from megazero.config.flat import flatten
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.model.parameter import whole_shapes
@@ -38,22 +39,13 @@ from megazero.run.resume import Start
 from megazero.run.run import Run
 
 
-def holdings_to_save(built: Built) -> list[ShardState]:
-    """Return what only this rank saves: its share of every unit, on the device or the host."""
-    return [
-        holding_to_save(unit, built.engine.optimizer.state[unit], _numel(built))
-        for unit in built.engine.units
-        if unit.axes.copies.rank == 0  # the first rank of the pipeline has it too
-    ]
-
-
-def holdings_to_load(built: Built) -> list[ShardState]:
-    """Return what this rank updates: the tensors to load, from which the rest follows."""
-    return [holding_to_load(u, built.engine.optimizer.state[u], _numel(built)) for u in built.engine.units]
-
-
-def _numel(built: Built) -> dict[str, int]:
-    return {name: math.prod(shape) for name, shape in whole_shapes(built.model).items()}
+def holdings_of(built: Built, *, saves: bool) -> list[ShardState]:
+    """Return the tensors that only this rank saves, on the device or the host, or those that it updates: to load."""
+    numel = {name: math.prod(shape) for name, shape in whole_shapes(built.model).items()}
+    units, state = built.engine.units, built.engine.optimizer.state
+    if saves:  # the first rank of the pipeline has a copy
+        units = [unit for unit in units if unit.axes.copies.rank == 0]
+    return [holding_of(unit, state[unit], numel, saves=saves) for unit in units]
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ class CheckpointMetadata:
             grid={**sizes, "stage": config.zero.stage},
             dtype=NAMES[self.dtype],
             kinds=list(self.kinds),
-            tensors={n: Logical(shape=s, pieces=sorted(tensors[n], key=_by_start)) for n, s in self.shapes.items()},
+            tensors={n: Logical(shape=s, pieces=sorted(tensors[n], key=itemgetter(1))) for n, s in self.shapes.items()},
             block=BLOCK,
             files=[part.shard for part in parts],
             progress=progress,
@@ -141,7 +133,7 @@ def checkpoints_of(run: Run, start: Start, built: Built, about: CheckpointMetada
     world = run.grid["world"]
     saver = Saver(
         store,
-        holdings_to_save(built),
+        holdings_of(built, saves=True),
         rank=world.rank,
         size=world.size,
         snapshot=options.async_,
@@ -188,10 +180,6 @@ def check_space(run: Run, about: CheckpointMetadata) -> None:
         what = f"expected room for {needed / 1e9:.3g} GB of checkpoints ({one / 1e9:.3g} GB each)"
         what += f", got {free / 1e9:.3g} GB"
         raise UserError(403, what, "free space there, or give another run.dir", where=folder)
-
-
-def _by_start(piece: list[int]) -> int:
-    return piece[1]
 
 
 def plain(config: Config) -> dict[str, Any]:

@@ -107,7 +107,8 @@ def sources_text(data: RunData) -> str:
     course = data.course
     if course.config.data.sources is None:
         return str(course.config.data.train)
-    epochs, sources = _epochs(data), data.mixture.sources
+    samples, sources = course.samples(course.config.run.steps), data.mixture.sources
+    epochs = epochs_of(list(data.mixtures.values()), samples) or {}
     each = (f"{s.name} ({s.windows.stream.dataset.prefix}, {epochs[str(s.name)]:.3g} epochs)" for s in sources)
     shares: list[str] = []
     before = ""
@@ -116,24 +117,6 @@ def sources_text(data: RunData) -> str:
             shares.append(f"from step {part.first + 1:,} {text}" if part.first else text)
             before = text
     return f"{'; '.join(shares)}; of {', '.join(each)}"
-
-
-def shared_paths(data: RunData) -> Iterator[str]:
-    """Yield for each path that several sources have how often its text comes, in words."""
-    course, paths = data.course, dict[str, list[str]]()
-    for source in course.config.data.sources or ():
-        paths.setdefault(source.path, []).append(str(source.name))
-    epochs = _epochs(data)
-    for path, names in paths.items():
-        if len(names) > 1:
-            total = sum(epochs[name] for name in names)
-            yield f"sources {', '.join(names)} all read {path}, each from its beginning: {total:.3g} epochs in all"
-
-
-def _epochs(data: RunData) -> dict[str, float]:
-    """Return how often the run goes through each source, by its name; of a source without one nothing."""
-    steps = data.course.config.run.steps
-    return epochs_of(list(data.mixtures.values()), data.course.samples(steps)) or {}
 
 
 def packing_text(data: RunData) -> Iterator[str]:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 from megazero.base.errors import UserError
 from megazero.base.machine import file_system_of, free_memory, return_freed_memory
 from megazero.comm.collectives import gather_bytes
-from megazero.extensions.homes import HOMES
 from megazero.launcher.environment import host_name
 
 if TYPE_CHECKING:
     import torch
 
     from megazero.comm.grid import Grid
-    from megazero.comm.home import PagedHome
+    from megazero.comm.home import Homes, PagedHome
     from megazero.comm.ledger import Ledger
     from megazero.config.schema import Config
 
@@ -33,10 +32,11 @@ def ranks_here(config: Config, grid: Grid, device: torch.device) -> int:
     return gather_bytes(name, grid["world"], "agree", device).count(name)
 
 
-def open_disks(config: Config, device: torch.device, ledger: Ledger, here: int = 1) -> PagedHome | None:
+def open_disks(homes: Homes, config: Config, device: torch.device, ledger: Ledger, here: int = 1) -> PagedHome | None:
     """Return the disks of a rank, or None where nothing is offloaded to any.
 
     Args:
+        homes: how they are opened.
         here: ranks that share this host's memory.
 
     Raises:
@@ -54,7 +54,7 @@ def open_disks(config: Config, device: torch.device, ledger: Ledger, here: int =
     if needed * here > there:
         what = f"expected zero.offload.host_mb={offload.host_mb} MiB of free memory for each of {here} ranks here"
         raise UserError(606, f"{what}, got {there >> 20:,} MiB", "lower zero.offload.host_mb")
-    disks, way = HOMES["nvme"](folders, ledger, needed, device)
+    disks, way = homes["nvme"](folders, ledger, needed, device)
     where = ", ".join(map(str, folders))
     logging.getLogger("megazero").info(f"nvme: {where} {way}; {offload.host_mb} MiB of memory")
     return disks

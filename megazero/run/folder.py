@@ -4,10 +4,7 @@ config.yaml  plan.json  metrics.jsonl  ledger.json  checkpoints/step_00000100/  
 logs/slurm-1234.out  lock  STOP  early_stops
 """
 
-import contextlib
 import os
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.base.errors import UserError
@@ -54,8 +51,6 @@ class RunFolder:
                 self._refuse_a_run()
             for left in self.path.glob("*.tmp-*"):  # by a job that was killed while it wrote
                 left.unlink(missing_ok=True)
-            if not self.log(0).exists():  # what is there keeps its time
-                self.log(0).touch()
         except UserError:
             lock.release()
             raise
@@ -80,43 +75,6 @@ class RunFolder:
         """Return the rows or a step of a run that has begun here; None: there is none."""
         steps = sorted(self.checkpoints.glob("*step_*"))
         return next((path for path in (self.metrics, *steps) if path.exists()), None)
-
-    def keep_output(self, output: Path, job: str) -> None:
-        """Give a job's output file a name in logs/ too, unless it has one there from before the job was requeued.
-
-        Raises:
-            OSError: it cannot be linked.
-        """
-        number, link = 0, self.path / "logs" / f"slurm-{job}.out"
-        while os.path.lexists(link):
-            if os.path.exists(link) and link.samefile(output):
-                return
-            number += 1
-            link = link.with_name(f"slurm-{job}.{number}.out")
-        try:
-            link.hardlink_to(output)
-        except OSError:  # on another file system, or one that has no second names
-            link.symlink_to(output)
-
-    def missing(self) -> list[Path]:
-        """Return the folder and those above it that are not there, the nearest first: what a job would make."""
-        return [folder for folder in (self.path, *self.path.parents) if not os.path.lexists(folder)]
-
-    def remove(self, made: Sequence[Path]) -> None:
-        """Remove the folders that a refused job has made, unless the run has begun or others have put something there.
-
-        Args:
-            made: the folders, the nearest first.
-        """
-        if self.path not in made or self._begun() is not None:
-            return
-        with contextlib.suppress(OSError):
-            for ours in (self.config, self.plan, self.lock, *self.log(0).parent.glob("rank_*.log")):
-                ours.unlink(missing_ok=True)
-            for folder in (self.profile, self.path / "tensorboard", self.path / "wandb"):
-                shutil.rmtree(folder, ignore_errors=True)
-            for folder in (self.log(0).parent, self.checkpoints, *made):
-                folder.rmdir()
 
     def require_run(self) -> None:
         """Refuse a folder that is no run's. Raises UserError 113."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from megazero.checkpoint.manifest import Manifest
 from megazero.config.changes import in_json, is_permitted, row_of
-from megazero.config.file import flatten
+from megazero.config.flat import flatten
 from megazero.config.schema import Config
 
 # What older checkpoints do not say.
@@ -66,66 +66,37 @@ def changed_since(found: Manifest | None, history: Sequence[dict[str, Any]]) -> 
 def in_words(changes: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield changes as one says them."""
     explained = any(change["key"] in _ORDER for change in changes)
-    for change in changes:
-        if change["key"] != "data":
-            yield from difference(change["key"], change["from"], change["to"])
+    for key, old, new in ((change["key"], change["from"], change["to"]) for change in changes):
+        if key != "data":
+            found = differences({key: old}, {key: new})
+            yield from (f"{place} {_shown(a)} -> {_shown(b)}" for place, (a, b) in found.items())
+            yield from () if found else (f"{key} in another order",)
         elif not explained:
             yield "data: other text under the same names"
 
 
-def difference(key: str, old: Any, new: Any) -> Iterator[str]:
-    """Yield what two values of an option differ in: of lists of sources each source, of stages each option."""
-    if key.endswith("data.sources"):
-        place, before, after = key.removesuffix("data.sources"), _by_name(old), _by_name(new)
-        found = list(_of_sources(before, after)) or ["sources in another order"]
-        yield from (f"{place.removesuffix('.')} {text}".lstrip() for text in found)
-    elif key == "stages":
-        before, after = dict(options_of_stages(old)), dict(options_of_stages(new))
-        for each in {**before, **after}:
-            if before.get(each) != after.get(each):
-                yield from difference(each, before.get(each), after.get(each))
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return both values of all places in which two flat configs differ, in JSON's types.
+
+    A place is an option, or a value in a list of sections: `stages[0].batch.global`, `data.sources[NAME].weight`.
+    """
+    old, new = dict(_places(theirs, "")), dict(_places(ours, ""))
+    return {place: (old.get(place), new.get(place)) for place in {**new, **old} if old.get(place) != new.get(place)}
+
+
+def _places(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _places(inner, f"{place}.{key}".lstrip("."))
+    elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+        for number, inner in enumerate(value):
+            rest = {key: each for key, each in inner.items() if key != "name"}
+            yield from _places(rest, f"{place}[{inner.get('name', number)}]")
     else:
-        yield f"{key} {shown(old)} -> {shown(new)}"
+        yield place, value
 
 
-def other_mix(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Return in what two flat configs differ that decides which text is read, in words."""
-
-    def mix(config: Mapping[str, Any]) -> dict[str, Any]:
-        found = {key: config.get(key) for key in ("data.train", "data.sources")}
-        in_stages = options_of_stages(config.get("stages"))
-        found |= {place: value for place, value in in_stages if place.endswith("data.sources")}
-        return found | {"data.valid": held_out(config.get("data.valid"))}
-
-    old, new = mix(theirs), mix(ours)
-    differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return [text for key in differing for text in difference(key, old.get(key), new.get(key))]
-
-
-def _by_name(sources: Any) -> dict[str, Mapping[str, Any]]:
-    return {source["name"]: source for source in sources or ()}
-
-
-def _of_sources(old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    for name, source in new.items():
-        if name in old:
-            pairs = {key: (old[name].get(key), source.get(key)) for key in ("path", "weight")}
-            changed = {key: [f"{v:g}" if key == "weight" else v for v in pair] for key, pair in pairs.items()}
-            yield from (f"source {name}: {key} {was} -> {now}" for key, (was, now) in changed.items() if was != now)
-        else:
-            yield f"source {name} added, weight {source['weight']:g}"
-    yield from (f"source {name} removed" for name in old if name not in new)
-
-
-def options_of_stages(stages: Sequence[Mapping[str, Any]] | None) -> Iterator[tuple[str, Any]]:
-    """Yield what stages say, in JSON's types, by place: `stages[0].batch.global`."""
-    for number, stage in enumerate(stages or ()):
-        for section, given in stage.items():
-            for name, value in given.items() if isinstance(given, dict) else [("", given)]:
-                yield f"stages[{number}].{section}.{name}".rstrip("."), value
-
-
-def shown(value: Any) -> str:
+def _shown(value: Any) -> str:
     """Return a value, and of a long one its beginning."""
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -17,7 +17,8 @@ are carried over keep their n (`Progress.carried`): counted anew they would be t
 are. The learning rate counts the new run's updates.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +27,14 @@ import torch
 from megazero.base.errors import UserError
 from megazero.checkpoint.manifest import Manifest
 from megazero.checkpoint.shard import DTYPES, NAMES
-from megazero.config.changes import row_of
+from megazero.config.changes import FREE, row_of
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.run.checkpointing import CheckpointMetadata, plain
-from megazero.run.history import changed_since, held_out, options_of_stages, other_mix, saved_options
+from megazero.run.history import changed_since, differences, held_out, saved_options
 from megazero.run.resume import Start
 from megazero.train.trainer import Trainer
 
-# What must be the same: another value is another model, other data, or another optimizer.
-_SAME = {
-    "all": (
-        *("model.*", "run.seed", "batch.global", "data.mask_eod", "data.pack", "precision.dtype"),
-        *("optimizer.betas", "optimizer.eps", "optimizer.weight_decay"),
-    ),
-    "optimizer": ("model.*", "optimizer.betas"),  # what moments are means of
-    "weights": ("model.*",),
-}
 # What may be another, and then changes what is computed: said when a run goes on.
 _SAID = (
     *("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "zero.reduce_dtype"),
@@ -67,68 +59,75 @@ def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load:
     if load != "weights" and manifest.kinds != list(about.kinds):
         what = f"expected the state {list(about.kinds)} of this optimizer, got {manifest.kinds}"
         raise UserError(412, what, "give checkpoint.load=weights", where=where)
-    theirs, ours = saved_options(manifest), plain(about.config)
-    names = set(_matching(ours, _SAME[load])) - (set() if load == "all" else _free(about.config))
+    other = _others(manifest, about, load)
     grows = new_rows(manifest, about.config) > 0
-    grown = grows and load == "weights"
-    names -= {"model.vocab"} if grown else set()
-    other = {key: (theirs.get(key), ours[key]) for key in ours if key in names and theirs.get(key) != ours[key]}
-    if load == "all":
-        other |= _other_stages(theirs.get("stages"), ours["stages"])
-        mine, found = {"data": about.data, "tokenizer": about.tokenizer}, manifest.identity
-        other |= {key: (found.get(key), mine[key]) for key in mine if found.get(key) != mine[key]}
-    changed = {change["key"] for change in changed_since(manifest, about.history)}
-    odd = [f"{key} {old} -> {new}" for key, (old, new) in other.items() if _option_of(key) not in changed]
-    if "data" in other and "data" not in changed and (mix := other_mix(theirs, ours)):
-        odd = [text for text in odd if not text.startswith("data ")] + mix
-    if not odd and (name := manifest.other_shape(_with_rows_of(manifest, about) if grown else about.shapes)):
-        odd = [f"{name} {manifest.shapes.get(name)} -> {about.shapes.get(name)}"]
-    if not odd and not _fits(manifest.dtype, about.dtype, load):
-        odd = [f"dtype {manifest.dtype} -> {NAMES[about.dtype]}"]
-    if odd:
-        what, do = "is not of this run", "resume with the config it was made with"
-        do += _permission({_option_of(key) for key in other} - changed, theirs, about.config)
-        if load != "all":
-            what, do = "is not of this model", "load it with the model it was made with"
+    grown, do = (
+        grows and load == "weights",
+        f"resume with the config it was made with{_permission(other, about.config)}",
+    )
+    if grown:
+        del other["model.vocab"]
+    if not other and (name := manifest.other_shape(_with_rows_of(manifest, about) if grown else about.shapes)):
+        other = {name: (manifest.shapes.get(name), about.shapes.get(name))}
+    if not other and not _fits(manifest.dtype, about.dtype, load):
+        other = {"dtype": (manifest.dtype, NAMES[about.dtype])}
+    if other:
+        what = "is not of this run" if load == "all" else "is not of this model"
+        do = do if load == "all" else "load it with the model it was made with"
         do += ", or begin a run with checkpoint.load=weights, where a vocabulary may grow" if grows != grown else ""
-        raise UserError(412, f"{what} (its -> this): {_some(odd)}", do, where=where)
+        raise UserError(412, f"{what} (its -> this): {_some(other)}", do, where=where)
     consumed = Course(about.config, about.history).samples(manifest.step)
     if load == "all" and manifest.progress is not None and manifest.progress.next_sample != consumed:
         what = f"has consumed {manifest.progress.next_sample:,} samples, with these options it would be {consumed:,}"
         raise UserError(412, what, "resume with the config it was made with", where=where)
 
 
-def _other_stages(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
-    """Return what stages differ in, {stages[1].batch.global: (its, this)}, but for what is free in a config too.
+def _others(manifest: Manifest, about: CheckpointMetadata, load: str) -> dict[str, tuple[Any, Any]]:
+    """Return what is another than in a checkpoint and must not be, by its place: (its value, this run's)."""
+    theirs, ours = saved_options(manifest), plain(about.config)
+    changed = {change["key"] for change in changed_since(manifest, about.history)}
+    found = differences({key: theirs.get(key) for key in ours}, ours)
+    found = {place: pair for place, pair in found.items() if _option_of(place) not in changed}
+    other = {place: pair for place, pair in found.items() if _must_stay(place, load, about.config)}
+    if load == "all":
+        digests = {"data": about.data, "tokenizer": about.tokenizer}
+        identity = {key: (manifest.identity.get(key), own) for key, own in digests.items()}
+        other |= {key: pair for key, pair in identity.items() if pair[0] != pair[1] and key not in changed}
+        if "data" in other and (mix := {place: pair for place, pair in found.items() if _mixes(place, pair)}):
+            del other["data"]
+            other |= mix
+    return other
 
-    What they train on is a matter of the data's digest.
-    """
-    theirs, ours = (
-        {place: value for place, value in options_of_stages(each) if _fixed(place)} for each in (theirs, ours)
-    )
-    keys = [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]
-    return {key: (theirs.get(key), ours.get(key)) for key in keys}
+
+def _must_stay(place: str, load: str, config: Config) -> bool:
+    """Return whether an option must be as in the checkpoint; what is trained on is a matter of the data's digest."""
+    stage, _, key = place.rpartition("].")
+    if load != "all":  # moments are means of squares by betas
+        betas = load == "optimizer" and place == "optimizer.betas"
+        return betas or (place.startswith("model.") and place not in _free(config))
+    if "data.sources" in place or place in ("data.train", "data.valid", "data.tokenizer"):
+        return False
+    return key.startswith("until_") or row_of(key if stage else place).on_resume != FREE
 
 
-def _fixed(place: str) -> bool:
-    """Return whether an option of a stage is not free in a config too, nor sources."""
-    key = place.partition(".")[2]
-    return key.startswith("until_") or (not row_of(key).on_resume and key != "data.sources")
+def _mixes(place: str, pair: tuple[Any, Any]) -> bool:
+    """Return whether an option decides which text is read."""
+    held = place == "data.valid" and held_out(pair[0]) != held_out(pair[1])
+    return held or place == "data.train" or "data.sources" in place
 
 
-def _option_of(key: str) -> str:
+def _option_of(place: str) -> str:
     """Return the option of a place: `stages` for a place inside stages."""
-    return "stages" if key.startswith("stages") else key
+    return place.partition("[")[0]
 
 
-def _permission(keys: set[str], theirs: Mapping[str, Any], config: Config) -> str:
-    """Return how these options may be others, in words; "" where one may not."""
+def _permission(places: Iterable[str], config: Config) -> str:
+    """Return how the options of some places may be others, in words; "" where one may not."""
+    keys = set(map(_option_of, places)) - {"data"}
     fixed = {"tokenizer"} | ({"model.seq_len"} if config.model.position == "learned" else set())
-    fixed |= {"data"} if held_out(theirs.get("data.valid")) != held_out(config.data.valid) else set()
-    wanted = {key for key in keys if key != "data"} or keys  # other data may be of another option alone
-    if keys & fixed or any(key != "data" and row_of(key).on_resume for key in wanted):
+    if keys & fixed or any(row_of(key).on_resume for key in keys):
         return ""
-    return f", or take it by --allow-change {','.join(sorted(wanted))}"
+    return f", or take it by --allow-change {','.join(sorted(keys or {'data'}))}"
 
 
 def new_rows(manifest: Manifest, config: Config) -> int:
@@ -155,11 +154,13 @@ def begin(trainer: Trainer, found: Manifest, start: Start, owed: Mapping[str, An
     Args:
         owed: the row of the step to go on from, where an earlier job has left it unwritten.
     """
-    load = taken(found, start.load)
-    if found.progress is None or load != "all":
-        trainer.begin_with(found.progress.moments_age if found.progress and load == "optimizer" else 0)
+    load, progress = taken(found, start.load), found.progress
+    age = progress.moments_age if progress is not None and load != "weights" else 0
+    if load == "all":
+        trainer.begin(age, found.step, progress, owed)
+        trainer.checkpoints.saved = found.step if start.own else None
     else:
-        trainer.go_on(found.step, found.progress, own=start.own, owed=owed)
+        trainer.begin(age)
 
 
 def described(found: Manifest, start: Start, about: CheckpointMetadata) -> str:
@@ -185,10 +186,10 @@ def doubt(found: Manifest, start: Start, about: CheckpointMetadata) -> str | Non
 
 def changes(manifest: Manifest, config: Config) -> str:
     """Return what is allowed to be another than when the checkpoint was written, and is; "" for nothing."""
-    theirs, ours = saved_options(manifest), plain(config)
     unused = () if config.schedule.decay == "wsd" else ("schedule.cooldown",)
-    said = [key for key in _matching(ours, _SAID) if theirs.get(key) != ours[key] and key not in unused]
-    return _some([f"{key} {theirs.get(key)} -> {ours[key]}" for key in said])
+    found = differences(saved_options(manifest), plain(config))
+    said = [key for key in found if any(fnmatch(key, name) for name in _SAID) and key not in unused]
+    return _some({key: found[key] for key in said})
 
 
 def _free(config: Config) -> set[str]:
@@ -202,12 +203,9 @@ def _fits(theirs: str, ours: torch.dtype, load: str) -> bool:
     return found == ours or (load != "all" and (found, ours) == (torch.float32, torch.float64))
 
 
-def _matching(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    return [k for k in values if any(k == name or (name.endswith("*") and k.startswith(name[:-1])) for name in names)]
-
-
-def _some(found: list[str]) -> str:
-    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+def _some(found: Mapping[str, tuple[Any, Any]]) -> str:
+    texts = [f"{key} {old} -> {new}" for key, (old, new) in found.items()]
+    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
 def check_kernels(names: Sequence[str]) -> None:

@@ -24,7 +24,6 @@ _KEYS = ("word", "host", "pid", "since", "job")
 _LOCK_BYTES = 4096
 _DO = "wait for it, end it, or give another run.dir"
 _TRIES, _PAUSE = 5, 0.05  # a job that only looks at the lock holds it for a moment
-_SETTLED = 1.0  # seconds after which two jobs that wrote a file at one moment read the same
 
 
 class RunLock:
@@ -40,7 +39,6 @@ class RunLock:
         values = (self.word, socket.gethostname(), os.getpid(), since, job)
         self._content = json.dumps(dict(zip(_KEYS, values, strict=True)))
         self._descriptor: int | None = None
-        self._is_locked = True
 
     def take(self) -> str | None:
         """Make the folder this job's; return the name of a dead job whose lock it took over, if there was one.
@@ -57,10 +55,6 @@ class RunLock:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, self._content.encode(), 0)
             os.fsync(descriptor)  # the owner before, on another host, has to read it
-            if not self._is_locked:
-                time.sleep(_SETTLED)
-                if self.loss() is not None:
-                    raise UserError(420, "another job has begun here at this moment", _DO, where=self._path.parent)
         except BaseException:
             os.close(descriptor)
             raise
@@ -112,7 +106,6 @@ class RunLock:
             except BlockingIOError:
                 pass
             except OSError:  # a disk without locks
-                self._is_locked = False
                 if not text:
                     return descriptor, text
             os.close(descriptor)

@@ -9,6 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from megazero.base.version import __version__
 from megazero.builders.pipeline import check_world
 from megazero.checkpoint.manifest import Manifest
 from megazero.comm.status_board import TRAIN
-from megazero.config.file import dump
+from megazero.config.flat import dump
 from megazero.config.stages import Course, Part
 from megazero.launcher.environment import job_id, job_output
 from megazero.observe.sinks import warn
@@ -30,9 +31,7 @@ from megazero.run.checkpointing import check_space
 from megazero.run.disks import ranks_here
 from megazero.run.history import changed_since
 from megazero.run.loading import begin, check_kernels, check_same
-from megazero.run.log import RunLog
 from megazero.run.out_of_memory import explain_out_of_memory
-from megazero.run.plan_check import Expectation
 from megazero.run.resume import Start, counted_from, load, owed_row
 from megazero.run.run import Run
 from megazero.run.words import beginning, doubts, next_part, say
@@ -59,18 +58,14 @@ class Outcome(NamedTuple):
     scores: Mapping[str, Score]
 
 
-def train_parts(run: Run, start: Start, log_file: RunLog) -> Outcome | None:
-    """Train what is left of a run, and close what that holds, whatever happens.
-
-    Returns:
-        what was done; None where there was nothing to do: the folder is as it was.
-    """
+def train_parts(run: Run, start: Start) -> Outcome:
+    """Train what is left of a run, and close what that holds, whatever happens."""
     ledger, began = run.grid.comm.ledger, time.monotonic()
     held, here = ledger.held(), ranks_here(run.config, run.grid, run.device)
     try:
         while True:
-            ended = _train_part(run, start, here, time.monotonic() - began, log_file)
-            if not isinstance(ended, Start):
+            ended = _train_part(run, start, here, time.monotonic() - began)
+            if isinstance(ended, Outcome):
                 return ended
             start = ended
             if start.first is not None:
@@ -84,7 +79,7 @@ def train_parts(run: Run, start: Start, log_file: RunLog) -> Outcome | None:
         HEART.say("")
 
 
-def _train_part(run: Run, start: Start, here: int, spent: float, log_file: RunLog) -> Start | Outcome | None:
+def _train_part(run: Run, start: Start, here: int, spent: float) -> Start | Outcome:
     """Train one part of a run; whatever it has built is closed when it returns.
 
     Args:
@@ -92,12 +87,15 @@ def _train_part(run: Run, start: Start, here: int, spent: float, log_file: RunLo
         spent: seconds that the job has trained before.
 
     Returns:
-        where the run goes on from; or the outcome of the job; None: there is nothing to do.
+        where the run goes on from; or the outcome of the job.
     """
-    part = _part_from(run, start)
+    part, rank = _part_from(run, start), run.grid["pipeline"].rank
+
+    def explained() -> AbstractContextManager[None]:
+        return explain_out_of_memory(run.grid, lambda: run.plan(part.config, rank, True).savings())
 
     def built() -> Ready:
-        with explain_out_of_memory(part.config, run.grid, run.device), doing("building the model"):
+        with explained(), doing("building the model"):
             return build_trainer(run, start, part, here=here, spent=spent)
 
     ready = run.agree(built)
@@ -106,21 +104,15 @@ def _train_part(run: Run, start: Start, here: int, spent: float, log_file: RunLo
         if found is not None and start.load == "all" and found.progress is not None and found.step != start.at:
             # The newest step is damaged. The older one may be of another part, or of before some options changed.
             return replace(counted_from(run, start, found), steps=[found.step])
-        row = None
+        row = _announce(run, start, part, ready, found) if start.first is None else None
         if start.first is not None:
             _announce_part(run, start, part, ready)
-        elif (undone := _begin_files(run, start, part, ready, found)) is None:
-            return None
-        else:
-            row = undone["row"]
-            log_file.begin()
-            _announce(run, start, part, ready, found)
         if found is not None:
             begin(ready.trainer, found, start, row)
         run.signals.only_note(HEART.say)
         first = ready.trainer.first if start.first is None else start.first
         run.grid.comm.status_slot.now(0 if start.first is None else start.at, TRAIN)
-        with explain_out_of_memory(part.config, run.grid, run.device):
+        with explained():
             done = ready.trainer.run()
         trainer = ready.trainer
         if trainer.reason is not None or done >= run.config.run.steps:
@@ -156,16 +148,15 @@ def _loaded(run: Run, start: Start, ready: Ready) -> Manifest | None:
     return load(run, start, ready.holdings, lambda manifest, where: check_same(manifest, about, where, start.load))
 
 
-def _begin_files(run: Run, start: Start, part: Part, ready: Ready, found: Manifest | None) -> dict[str, Any] | None:
-    """Find what is left to do; where that is training, write to the folder what is trained now.
+def _announce(run: Run, start: Start, part: Part, ready: Ready, found: Manifest | None) -> dict[str, Any] | None:
+    """Write to the folder what is trained now, if anything is, and say it.
 
     Returns:
-        `row`: the metrics row of the step to go on from, which a killed job did not write, None: it is there. None:
-        nothing is left to do.
+        the metrics row of the step to go on from, which a killed job did not write; None: it is there.
     """
-    folder = run.folder
-    trains = not (start.own and found is not None and found.step >= run.config.run.steps)
+    folder, own_step = run.folder, found.step if found is not None and start.own else 0
     due = found is not None and ready.trainer.validates(found.step)
+    trains = own_step < run.config.run.steps
 
     def begun() -> dict[str, Any] | None:
         if trains:
@@ -173,24 +164,23 @@ def _begin_files(run: Run, start: Start, part: Part, ready: Ready, found: Manife
         row = owed_row(folder.metrics, found, own=start.own, validates=due)
         if trains:
             dump(run.config, folder.config)
-            _keep_output(run)
-            Expectation(part.config, run.grid, run.device, ready.ops).write(folder.plan)
-        undone = trains or row is not None or not folder.ledger.exists() or folder.picture_is_old()
-        return {"row": row} if undone else None
+            ready.planned.write(folder.plan)
+            if (output := job_output()) is not None:  # of a batch job: it gets a name in the run's folder
+                with suppress(OSError):
+                    folder.log(0).with_name(f"slurm-{job_id()}.out").symlink_to(output.resolve())
+        return row
 
-    return run.from_first(begun)
-
-
-def _announce(run: Run, start: Start, part: Part, ready: Ready, found: Manifest | None) -> None:
+    row = run.from_first(begun)
     first, *more = beginning(run, start, part, ready, found)
     log = logging.getLogger("megazero")
     log.info("%s (megazero %s, torch %s)", first, __version__, torch.__version__)
     if changed := changed_since(found, ready.about.history):
         log.info("changed: %s", changed)
-    if run.is_first:
+    if run.is_first and (trains or row is not None):
         say("\n".join([first, *more]))
         for text in doubts(start, part, ready, found):
             warn(text)
+    return row
 
 
 def _announce_part(run: Run, start: Start, part: Part, ready: Ready) -> None:
@@ -198,15 +188,4 @@ def _announce_part(run: Run, start: Start, part: Part, ready: Ready) -> None:
     logging.getLogger("megazero").info(line)
     if run.is_first:
         say(line)
-        Expectation(part.config, run.grid, run.device, ready.ops).write(run.folder.plan)
-
-
-def _keep_output(run: Run) -> None:
-    """Give a batch job's output a name in the run's folder; warn where the disk cannot."""
-    output = job_output()
-    if output is not None:
-        try:
-            if output.is_file():
-                run.folder.keep_output(output, job_id())
-        except OSError as error:
-            warn(f"the job's output stays in {output} alone: {error.strerror}")
+        ready.planned.write(run.folder.plan)

@@ -10,10 +10,12 @@ import torch
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid
+from megazero.comm.home import Homes
 from megazero.config.schema import Config
 from megazero.launcher.signals import Signals
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
+from megazero.run.planned import Planner
 
 T = TypeVar("T")
 
@@ -28,6 +30,8 @@ class Run:
         folder: of the run.
         lock: the lock of that folder; rank 0 holds it.
         signals: that have come to this rank.
+        plan: gives the plan of a part of the run.
+        homes: how the places are opened where a config may let values rest, beyond the device and the host.
         name: of the config.
         allowed: options and sections that `--allow-change` names.
     """
@@ -38,6 +42,8 @@ class Run:
     folder: RunFolder
     lock: RunLock
     signals: Signals
+    plan: Planner
+    homes: Homes
     name: str = ""
     allowed: tuple[str, ...] = ()
 

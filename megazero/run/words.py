@@ -8,20 +8,17 @@ import torch
 
 from megazero.base.heartbeat import HEART
 from megazero.base.packages import is_installed
-from megazero.builders.job import job_of
 from megazero.builders.pipeline import model_shape
 from megazero.checkpoint.manifest import Manifest
 from megazero.comm.grid import Grid
-from megazero.config.file import flatten
-from megazero.config.rules import spelt
+from megazero.config.flat import flatten, spelt
 from megazero.config.schema import Config, LrSchedule
 from megazero.config.stages import Course, Part
 from megazero.launcher.environment import gpu_settings
 from megazero.launcher.world import World
 from megazero.observe.console import clock_text
-from megazero.plan.schedule_report import report, summary
 from megazero.run.build import Ready, learning_rate_of
-from megazero.run.data import packing_text, shared_paths, sources_text
+from megazero.run.data import packing_text, sources_text
 from megazero.run.folder import RunFolder
 from megazero.run.history import changed_since, in_words, saved_options
 from megazero.run.loading import described, doubt, taken
@@ -35,7 +32,7 @@ _SCHEDULE = [f"schedule.{key}" for key in LrSchedule.model_fields]
 
 
 def beginning(run: Run, start: Start, part: Part, ready: Ready, found: Manifest | None) -> Iterator[str]:
-    """Yield the run's first lines: what is trained, on what and where to, then what is placed where, and the schedule.
+    """Yield the run's first lines: what is trained, on what and where to, then what is placed where.
 
     Args:
         found: the manifest of what it begins with; None: with nothing.
@@ -55,8 +52,6 @@ def beginning(run: Run, start: Start, part: Part, ready: Ready, found: Manifest 
     yield _resting(config, ready.trainer)
     if run.device.type == "cuda":
         yield f"CUDA runs with {gpu_settings()}"
-    if config.parallel.pipeline > 1:
-        yield summary(report(job_of(config, grid["world"].size))[0])
 
 
 def _other_rate(config: Config, course: Course, found: Manifest) -> Iterator[str]:
@@ -104,7 +99,6 @@ def doubts(start: Start, part: Part, ready: Ready, found: Manifest | None) -> It
     config = part.config
     if found is not None and (said := doubt(found, start, ready.about)):
         yield said
-    yield from shared_paths(ready.data)
     if not is_installed("matplotlib"):
         yield "the loss curve will not be drawn: matplotlib is not installed (pip install matplotlib)"
     warmup, steps, peak = config.schedule.warmup, config.run.steps, config.optimizer.lr

@@ -135,27 +135,21 @@ class Trainer:
         self._reduced_fault: str | None = None  # of the step that ends the run, in this rank's reduced gradients
         self._owed: Mapping[str, Value] | None = None
 
-    def begin_with(self, carried: int) -> None:
-        """Begin at the first step with tensors that have been loaded.
+    def begin(
+        self, age: int, step: int = 0, done: Progress | None = None, owed: Mapping[str, Value] | None = None
+    ) -> None:
+        """Begin with tensors that have been loaded.
 
         Args:
-            carried: updates that the moments among them have seen; 0 where the weights alone were loaded.
+            age: updates that the moments among them have seen; 0 where the weights alone were loaded.
+            step, done: the step to go on from, and the progress of its run; None: the run begins.
+            owed: that step's row of metrics, which an earlier job did not come to write; with its validation if it has
+                one.
         """
-        self.carried = carried
-        self.engine.restore(carried, None, 0)
-
-    def go_on(self, step: int, progress: Progress, *, own: bool, owed: Mapping[str, Value] | None = None) -> None:
-        """Begin with the step behind this one, whose tensors have been loaded.
-
-        Args:
-            own: it lies in the run's own folder.
-            owed: its row of metrics, which an earlier job did not come to write; with its validation if it has one.
-        """
-        self.first = step
-        self.checkpoints.saved = step if own else None
-        self.skipped, self.overflows, self.carried = progress.skipped, progress.overflows, progress.carried
-        self.engine.restore(progress.moments_age, progress.loss_scale, progress.good_steps)
-        self._owed = owed
+        self.first, self._owed, self.carried = step, owed, age
+        if done is not None:
+            self.skipped, self.overflows, self.carried = done.skipped, done.overflows, done.carried
+        self.engine.restore(age, done.loss_scale if done else None, done.good_steps if done else 0)
 
     def run(self) -> int:
         """Train, and return the number of steps done.

@@ -50,13 +50,16 @@ from megazero.checkpoint.store import Store
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid
 from megazero.config.schema import Batch, Checkpoint, Config, Model, Zero, resolved
+from megazero.extensions.homes import HOMES
 from megazero.kernels.select import choose
 from megazero.launcher.signals import Signals
-from megazero.run.checkpointing import about_run, checkpoints_of, holdings_to_load
+from megazero.launcher.world import World
+from megazero.run.checkpointing import about_run, checkpoints_of, holdings_of
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
 from megazero.run.resume import Start
 from megazero.run.run import Run
+from megazero.tools.training.plans import planner
 from scripts.bench.harness import Group, add_options, chosen, run
 from scripts.bench.ours import CPU, SEQ_LEN, VOCAB, feeder, grid_of
 from scripts.bench.processes import System
@@ -173,10 +176,11 @@ def _ours(
     if grid["world"].rank == 0:
         folder.create(lock, resume=True)
     meet_again(grid)
-    ours, start = Run(config, grid, CPU, folder, lock, Signals()), Start("bench", "bench", str(folder.checkpoints))
+    ours = Run(config, grid, CPU, folder, lock, Signals(), planner(World(0, 1, 0)), HOMES)
+    start = Start("bench", "bench", str(folder.checkpoints))
     about = about_run(ours, start, built, "none", None)
     checkpoints = checkpoints_of(ours, start, built, about)
-    holdings, store = holdings_to_load(built), Store(folder.checkpoints)
+    holdings, store = holdings_of(built, saves=False), Store(folder.checkpoints)
     steps = ((step, _progress(step)) for step in itertools.count(1))
 
     def clear() -> None:

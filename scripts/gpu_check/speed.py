@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.builders.assemble import assemble, feeds_of
+from megazero.builders.assemble import build, feeds_of
 from megazero.builders.pipeline import model_shape
 from megazero.builders.upload import Upload
 from megazero.comm.grid import Grid
@@ -135,7 +135,7 @@ def stepper(case: Case, grid: Grid, asked: Asked, ops: Operations, shape: Shape)
     config = config_of(case, shape.model, shape.sequences * data.size)
     host = Host(device, grid.comm.ledger, apart=True)
     # Its initial values would take the host a minute.
-    built = assemble(config, grid, device, ops, host, None, host_ops=for_host(case.kernels, torch.float32))
+    built = build(config, grid, device, ops, host, host_ops=for_host(case.kernels, torch.float32), filled=False)
     settle_attention(config, built.model, device, first=True)
     fill(built.engine, device, seed=data.rank)
     feed, upload, tokens = feeds_of(grid["tensor"], device, False), Upload(device), windows(shape, data.rank)

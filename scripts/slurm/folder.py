@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from megazero.base.errors import UserError
-from megazero.config.file import load, name_of, run_dir
+from megazero.config.file import load, name_of
+from megazero.config.flat import run_dir
 
 
 def main(arguments: Sequence[str]) -> int:

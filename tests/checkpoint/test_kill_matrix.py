@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from megazero.observe.jsonl import JsonlSink, read_rows
 from megazero.optim.adamw import AdamW
 from megazero.pipeline.stage import Stage
 from megazero.run.folder import RunFolder
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from megazero.train.validation import Validation
 from megazero.zero.engine import Engine
 from megazero.zero.gather import Gather
@@ -101,10 +100,9 @@ CASES = [
     if point in points
     for rank in ((0,) if point in FIRST_ONLY else (0, 1))
 ]
-# Behind the commit of the last step, where there is nothing left to train.
-LAST = ("write the last row", "validate the last step", "draw the loss")
-COVER = [case for number, case in enumerate(CASES) if number % 41 == 0 or case in product(["data"], [0], LAST)]
-COVER += [case for case in CASES if case in (("nvme", 1, "write a piece"), ("inputs", 0, "keep an input"))]
+# In a step, in a commit, behind the commit of the last step, in loading, and on disks.
+COVER = [("data", 1, "backward"), ("data", 0, "rename the folder"), ("data", 0, "validate the last step")]
+COVER += [("data", 1, "load tensors"), ("nvme", 1, "write a piece")]
 
 
 def job(config: Any, point: str | None, rank: int) -> int:

@@ -15,7 +15,7 @@ from megazero.config.file import load
 from megazero.kernels import counter
 from megazero.model.embedding import INITIAL_STD
 from megazero.observe.jsonl import read_rows
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from tests.checkpoint.grids import logical_state
 from tests.tiny_run import TinyData
 
@@ -139,4 +139,4 @@ def test_what_is_refused(tiny_data: TinyData, sources, tmp_path: Path, changes, 
         launch(tiny_data.load(tmp_path / "run", *options, *changes), "small", 1)
     said, grows = str(caught.value), "weights" not in changes[0]
     assert what in said and ("begin a run with checkpoint.load=weights" in said) == grows
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -29,9 +29,9 @@ from megazero.observe.jsonl import read_rows
 from megazero.run.build import loader_of
 from megazero.run.data import open_data
 from megazero.run.folder import RunFolder
-from megazero.run.session import launch
 from megazero.tools.certify.tolerances import LOSS_FP32, LOSS_FP64, WEIGHTS_FP64, difference
 from megazero.tools.generate import load_newest_weights
+from megazero.tools.training.launch import launch
 from tests.checkpoint.grids import logical_state
 from tests.checkpoint.test_resume import rows, same_step
 from tests.tiny_run import TinyData, all_tokens
@@ -290,7 +290,7 @@ def refuse(config: Config, code: int) -> str:
 def test_what_must_be_the_same(tiny_data: TinyData, sources, tmp_path: Path, what: str, changes, line: str) -> None:
     options = (*FP64, *OTHER, f"checkpoint.resume={sources(*FP64)}", f"checkpoint.load={what}", *changes)
     assert line in refuse(tiny_data.load(tmp_path / "run", *options), 412)
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_wrong_uses(tiny_data: TinyData, sources, tmp_path: Path) -> None:

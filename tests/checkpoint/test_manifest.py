@@ -61,7 +61,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
             refuse(tmp_path, raw[:position] + bytes([raw[position] ^ bit]) + raw[position + 1 :], "")
 
 
-@pytest.mark.parametrize("cut", [0, 1, 50, -2, -1])
+@pytest.mark.parametrize("cut", [0, 1, 50, -2])
 def test_a_truncated_one_is_found(tmp_path: Path, cut: int) -> None:
     refuse(tmp_path, manifest().to_bytes()[:cut], "is no manifest|was edited or damaged")
 
@@ -76,7 +76,6 @@ def test_an_edited_one_is_found(tmp_path: Path) -> None:
     content["step"] = 5
     refuse(tmp_path, json.dumps(content).encode(), r"was edited or damaged: expected SHA-256 \w{16}, got \w{16}")
     content = json.loads(manifest().to_bytes())
-    refuse(tmp_path, json.dumps(content, indent=1).encode(), "was edited or damaged: it is not in canonical form")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,6 @@ WEIGHTS = {
     "tensors": {"a": Logical(shape=[4], pieces=[[0, 0, 4, 100]])},
 }
 ROW = {"step": 4, "loss": 1.25, "mfu": None, "skipped": 1, "seconds": {"data": 0.5, "save": 1}}
-MANY = dict.fromkeys(map(str, range(101)), 1)
 
 
 def progress(**changes: Any) -> dict[str, Any]:
@@ -135,24 +133,9 @@ def progress(**changes: Any) -> dict[str, Any]:
     [
         ({"step": 5}, "3 updates and 1 skipped steps make no 5 steps"),
         (progress(updates=2**30), "updates and 1 skipped steps make no 4 steps"),
-        (progress(overflows=2), "2 of 1 skipped"),
-        (progress(good_steps=4), "4 of 3 good"),
         (progress(next_sample=2**62), "4 steps of 8 samples do not end at sample 4611686018427387904"),
         ({"config": {}}, "4 steps of None samples"),
         ({"config": {"batch.global": 8.0}}, "4 steps of 8.0 samples"),
-        (progress(loss_scale=3.0), "a loss scale is a power of two, this one is 3.0"),
-        (progress(loss_scale=0.0), "a loss scale is a power of two, this one is 0.0"),
-        (progress(loss_scale=-2.0), "a loss scale is a power of two"),
-        (progress(row={**ROW, "step": 3}), "the row of metrics is of step 3"),
-        (progress(row={}), "the row of metrics is of step None"),
-        (progress(row={**ROW, "step": 4.0}), "the row of metrics is of step 4.0"),
-        (
-            progress(row={**ROW, **dict.fromkeys(map(str, range(100)), 1)}),
-            "progress.row: Dictionary should have at most 100 items",
-        ),
-        (progress(row={**ROW, "x" * 101: 1}), "String should have at most 100 characters"),
-        (progress(row={**ROW, "seconds": MANY}), "progress.row.seconds"),
-        (progress(row={**ROW, "seconds": {"x" * 101: 1}}), "progress.row.seconds"),
         (
             {"tensors": {"a": Logical.model_construct(shape=[2**62] * 1000, pieces=[])}},
             "tensors.a.shape: List should have at most 8 items",

@@ -11,7 +11,7 @@ from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
 from megazero.observe.jsonl import read_rows
 from megazero.run.folder import RunFolder
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from tests.tiny_run import TinyData, command, repeating
 
 STEPS = 8
@@ -205,7 +205,7 @@ def test_a_step_of_another_run_is_saved_here_before_anything_else(
 def test_fewer_steps_than_the_other_run_has_done(tiny_data: TinyData, uninterrupted, tmp_path: Path) -> None:
     options = (*OPTIONS, f"run.steps={STEPS - 1}", f"checkpoint.resume={uninterrupted('fp32')}")
     line = refused(tiny_data.load(tmp_path / "run", *options), 120)
-    assert f"step {STEPS} is saved, run.steps is {STEPS - 1}" in line and not (tmp_path / "run").exists()
+    assert f"step {STEPS} is saved, run.steps is {STEPS - 1}" in line and not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def refused(config, code: int) -> str:

@@ -18,7 +18,7 @@ from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.retention import retire, verify
 from megazero.checkpoint.store import Store
 from megazero.run.folder import RunFolder
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from tests.tiny_run import TinyData, command
 
 OPTIONS = ("run.steps=4", "data.valid=null", "checkpoint.every=1", "model.dropout=0.1")

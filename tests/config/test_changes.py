@@ -4,11 +4,10 @@ import pytest
 from pydantic import ValidationError
 
 from megazero.base.errors import UserError
-from megazero.config.changes import CHANGEABLE, FREE, is_permitted, permitted, row_of
-from megazero.config.file import flatten, option_keys
+from megazero.config.changes import CHANGEABLE, is_permitted, permitted, row_of
+from megazero.config.flat import flatten, option_keys
 from megazero.config.schema import Config, Stage
 from megazero.config.stages import SECTIONS
-from megazero.run.loading import _SAME, _matching
 
 
 def test_a_stage_has_the_options_that_the_table_gives_it() -> None:
@@ -28,14 +27,6 @@ def test_a_stage_has_the_options_that_the_table_gives_it() -> None:
 def test_every_row_is_of_an_option_and_every_option_has_a_row() -> None:
     rows = {row_of(key) for key in option_keys()}
     assert rows == set(CHANGEABLE)
-
-
-def test_what_needs_permission_is_what_a_run_that_goes_on_keeps() -> None:
-    """Data is compared by its digest, stages by what they say: they are not options that are compared as they are."""
-    kept = set(_matching(dict.fromkeys(option_keys()), _SAME["all"]))
-    needed = {key for key in option_keys() if row_of(key).on_resume != FREE}
-    by_digest = {"data.sources", "data.train", "data.valid", "data.tokenizer", "stages"}
-    assert kept == needed - by_digest
 
 
 def test_keys_of_the_command_line() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from megazero.__main__ import main
 from megazero.config import changes, rules
-from megazero.config.file import CONFIGS, flatten, load, option_keys
+from megazero.config.file import CONFIGS, load
+from megazero.config.flat import flatten, option_keys
 from megazero.config.schema import Config, resolved
 
 

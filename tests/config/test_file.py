@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from megazero.base.errors import LINE_LIMIT, FaultList, UserError
 from megazero.base.yaml_text import parse_yaml
-from megazero.config.file import CONFIGS, dump, find, flatten, load, option_keys
+from megazero.config.file import CONFIGS, find, load
+from megazero.config.flat import dump, flatten, option_keys
 from megazero.config.schema import Config
 
 

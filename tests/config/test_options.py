@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.config.file import option_keys
+from megazero.config.flat import option_keys
 from megazero.observe.jsonl import read_rows
 from megazero.run.folder import RunFolder
 from megazero.tools.certify.tolerances import LOSS_FP32, WEIGHTS_FP32, difference, weight_differences
@@ -260,7 +260,7 @@ def test_tensor(tiny_data: TinyData, reference, tmp_path: Path, chunks: int):
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(("1f1b", 1, 2), marks=FULL), pytest.param(("interleaved", 2, 2), marks=FULL), ("zb-v", 2, 3)],
+    [("1f1b", 1, 2), pytest.param(("interleaved", 2, 2), marks=FULL), pytest.param(("zb-v", 2, 3), marks=FULL)],
     ids=lambda o: o[0],
 )
 def test_pipeline(tiny_data: TinyData, tmp_path: Path, options: tuple[str, int, int]):

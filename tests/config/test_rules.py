@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from megazero.base.errors import FaultList
-from megazero.config.file import load, option_keys
+from megazero.config.file import load
+from megazero.config.flat import option_keys
 from megazero.config.rules import EXCLUSIONS, RELATIONS
 
 # The options that break exactly this equation (others at their defaults), and a nearby value that holds.

@@ -6,7 +6,8 @@ import pytest
 
 from megazero.builders.assemble import build_model
 from megazero.builders.pipeline import model_shape
-from megazero.config.file import CONFIGS, flatten, load
+from megazero.config.file import CONFIGS, load
+from megazero.config.flat import flatten
 
 # layers, hidden, vocabulary, sequence; sources in each file. The count is 12 L h^2 + 13 L h + (V + s) h + 2 h.
 GPT: Mapping[str, tuple[int, int, int, int]] = {

@@ -10,7 +10,7 @@ import time
 
 from megazero.comm.status_board import StatusSlot
 from megazero.config.file import load
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 
 honest = StatusSlot.now
 

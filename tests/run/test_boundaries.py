@@ -13,7 +13,7 @@ from megazero.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
 from megazero.checkpoint.store import Store
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.observe.jsonl import read_rows
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from tests.run.going_on import LINE, go_on
 from tests.tiny_run import TinyData, repeating
 

@@ -12,6 +12,7 @@ from megazero.base.errors import UserError
 from megazero.comm.grid import Grid
 from megazero.comm.ledger import Ledger
 from megazero.config.schema import Config
+from megazero.extensions.homes import HOMES
 from megazero.nvme import measure
 from megazero.nvme.disk_queue import BLOCK, DEPTH, DiskQueue, Engine
 from megazero.observe.jsonl import read_rows
@@ -38,12 +39,18 @@ def numbers(folder: RunFolder) -> list[dict]:
 
 
 def test_a_run_on_disks_is_the_run_in_memory(tiny_data: TinyData, tmp_path: Path) -> None:
-    """Rows and checkpoints, bit for bit; a run in memory goes on from it, and the other way round."""
+    """Rows and checkpoints, bit for bit."""
     disk = (*NVME, f"zero.offload.path=[{tmp_path / 'a'},{tmp_path / 'b'}]")
     there = run(tiny_data, tmp_path / "there", *disk)
     here = run(tiny_data, tmp_path / "here", "zero.stage=3")
     assert numbers(there) == numbers(here)
     assert saved_bytes(there) == saved_bytes(here)
+    assert [list((tmp_path / name).iterdir()) for name in "ab"] == [[], []]
+
+
+@pytest.mark.full
+def test_a_run_in_memory_goes_on_from_one_on_disks_and_the_other_way_round(tiny_data: TinyData, tmp_path: Path) -> None:
+    disk = (*NVME, f"zero.offload.path=[{tmp_path / 'a'},{tmp_path / 'b'}]")
     longer = ("run.steps=9", "schedule.decay=constant")
     constant = run(tiny_data, tmp_path / "constant", *disk, "schedule.decay=constant")
     run(tiny_data, constant.path, "zero.stage=3", *longer, "checkpoint.resume=auto")
@@ -90,7 +97,7 @@ def test_what_cannot_serve_is_refused_in_one_line(
     options = [fault] if "path" in fault else [f"zero.offload.path={tmp_path}", fault]
     config = tiny_data.load(tmp_path / "run", *NVME, *options)
     with pytest.raises(UserError, match=code) as caught:
-        open_disks(config, torch.device("cpu"), Ledger())
+        open_disks(HOMES, config, torch.device("cpu"), Ledger())
     assert "\n" not in str(caught.value)
 
 
@@ -101,11 +108,11 @@ def test_memory_is_needed_for_all_ranks_of_a_host(
     monkeypatch.setattr("megazero.run.disks.free_memory", lambda: 3 * 200 << 20)
     config = tiny_data.load(tmp_path / "run", *NVME, f"zero.offload.path={tmp_path}", "zero.offload.host_mb=200")
     for here in (1, 3):
-        found = open_disks(config, torch.device("cpu"), Ledger(), here)
+        found = open_disks(HOMES, config, torch.device("cpu"), Ledger(), here)
         assert found is not None
         found.close()
     with pytest.raises(UserError, match=r"MZ-606.*host_mb=200 MiB .* for each of 4 ranks here, got 600 MiB"):
-        open_disks(config, torch.device("cpu"), Ledger(), 4)
+        open_disks(HOMES, config, torch.device("cpu"), Ledger(), 4)
 
 
 def counted(grid: Grid, config: Config, place: str) -> int:
@@ -136,7 +143,7 @@ def test_the_queue_is_what_was_measured_to_be_best(
     monkeypatch.setattr("megazero.nvme.disk_queue.DiskQueue", Noted)
     monkeypatch.setattr(measure, "best_speed", best)
     config = tiny_data.load(tmp_path / "run", *NVME, f"zero.offload.path={tmp_path}")
-    found = open_disks(config, torch.device("cpu"), Ledger())
+    found = open_disks(HOMES, config, torch.device("cpu"), Ledger())
     assert found is not None and asked[-1] == {"depth": 3, "block": 8192}
     found.close()
 

@@ -53,11 +53,6 @@ def test_token_files_of_another_tokenizer_need_no_torch(tiny_data: TinyData, tmp
     origin = read_origin(tiny_data.train)
     assert origin is not None
     replace(origin, tokenizer="0123456789abcdef").write(other)
-    for option in ("data.train", "data.valid"):
-        done = train(tiny_data, tmp_path / "run", f"{option}={other}")
-        assert done.returncode == 1 and done.stderr.startswith(f"MZ-221 {other}.bin: was made by the tokenizer 0123")
-        assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
-    assert (
-        train(tiny_data, tmp_path / "run", f"data.train={other}", "data.tokenizer=null", "run.steps=1").returncode
-        == 100
-    )
+    done = train(tiny_data, tmp_path / "run", f"data.train={other}")
+    assert done.returncode == 1 and done.stderr.startswith(f"MZ-221 {other}.bin: was made by the tokenizer 0123")
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()

@@ -17,8 +17,8 @@ from megazero.data.loader import BatchLoader
 from megazero.observe.jsonl import read_rows
 from megazero.run.data import open_data
 from megazero.run.folder import RunFolder
-from megazero.run.session import launch
 from megazero.tools.certify.tolerances import GRADIENT_FP32, LOSS_FP32, WEIGHTS_FP32, difference, weight_differences
+from megazero.tools.training.launch import launch
 from tests.data_tools.chats import MARKED, make_tokenizer, turns, write_chats
 from tests.tiny_run import command, saved_weights
 
@@ -186,5 +186,5 @@ def test_a_mask_that_is_gone_is_one_line(tuning: Tuning, tmp_path: Path) -> None
         f"data.train={tmp_path / 'x'}",
     )
     done = command(*line)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and not (tmp_path / "run").exists()
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and not (tmp_path / "run/metrics.jsonl").exists()
     assert f"MZ-225 {tmp_path / 'x'}.mask: is not there, but x.json names it" in done.stderr

@@ -71,26 +71,3 @@ def test_a_name_that_no_disk_takes(tiny_data: TinyData, tmp_path: Path, ranks: i
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and len(done.stderr) <= 301, done.stderr
     assert done.stderr.startswith("MZ-401") and "File name too long" in done.stderr and "aaa…aaa" in done.stderr
     assert not list(tmp_path.iterdir())
-
-
-def test_a_jobs_output_has_a_name_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, output = RunFolder(tmp_path / "run"), tmp_path / "job-7.out"
-    (folder.path / "logs").mkdir(parents=True)
-    output.write_text("first start\n")
-    folder.keep_output(output, "7")
-    with output.open("a") as file:
-        file.write("second start\n")
-    folder.keep_output(output, "7")
-    logs = folder.path / "logs"
-    assert [(path.name, path.read_text()) for path in logs.iterdir()] == [("slurm-7.out", output.read_text())]
-    output.unlink()  # what was kept stays, and a new file is kept beside it
-    output.write_text("third start\n")
-    folder.keep_output(output, "7")
-    assert sorted(path.name for path in logs.iterdir()) == ["slurm-7.1.out", "slurm-7.out"]
-
-    def refuses(*_: object) -> None:
-        raise OSError(18, "Invalid cross-device link")
-
-    monkeypatch.setattr(Path, "hardlink_to", refuses)
-    folder.keep_output(output, "8")
-    assert (logs / "slurm-8.out").is_symlink() and (logs / "slurm-8.out").samefile(output)

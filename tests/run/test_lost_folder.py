@@ -65,6 +65,7 @@ def test_a_lock_that_is_removed_is_not_another_job(tiny_data: TinyData, tmp_path
     assert "the lock was removed while this job trained" in err, err
 
 
+@pytest.mark.full
 def test_a_folder_that_is_made_read_only_while_it_trains(tiny_data: TinyData, tmp_path: Path) -> None:
     """Root may write anywhere, unless that right is taken from it."""
     run = tmp_path / "run"

@@ -9,8 +9,8 @@ from megazero.__main__ import main
 from megazero.builders.pipeline import check_world
 from megazero.config.file import CONFIGS, load
 from megazero.plan.machines import MACHINES
-from megazero.run.micro_batch import gpu, with_micro
 from megazero.tools.planning.job import plan
+from megazero.tools.planning.micro_batch import gpu, with_micro
 from tests.tiny_run import TinyData, command
 
 CPU = None

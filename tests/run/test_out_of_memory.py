@@ -12,7 +12,9 @@ from megazero.builders.assemble import build
 from megazero.comm.grid import single
 from megazero.config.schema import Config
 from megazero.kernels.operations import REFERENCE
+from megazero.launcher.world import World
 from megazero.run.out_of_memory import explain_out_of_memory
+from megazero.tools.training.plans import planner
 from tests.tiny_run import TinyData, command
 
 # Much to keep and little to compute: 48 blocks' inputs of 1 MB, of which Pa keeps half.
@@ -36,6 +38,7 @@ limit, peaks, line = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
 if limit:  # of private memory, per process; what a bare import of torch maps of libraries does not count
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 import megazero.run.session
+import megazero.tools.training.launch as start
 from megazero.__main__ import main
 
 def data() -> int:
@@ -53,9 +56,9 @@ def watched(*arguments):
         file.write(f"{most[0]}\\n")
     return code
 
-run_training = megazero.run.session.run_training
+run_training = start.run_training
 if not limit:  # looking takes memory too: below the limit there may be none for it
-    megazero.run.session.run_training = watched
+    start.run_training = watched
 megazero.run.session.draw_loss = lambda *files: None  # its library takes more than is to be told apart
 sys.exit(main(line))
 """
@@ -104,9 +107,10 @@ SAID = [
 
 @pytest.mark.parametrize(("error", "said"), SAID, ids=["python", "cpu", "cuda", "system"])
 def test_what_the_libraries_say(error: Exception, said: str) -> None:
-    grid, config = single(), config_of()
+    grid, config, world = single(), config_of(), World(0, 1, 0)
     build(config, grid, torch.device("cpu"), REFERENCE)
-    with pytest.raises(UserError, match="MZ-330") as caught, explain_out_of_memory(config, grid, torch.device("cpu")):
+    savings = planner(world)(config, 0, True).savings
+    with pytest.raises(UserError, match="MZ-330") as caught, explain_out_of_memory(grid, savings):
         raise error
     line = str(caught.value)
     assert said in line and "memory.recompute=full spares" in line and "parameters 0.2" in line
@@ -114,5 +118,5 @@ def test_what_the_libraries_say(error: Exception, said: str) -> None:
 
 def test_other_errors_are_left_alone() -> None:
     for error in (RuntimeError("shape mismatch"), OSError(2, "No such file"), ValueError("out of memory")):
-        with pytest.raises(type(error)), explain_out_of_memory(config_of(), single(), torch.device("cpu")):
+        with pytest.raises(type(error)), explain_out_of_memory(single(), dict):
             raise error

@@ -18,8 +18,8 @@ from megazero.observe.jsonl import read_rows
 from megazero.run import parts
 from megazero.run.build import build_trainer
 from megazero.run.data import open_data
-from megazero.run.session import launch
 from megazero.tools.certify.tolerances import LOSS_FP32, difference
+from megazero.tools.training.launch import launch
 from tests.sources import cut, options
 from tests.tiny_run import TinyData, command, repeating
 
@@ -228,4 +228,4 @@ def test_a_stage_is_checked_before_anything_starts(
     assert main(["train", "--config", str(tiny_data.config), *options, *ranks]) != 0
     err = capsys.readouterr().err
     assert err.startswith(line) and err.count("\n") == 1, err
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -11,7 +11,7 @@ from megazero.checkpoint.store import Store
 from megazero.comm.grid import single
 from megazero.observe.jsonl import read_rows
 from megazero.observe.phases import PHASES
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from tests.tiny_run import TinyData, built, command, train
 from tests.windows import open_datasets
 

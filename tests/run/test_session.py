@@ -11,7 +11,7 @@ from safetensors import safe_open
 from megazero.config.file import load
 from megazero.observe.jsonl import read_rows
 from megazero.run.folder import RunFolder
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from tests.tiny_run import PARAMETERS, TinyData, command, fresh_command, repeating, saved_bytes, saved_weights
 from tests.warm import Process
 
@@ -100,12 +100,11 @@ def test_same_seed_same_bits_and_another_seed_others(tiny_data: TinyData, finish
 
 
 def test_ranks_that_fail_before_the_first_row_give_the_folder_back(tiny_data: TinyData, tmp_path: Path):
-    """Rank 0 is ended before it can do so itself; the parent does."""
     arguments = ["train.py", "--config", tiny_data.config, f"run.dir={tmp_path / 'run'}", "parallel.tensor=2"]
     done = command(*arguments, "data.tokenizer=null", "model.vocab=300", "data.valid=null")
     assert done.returncode == 1 and "2 cpu ranks" in done.stdout
     assert done.stderr.startswith("MZ-205 rank=") and done.stderr.count("\n") == 1
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/metrics.jsonl").exists()
     again = command(*arguments, "run.steps=1", "schedule.warmup=1", "data.valid=null")
     assert (again.returncode, again.stderr) == (0, "")
     taken = command(*arguments, "run.steps=1", "schedule.warmup=1", "data.valid=null")

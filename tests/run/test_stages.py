@@ -14,8 +14,8 @@ from megazero.config.stages import stage_ends
 from megazero.data.loader import BatchLoader
 from megazero.observe.jsonl import read_rows
 from megazero.run.data import open_data
-from megazero.run.session import launch
 from megazero.tools.certify.tolerances import LOSS_FP32, difference
+from megazero.tools.training.launch import launch
 from tests.sources import options
 from tests.tiny_run import TinyData, command, repeating
 

@@ -236,8 +236,7 @@ def test_a_signal_in_the_last_validation_breaks_it_off_and_the_next_job_does_it(
     assert (done.returncode, done.stderr) == (75, "")
     assert done.stdout.splitlines()[-1].startswith("stopped by SIGTERM after step 2 of 2, saved in ")
     again = command(*line, f"run.dir={run}", "checkpoint.resume=auto")
-    assert (again.returncode, again.stderr) == (0, "") and "finished what an earlier job left" in again.stdout
-    assert "validation loss" in again.stdout
+    assert (again.returncode, again.stderr) == (0, "") and "validation loss" in again.stdout
     assert command(*line, f"run.dir={tmp_path / 'whole'}").returncode == 0
     losses = [read_rows(tmp_path / name / "metrics.jsonl")[-1]["valid_loss"] for name in ("run", "whole")]
     assert losses[0] == losses[1]

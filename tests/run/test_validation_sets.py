@@ -14,7 +14,7 @@ from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.overlap import SHORTEST, Shared, shared_document
 from megazero.observe.jsonl import read_rows
 from megazero.observe.plot import draw_loss
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from tests.chosen import Chosen
 from tests.tiny_run import TinyData, train
 
@@ -68,7 +68,7 @@ def test_a_document_that_is_trained_on_is_refused(tiny_data: TinyData, tmp_path:
     options = ("data.valid=null", f"data.validation=[{{path: {tmp_path / 'copy'}}}]")
     with pytest.raises(UserError, match=rf"MZ-220 .*document 1 of validation set copy .* it is document {number:,} of"):
         launch(tiny_data.load(tmp_path / "run", *options), "small", 1)
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_shared_documents(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from megazero.__main__ import main
 from megazero.builders.assemble import build_model
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
-from megazero.config.file import dump, load
+from megazero.config.file import load
+from megazero.config.flat import dump
 from megazero.data.tokenizer import open_tokenizer
 from megazero.model.batch_context import BatchContext
 from megazero.observe.jsonl import read_rows

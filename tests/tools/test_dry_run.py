@@ -22,12 +22,12 @@ from megazero.kernels.operations import REFERENCE, Operations
 from megazero.kernels.select import choose
 from megazero.observe.allocations import Allocations
 from megazero.plan.job import Job
-from megazero.run.session import launch
 from megazero.schedules.repeat import unshortened
 from megazero.tools.dry_run.dry_run import Simulated, simulate, two_steps
 from megazero.tools.dry_run.repetition import RecordingLedger
 from megazero.tools.dry_run.report import as_planned
 from megazero.tools.dry_run.timeline import by_origin
+from megazero.tools.training.launch import launch
 from megazero.zero.placement import Precision
 from tests.layouts import CPU, SHAPES, Wires, config_of, disks_of, ids, job_on, pairwise, rewired
 from tests.ranks import run_ranks

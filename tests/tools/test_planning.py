@@ -11,15 +11,16 @@ import pytest
 from megazero.__main__ import main
 from megazero.base.errors import UserError
 from megazero.builders.job import job_of, options_of
-from megazero.config.file import load, spelt
+from megazero.config.file import load
+from megazero.config.flat import spelt
 from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.systems import SYSTEMS, TIME_ERROR, UNCERTAINTY
 from megazero.plan.time import step_time
-from megazero.run.session import launch
 from megazero.tools.doctor.hardware import as_yaml
 from megazero.tools.planning.job import find, plan
 from megazero.tools.planning.machine_file import machine_of
 from megazero.tools.planning.report import rounded, spans
+from megazero.tools.training.launch import launch
 from tests.tiny_run import PARAMETERS, ROOT, TinyData, command
 
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")

@@ -12,7 +12,7 @@ from megazero.data.loader import BatchLoader
 from megazero.data.tokenizer import open_tokenizer
 from megazero.run.data import open_data
 from megazero.run.folder import RunFolder
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from tests.sources import cut, options
 from tests.tiny_run import TinyData
 

@@ -15,7 +15,7 @@ import megazero.run.build
 from megazero.base.errors import UserError
 from megazero.builders.assemble import Built, StageInputs
 from megazero.config.file import load
-from megazero.run.session import launch
+from megazero.tools.training.launch import launch
 from megazero.zero.engine import Engine, StepResult
 
 honest = megazero.run.build.build

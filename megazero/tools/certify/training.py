@@ -26,13 +26,14 @@ from megazero.config.schema import Config
 from megazero.config.stages import Course, Part
 from megazero.data.batch import MicroBatch
 from megazero.data.windows import WindowTokens
+from megazero.extensions.homes import HOMES
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
 from megazero.launcher.world import World
 from megazero.model.parameter import whole_shapes
 from megazero.optim.adamw import AdamW
 from megazero.run.build import loader_of
-from megazero.run.checkpointing import holdings_to_save
+from megazero.run.checkpointing import holdings_of
 from megazero.run.data import RunData, open_data
 from megazero.run.disks import open_disks
 from megazero.tools.certify.codes import record_codes
@@ -86,13 +87,13 @@ def train_rank(
     grid, device = grid_of(config, comm, world), torch.device("cpu")
     host = Host(device, comm.ledger, apart=True)  # or nothing would be offloaded
     ops = choose(config.precision.kernels, device, DTYPES[config.precision.dtype])
-    disks = open_disks(config, device, comm.ledger)
+    disks = open_disks(HOMES, config, device, comm.ledger)
     built = build(config, grid, device, ops, host, homes={"nvme": disks} if disks else {})
     _slow_vectors(built.engine, config, ops)
     data, first = _opened(config)
     loader = loader_of(first, data, grid["data"], device)
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
-    rig = Rig(grid, built, loader.step, feed, lambda: holdings_to_save(built))
+    rig = Rig(grid, built, loader.step, feed, lambda: holdings_of(built, saves=True))
     plant(rig)
     write_results(_trained(rig, config, steps), folder, world.rank)
     loader.close()

@@ -14,7 +14,8 @@ from megazero.builders.pipeline import model_shape
 from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_whole, require_shapes
-from megazero.config.file import dump, flatten, load
+from megazero.config.file import load
+from megazero.config.flat import dump, flatten
 from megazero.config.rules import broken_rules
 from megazero.config.schema import Config, Data, Model, resolved
 from megazero.data.tokenizer import Tokenizer, open_tokenizer

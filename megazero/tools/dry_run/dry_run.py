@@ -23,8 +23,8 @@ from megazero.builders.assemble import (
     DTYPES,
     Built,
     StageInputs,
-    assemble,
     bucket_of,
+    build,
     feeds_of,
     neighbours_of,
     precision_of,
@@ -38,9 +38,9 @@ from megazero.data.batch import MicroBatch
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose, for_host
 from megazero.pipeline.executor import BACKWARDS, Pipeline
-from megazero.plan.memory import DISK, HOST, RankMemory
+from megazero.plan.memory import DISK, HOST, RankMemory, memory
 from megazero.plan.traffic import traffic
-from megazero.run.plan_check import expected
+from megazero.run.planned import fuses
 from megazero.schedules.actions import Action, Kind
 from megazero.schedules.repeat import Shortened, shortened
 from megazero.tools.dry_run.idle_disk import IdleDisk
@@ -126,7 +126,7 @@ def two_steps(
     assert isinstance(ledger, RecordingLedger)
     with doing("building the rank's model"):
         homes = {"nvme": IdleDisk(ledger)}
-        built = assemble(config, grid, CPU, ops, host, seed=None, host_ops=host_ops, homes=homes)
+        built = build(config, grid, CPU, ops, host, host_ops=host_ops, homes=homes, filled=False)
     with doing("looking for what a step repeats"):
         job, rank = job_of(config, grid["world"].size, apart=host.apart), grid["pipeline"].rank
         short = shortened(built.pipeline.actions(job.micro_batches), job.pipeline)
@@ -142,7 +142,8 @@ def two_steps(
     first, steady = records
     ledger.hold("activations", steady.activations)
     ledger.hold("activations", -steady.activations)
-    return Simulated(grid, first, steady, ledger, expected(job, rank, ops), traffic(job, rank, grid["shard"].rank))
+    planned = memory(job, rank, fused=fuses(ops))
+    return Simulated(grid, first, steady, ledger, planned, traffic(job, rank, grid["shard"].rank))
 
 
 def _step(

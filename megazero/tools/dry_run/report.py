@@ -10,7 +10,7 @@ from megazero.base.picture import picture
 from megazero.base.terminal import WIDEST_TABLE, megabytes, wrapped
 from megazero.comm.grid import Grid
 from megazero.plan.memory import DISK, HOST
-from megazero.run.plan_check import NOT_PLANNED
+from megazero.run.planned import NOT_PLANNED
 from megazero.tools.dry_run.dry_run import Simulated, StepRecord
 from megazero.tools.dry_run.repetition import Repeated
 from megazero.tools.dry_run.timeline import MemoryMoment, by_origin

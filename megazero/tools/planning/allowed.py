@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from megazero.builders.job import options_of
-from megazero.config.file import flatten
+from megazero.config.flat import flatten
 from megazero.config.rules import broken_rules
 from megazero.config.schema import Config
 from megazero.plan.job import Job

@@ -23,9 +23,9 @@ from megazero.plan.search import Found, Search, fits, savings, search, usable
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import traffic
-from megazero.run.micro_batch import with_micro
 from megazero.tools.planning.allowed import allowed_by_rules
 from megazero.tools.planning.checkpoint import Checkpoint, checkpoint_of
+from megazero.tools.planning.micro_batch import with_micro
 
 BUFFERS = ("pool", "secondary", "residuals", "angles", "graphs", "communicators", "batch", "allocator")
 ACTIVATIONS = ("activations", "inputs", "scores")

@@ -6,7 +6,7 @@ from pathlib import Path
 from megazero.base.picture import picture
 from megazero.base.terminal import wrapped
 from megazero.builders.job import options_of
-from megazero.config.file import spelt
+from megazero.config.flat import spelt
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 from megazero.plan.memory import DISK, HOST

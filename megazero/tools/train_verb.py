@@ -23,9 +23,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train a config; return the exit code. torch is imported once the config is known to be right."""
     from megazero.config.changes import permitted
-    from megazero.config.file import load, name_of, option_keys
+    from megazero.config.file import load, name_of
+    from megazero.config.flat import option_keys
     from megazero.launcher.environment import quiet_torch, set_for_gpus, world_from_environment
-    from megazero.run.early_look import look
+    from megazero.tools.training.early_look import look
 
     world = world_from_environment()
     before = handle(end_at_once if world.rank == 0 else end_silently)
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         if not world.launcher:
             look(config, name_of(options.config), options.nproc)
         with doing("loading torch"):
-            from megazero.run.session import launch
+            from megazero.tools.training.launch import launch
 
         name, shares = name_of(options.config), options.share_gpus
         return launch(config, name, options.nproc, shares_gpus=shares, allowed=allowed)

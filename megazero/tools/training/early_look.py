@@ -7,17 +7,17 @@ waiting. The faults of a run that goes on belong in its log, so they are not che
 from pathlib import Path
 
 from megazero.base.packages import refuse_sinks
-from megazero.builders.pipeline import check_world
-from megazero.config.file import run_dir
+from megazero.config.flat import run_dir
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.data.joined import refuse_missing
 from megazero.data.loss_mask import mask_path
 from megazero.data.origin import require_mask, require_tokenizer
 from megazero.data.tokenizer import open_tokenizer
+from megazero.run.fitting import check_parts
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
-from megazero.run.micro_batch import with_micro
+from megazero.tools.planning.micro_batch import with_micro
 
 
 def look(config: Config, name: str, nproc: int | None) -> None:
@@ -41,19 +41,6 @@ def look(config: Config, name: str, nproc: int | None) -> None:
         origin = require_tokenizer(path, tokenizer)
         if not mask_path(path).exists():
             require_mask(origin, None, Path(path))
-
-
-def check_parts(course: Course, size: int, given: str = "", *, done: int | None = 0) -> None:
-    """Hold the parts that a run has left against the number of ranks, as `check_world` does.
-
-    Args:
-        done: steps; None: it is not known how many, so that only the last part is sure to be left.
-
-    Raises:
-        UserError: 106.
-    """
-    for part in course.parts[-1:] if done is None else course.parts[course.parts.index(course.part(done)) :]:
-        check_world(part.config, size, " in ".join(text for text in (given, part.name) if text))
 
 
 def _paths(config: Config) -> list[str]:

@@ -1,0 +1,59 @@
+"""Show a config as its options by their "section.key", and write it to a file. Does not import torch."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from ruamel.yaml import YAML
+
+from megazero.base.errors import UserError
+from megazero.base.files import replace_file
+from megazero.config.schema import Config
+
+
+def flatten(config: BaseModel) -> dict[str, Any]:
+    """Return the value of every option by its "section.key", the names users write."""
+    return dict(_flatten(config.model_dump(by_alias=True), ""))
+
+
+def option_keys() -> list[str]:
+    """Return every option's dotted key."""
+    return list(flatten(Config()))
+
+
+def run_dir(config: Config, name: str) -> str:
+    """Return the folder of a run of a config of that name."""
+    return config.run.dir or f"runs/{name}"
+
+
+def spelt(value: Any) -> str:
+    """Return a value as YAML would spell it."""
+    if value is None:
+        return "null"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if text.isprintable() else ascii(text)
+
+
+def dump(config: Config, path: Path) -> None:
+    """Write the config as YAML that `load` reads back to the same config.
+
+    Raises:
+        UserError: 401, it cannot be written.
+    """
+    yaml, text = YAML(), io.BytesIO()
+    yaml.width = 120
+    yaml.dump(config.model_dump(by_alias=True, mode="json"), text)
+    try:
+        replace_file(path, text.getvalue())
+    except OSError as error:
+        raise UserError(401, f"cannot be written: {error.strerror}", "choose another run.dir", where=path) from None
+
+
+def _flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,82 @@
+"""Compare what a run holds with its plan: plan.json before its first step, a line after its second.
+
+The plan is handed to the run: what trains does not compute it (`tools/training/plans.py` does).
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazero.base.files import replace_file
+from megazero.base.heartbeat import HEART
+from megazero.base.terminal import megabytes
+from megazero.comm.grid import Grid
+from megazero.comm.ledger import Ledger
+from megazero.config.schema import Config
+from megazero.kernels import reference
+from megazero.kernels.operations import Operations
+from megazero.observe.sinks import warn
+
+# Less is working memory that a plan leaves out: pieces of the gradient norm, numbers for each token of the loss.
+_NOTABLE_BYTES = 32 * 2**20
+_NOTABLE_SHARE = 0.10
+NOT_PLANNED = ("staging", "checkpoint", "host_staging")  # of fixed size, or not there in a step
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan of a part of a run for one rank of the pipeline.
+
+    Attributes:
+        text: the content of plan.json: memory and traffic of every rank of the pipeline.
+        held: planned bytes on the device, by the categories of the ledger.
+        savings: returns the bytes that each unused option would save, by the option.
+    """
+
+    text: str
+    held: dict[str, int]
+    savings: Callable[[], dict[str, int]]
+
+    def write(self, path: Path) -> None:
+        """Write plan.json; warn where it cannot be written."""
+        try:
+            replace_file(path, self.text.encode())
+        except OSError as error:
+            warn(f"no plan: {error}")
+
+
+# From the config of a part, a rank of the pipeline, and whether kernels are fused (`fuses`).
+Planner = Callable[[Config, int, bool], Planned]
+
+
+def fuses(ops: Operations) -> bool:
+    """Return whether kernels of norms and activations make no copies of their own."""
+    return ops.swiglu is not reference.swiglu
+
+
+def compare(planned: Planned, grid: Grid, activations: int) -> None:
+    """Report what this rank holds next to its plan; warn where that is far off.
+
+    Args:
+        activations: the most bytes that a step has allocated.
+    """
+    expected, held = planned.held, measured(grid.comm.ledger, activations)
+    there, peak = sum(held.values()), sum(expected.values())
+    line = f"memory of rank {grid['world'].rank}: {megabytes(there)} MB, planned {megabytes(peak)} MB"
+    logging.getLogger("megazero").info(line)
+    if abs(there - peak) > max(_NOTABLE_BYTES, _NOTABLE_SHARE * peak):
+        names = held.keys() | expected.keys()
+        worst = max(names, key=lambda name: abs(held.get(name, 0) - expected.get(name, 0)))
+        both = f"{megabytes(held.get(worst, 0))} for {megabytes(expected.get(worst, 0))}"
+        warn(f"{line}; most of it {worst}, {both}")
+    elif grid["world"].rank == 0:
+        with HEART.paused(), suppress(OSError, ValueError):  # a reader that is gone
+            print(line, flush=True)
+
+
+def measured(ledger: Ledger, activations: int) -> dict[str, int]:
+    """Return the bytes on the device by the categories of a plan."""
+    held = {name: size.now for name, size in ledger.bytes.items() if not name.startswith(("host_", "nvme_"))}
+    return {name: size for name, size in held.items() if name not in NOT_PLANNED} | {"activations": activations}
