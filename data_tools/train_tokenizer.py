@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from data_tools.command import Parser, add_inputs, positive, run
 from data_tools.corpus import Reader, find_files
 from data_tools.selection import Select
-from data_tools.skipped import Skipped
 from data_tools.training import train
 from megazero.base.answers import tell
 from megazero.base.atomic import write_atomically
@@ -40,11 +39,11 @@ CHECK_BYTES = 4_000_000  # of the sample, encoded and decoded again at the end
 
 def train_tokenizer(options: argparse.Namespace) -> None:
     started = time.monotonic()
-    skipped = Skipped() if options.skip_bad else None
     with doing("finding files"):
         files = find_files(options.input, options.suffix)
-    sample = _sample(files, Select(tuple(options.field), tuple(options.where)), skipped)
-    (skipped or Skipped()).tell(options.output, tell)
+    reader = Reader(files, Select(tuple(options.field), tuple(options.where)), skip_bad=options.skip_bad)
+    sample = _sample(reader, sum(path.stat().st_size for path in files))
+    reader.counts.list_skipped(options.output, tell)
     if not any(text.replace("\0", "").strip() for text in sample):
         raise UserError(214, "expected text, got none but white space", "check --input", where=options.input[0])
     model = _train(sample, options.vocab)
@@ -53,27 +52,24 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     write_atomically(options.output, model)
     used = sum(len(text.encode()) for text in sample)
     part = f" in the first {min(used, CHECK_BYTES) / 1e6:,.0f} MB of them" if used > CHECK_BYTES else ""
-    seconds = time.monotonic() - started
-    left_out = f" ({skipped.count:,} skipped as bad)" if skipped is not None and skipped.count else ""
-    ending = f"{used:,} bytes{left_out}, {ratio:.3f} bytes per token{part}, {seconds:.1f} s"
+    left_out = f" ({reader.counts.rejected:,} skipped as bad)" if reader.counts.rejected else ""
+    ending = f"{used:,} bytes{left_out}, {ratio:.3f} bytes per token{part}, {time.monotonic() - started:.1f} s"
     with HEART.paused():
         print(f"{options.output}: {options.vocab:,} pieces from {ending}")
 
 
-def _sample(files: list[Path], select: Select, skipped: Skipped | None = None) -> list[str]:
-    """Return about SAMPLE_BYTES of text, spread evenly over the corpus; all of a smaller one."""
-    total = sum(path.stat().st_size for path in files)
+def _sample(reader: Reader, total: int) -> list[str]:
+    """Return about SAMPLE_BYTES of text, spread evenly over a corpus of so many bytes; all of a smaller one."""
     share = min(1.0, SAMPLE_BYTES / max(total, 1))
-    sample, seen, kept, read = [], 0, 0, 0
+    sample, seen, kept = [], 0, 0
     with doing("reading the text, MB", total // 1_000_000) as progress:
-        for piece in Reader(files, select, skipped):
+        for piece in reader:
             size = len(piece.text)
             if size and kept <= share * seen:
                 sample.append(piece.text)
                 kept += size
             seen += size
-            read += piece.bytes_read
-            progress.done = read // 1_000_000
+            progress.done = reader.bytes_read // 1_000_000
     return sample
 
 

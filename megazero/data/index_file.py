@@ -21,7 +21,6 @@ import numpy as np
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.reading import open_regular
-from megazero.data.token_dataset import DocumentOffsets
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -53,6 +52,14 @@ class Index(NamedTuple):
     def num_tokens(self) -> int:
         """Return the tokens of all sequences."""
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.lengths[-1]) if len(self.lengths) else 0
+
+    def offsets(self, first: int, stop: int) -> np.ndarray:
+        """Return at which tokens documents [first, stop) begin: the pointers of their first sequences."""
+        which = self.documents[first:stop]
+        found = np.full(len(which), self.num_tokens, np.int64)  # behind the last sequence
+        inside = which < len(self.pointers)
+        found[inside] = self.pointers[which[inside]] // self.dtype.itemsize
+        return found
 
     def refused(self, what: str) -> UserError:
         """Return the error for an index that contradicts itself."""
@@ -140,22 +147,6 @@ def _check_sequences(index: Index, first: int, begin: int) -> int:
         what = f"expected mode 0, text, got {other[at]} for sequence {first + at:,}, of which tokens are no ids of text"
         raise UserError(203, what, "train on text alone", where=index.path)
     return int(ends[-1])
-
-
-class IndexOffsets(DocumentOffsets):
-    """The document offsets of an index, which are the pointers of documents' first sequences."""
-
-    def __init__(self, index: Index):
-        super().__init__(len(index.documents) - 1, index.num_tokens)
-        self._index = index
-
-    def _read(self, first: int, stop: int) -> np.ndarray:
-        index = self._index
-        which = index.documents[first:stop]
-        found = np.full(len(which), self.num_tokens, np.int64)  # behind the last sequence
-        inside = which < len(index.pointers)
-        found[inside] = index.pointers[which[inside]] // index.dtype.itemsize
-        return found
 
 
 def index_path(prefix: str | Path) -> Path:

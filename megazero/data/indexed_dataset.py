@@ -36,7 +36,6 @@ from megazero.data.index_file import (
     HEADER,
     MAGIC,
     VERSION,
-    IndexOffsets,
     check_index,
     index_path,
     open_index,
@@ -65,15 +64,29 @@ class IndexedDataset(TokenDataset):
     """
 
     def __init__(self, prefix: str | Path):
-        bin_path, self.idx_path = file_pair(prefix)
+        self.bin_path, self.idx_path = file_pair(prefix)
         refuse_missing(prefix)
-        index, file = open_index(self.idx_path), DataFile(bin_path, "tokens", 204)
-        check_index(index)
-        expected = index.num_tokens * index.dtype.itemsize
-        if file.size != expected:
-            what = f"expected {expected:,} bytes ({index.num_tokens:,} {index.dtype} tokens), got {file.size:,}"
-            raise UserError(204, what, "copy both files again or rebuild them", where=bin_path)
-        super().__init__(prefix, file, index.dtype, IndexOffsets(index), mask=open_mask(prefix, index.num_tokens))
+        self.prefix, self._index = Path(prefix), open_index(self.idx_path)
+        self._file = DataFile(self.bin_path, "tokens", 204)
+        check_index(self._index)
+        self.dtype, self.num_tokens = self._index.dtype, self._index.num_tokens
+        self.num_documents, expected = len(self._index.documents) - 1, self.num_tokens * self.dtype.itemsize
+        if self._file.size != expected:
+            what = f"expected {expected:,} bytes ({self.num_tokens:,} {self.dtype} tokens), got {self._file.size:,}"
+            raise UserError(204, what, "copy both files again or rebuild them", where=self.bin_path)
+        self._mask = open_mask(prefix, self.num_tokens)
+        self.mask_digest = self._mask and self._mask.digest
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        assert 0 <= start <= stop <= self.num_tokens
+        size = self.dtype.itemsize
+        return self._file.read(start * size, (stop - start) * size).view(self.dtype)
+
+    def offsets(self, first: int, stop: int) -> np.ndarray:
+        return self._index.offsets(first, stop)
+
+    def scored(self, start: int, stop: int) -> np.ndarray:
+        return np.ones(stop - start, bool) if self._mask is None else self._mask.read(start, stop)
 
 
 def refuse_missing(prefix: str | Path) -> None:

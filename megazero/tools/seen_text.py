@@ -184,7 +184,7 @@ def _pieces(windows: WindowDataset, window: int) -> list[dict[str, Any]]:
 
 def _text(windows: WindowDataset, part: dict[str, Any], tokenizer: Tokenizer) -> str:
     dataset = windows.stream.dataset
-    first = dataset.document_offsets[part["document"]] + part["offset"]
+    first = dataset.bounds(part["document"])[0] + part["offset"]
     return tokenizer.decode(dataset.read(first, first + part["tokens"]).tolist())
 
 

@@ -39,9 +39,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(prefix: Path) -> list[tuple[list[int], list[bool]]]:
     """The ids of each document, and which of them are answers."""
     dataset = IndexedDataset(prefix)
-    assert dataset.mask is not None
-    bounds = zip(dataset.document_offsets[:-1].tolist(), dataset.document_offsets[1:].tolist(), strict=True)
-    return [(dataset.read(*span).tolist(), dataset.mask.read(*span).tolist()) for span in bounds]
+    assert dataset.mask_digest is not None
+    spans = map(dataset.bounds, range(dataset.num_documents))
+    return [(dataset.read(*span).tolist(), dataset.scored(*span).tolist()) for span in spans]
 
 
 def processed(folder: Path, tokenizer: Path, chats: list[Any], *more: str) -> list[tuple[list[int], list[bool]]]:
@@ -208,7 +208,7 @@ def test_what_is_counted(tokenizer: Path, tmp_path: Path, capsys) -> None:
     line = ["--input", str(tmp_path / "chats.jsonl"), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "out")]
     assert preprocess.main(line) == 0
     dataset, origin = IndexedDataset(tmp_path / "out"), read_origin(tmp_path / "out")
-    assert dataset.mask is None and origin is not None and origin.mask is None
+    assert dataset.mask_digest is None and origin is not None and origin.mask is None
 
 
 def nested(depth: int) -> Any:
@@ -364,8 +364,8 @@ def test_merge_joins_masks(tokenizer: Path, tmp_path: Path, command) -> None:
     assert command("merge", "first", "out", "text", "--output", "all").returncode == 0
     *chats, (ids, scored) = made(tmp_path / "all")
     assert chats == first + second and all(scored) and len(ids) > 3
-    origin, mask = read_origin(tmp_path / "all"), IndexedDataset(tmp_path / "all").mask
-    assert origin is not None and mask is not None and origin.mask == mask.digest
+    origin, mask = read_origin(tmp_path / "all"), IndexedDataset(tmp_path / "all").mask_digest
+    assert origin is not None and mask is not None and origin.mask == mask
     assert not list(tmp_path.glob("*.tmp-*"))
     assert command("merge", "text", "--output", "all").returncode == 0
-    assert IndexedDataset(tmp_path / "all").mask is None
+    assert IndexedDataset(tmp_path / "all").mask_digest is None

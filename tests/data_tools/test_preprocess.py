@@ -29,8 +29,8 @@ REPOSITORY = Path(__file__).parent.parent.parent
 def texts_of(prefix: Path, tokenizer: Tokenizer) -> list[str]:
     """Documents of a data set, decoded; each ends with the end-of-document id, once."""
     dataset, texts = IndexedDataset(prefix), []
-    for start, stop in zip(dataset.document_offsets[:-1], dataset.document_offsets[1:], strict=True):
-        *ids, last = dataset.read(start, stop).tolist()
+    for document in range(dataset.num_documents):
+        *ids, last = dataset.read(*dataset.bounds(document)).tolist()
         assert last == tokenizer.eod and tokenizer.eod not in ids
         texts.append(tokenizer.decode(ids))
     return texts
@@ -140,7 +140,7 @@ def wait_for_tokens(tmp_path: Path) -> None:
 
 def children_of(pid: int) -> list[int]:
     """Its worker processes."""
-    return [p for p in children(pid) if b"spawn_main" in command_line(p)]
+    return [p for p in children(pid) if b"encoding.py" in command_line(p)]
 
 
 def command_line(pid: int) -> bytes:

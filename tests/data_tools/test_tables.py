@@ -10,7 +10,6 @@ import pytest
 from data_tools import preprocess, tables
 from data_tools.corpus import Reader
 from data_tools.selection import Condition, Select
-from data_tools.skipped import Skipped
 from megazero.base.errors import UserError
 
 MIB = 1 << 20
@@ -45,10 +44,10 @@ def test_a_table_that_expands_to_more_than_text_does(
     assert sum(len(piece.text) for piece in Reader([path])) == 40 * MIB
     monkeypatch.setattr(tables, "_SMALL", 30 * MIB)
     assert "x.parquet: cannot be read: expands to more than 31,457,280 characters of text; check" in refused(path)
-    skipped = Skipped()
     (tmp_path / "y.txt").write_text("y")
-    texts = [piece.text for piece in Reader([path, tmp_path / "y.txt"], skipped=skipped)]
-    assert skipped.count == 1 and texts[-1] == "y"
+    reader = Reader([path, tmp_path / "y.txt"], skip_bad=True)
+    texts = [piece.text for piece in reader]
+    assert reader.counts.rejected == 1 and texts[-1] == "y"
 
 
 @pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view()], ids=str)
@@ -68,9 +67,11 @@ def test_bytes_that_are_utf8_are_text(tmp_path: Path, kind: pyarrow.DataType, su
         with pyarrow.ipc.new_file(str(path), table.schema) as writer:
             writer.write_table(table)
     for field in ("text", "meta.body"):
-        select, skipped = Select((field,), (Condition.parse("lang=en"),)), Skipped()
-        assert [piece.text for piece in Reader([path], select, skipped)] == ["one \u00e9", "three"]
-        assert skipped.count == 1 and "row 2: cannot be read: 'utf-8' codec can't decode byte 0xff" in skipped.lines[0]
+        select = Select((field,), (Condition.parse("lang=en"),))
+        reader = Reader([path], select, skip_bad=True)
+        assert [piece.text for piece in reader] == ["one \u00e9", "three"]
+        assert reader.counts.rejected == 1
+        assert "row 2: cannot be read: 'utf-8' codec can't decode byte 0xff" in reader.counts.skipped[0]
         with pytest.raises(UserError, match=r"MZ-213 .*, row 2: cannot be read: 'utf-8' codec"):
             list(Reader([path], select))
 
@@ -97,7 +98,7 @@ def test_damage_is_one_line_or_harmless(tmp_path: Path) -> None:
         data[rng.randrange(len(data))] = rng.randrange(256)
         path.write_bytes(data)
         try:
-            for _ in Reader([path], skipped=Skipped()):
+            for _ in Reader([path], skip_bad=True):
                 pass
             list(Reader([path]))
         except UserError as error:

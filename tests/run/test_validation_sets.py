@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from megazero.base.errors import UserError
-from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.overlap import SHORTEST, Shared, shared_document
@@ -25,7 +24,7 @@ def written(path: Path, documents: list[list[int]]) -> TokenStream:
             writer.append(np.array(document))
             writer.end_document()
     dataset = IndexedDataset(path)
-    return TokenStream(dataset, Everything())
+    return TokenStream(dataset)
 
 
 def document(first: int, length: int = 80) -> list[int]:
@@ -62,8 +61,8 @@ def test_each_set_has_its_own_metrics(tiny_data: TinyData, tmp_path: Path, capsy
 
 def test_a_document_that_is_trained_on_is_refused(tiny_data: TinyData, tmp_path: Path) -> None:
     whole = IndexedDataset(tiny_data.train)
-    number = int(np.argmax(np.diff(whole.document_offsets[:])))
-    bounds = whole.document_offsets[number : number + 2].tolist()
+    number = int(np.argmax(np.diff(whole.offsets(0, whole.num_documents + 1))))
+    bounds = whole.bounds(number)
     written(tmp_path / "copy", [document(5), whole.read(*bounds).tolist(), document(6)])
     options = ("data.valid=null", f"data.validation=[{{path: {tmp_path / 'copy'}}}]")
     with pytest.raises(UserError, match=rf"MZ-220 .*document 1 of validation set copy .* it is document {number:,} of"):
