@@ -64,7 +64,7 @@ class JsonFile(Tokenizer):
         roles = self._roles(beside, special, vocabulary)
         self.bos, self.eod = (vocabulary[roles[role]] for role in ("bos_token", "eos_token"))
         self.specials = special | {name: vocabulary[name] for role, name in roles.items() if role != "unk_token"}
-        by_bytes = _has(described.get("decoder"), "ByteLevel")
+        by_bytes = '"ByteLevel"' in json.dumps(described.get("decoder"))  # it, or one of a sequence
         self._sizes = np.zeros(self.vocab_size, np.int64)
         for token, i in vocabulary.items():
             if token not in special:
@@ -122,10 +122,3 @@ def _piece_bytes(piece: str, *, by_bytes: bool) -> int:
 
 def _text(piece: str) -> str:
     return piece.replace(SPACE_MARK, " ").removeprefix("##")
-
-
-def _has(part: Any, kind: str) -> bool:
-    """Return whether a part of the file is of a kind, or is a sequence with one."""
-    if not isinstance(part, dict):
-        return False
-    return part.get("type") == kind or any(_has(inner, kind) for inner in part.get("decoders") or ())
