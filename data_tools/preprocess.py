@@ -118,7 +118,7 @@ def _select(options: argparse.Namespace, tokenizer: Tokenizer) -> Taken:
     if len(fields := options.field or ["messages"]) > 1:
         raise UserError(190, "--chat takes one --field, that of the messages", "give one", where="preprocess")
     template = open_template(Path(options.chat) if options.chat else None, tokenizer)
-    return Chat(template, tokenizer.specials, fields[0], where)
+    return Chat(tuple(fields), where, template=template, specials=tokenizer.specials)
 
 
 def _files(options: argparse.Namespace) -> list[Path]:

@@ -11,7 +11,6 @@ from megazero.base.errors import UserError
 from megazero.data.tokenizers.common import require_extra
 
 _ROWS = 256  # decoded at a time
-_SMALL, _DENSITY = 1 << 30, 1000  # more characters are text only if the file has a thousandth of them in bytes
 
 
 def rows(path: Path, select: Taken) -> Iterator[dict[str, Any] | Exception]:
@@ -27,11 +26,6 @@ def rows(path: Path, select: Taken) -> Iterator[dict[str, Any] | Exception]:
     with _damage():
         for batch in _batches(path, select):
             yield from (_row(batch, i) for i in range(batch.num_rows))
-
-
-def most_text(path: Path) -> int:
-    """Return the characters of text that a table has at most, unless it was made to expand."""
-    return max(_SMALL, _DENSITY * path.stat().st_size)
 
 
 def _row(batch: Any, i: int) -> dict[str, Any] | Exception:

@@ -18,23 +18,42 @@ if __name__ == "__main__":  # as a script: from the repository, not from this fo
     begin(__file__)  # before the imports, which take a second on a busy machine
 
 import argparse
+import io
+import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import sentencepiece
 
 from data_tools.command import Parser, add_inputs, positive, run
 from data_tools.corpus import Reader, find_files
 from data_tools.selection import Select
-from data_tools.training import train
 from megazero.base.answers import tell
 from megazero.base.atomic import write_atomically
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import HEART
 from megazero.data.tokenizer import open_tokenizer
+from megazero.data.tokenizers.common import SPACE_MARK
 
 SAMPLE_BYTES = 64_000_000  # more text changes a vocabulary of this kind little
 CHECK_BYTES = 4_000_000  # of the sample, encoded and decoded again at the end
+SENTENCE_BYTES = 16_384  # the library drops longer ones; ours are cut to fit
+SETTINGS = {  # of the library's trainer
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "add_dummy_prefix": False,
+    "remove_extra_whitespaces": False,
+    "allow_whitespace_only_pieces": True,
+    "user_defined_symbols": ["\n", "\t"],
+    "split_digits": True,
+    "character_coverage": 0.9999,
+    "required_chars": SPACE_MARK,  # without a piece of its own a space is spelt in bytes and read back as the mark
+    "max_sentence_length": SENTENCE_BYTES,
+    "minloglevel": 2,  # errors only
+}
 
 
 def train_tokenizer(options: argparse.Namespace) -> None:
@@ -74,12 +93,30 @@ def _sample(reader: Reader, total: int) -> list[str]:
 
 
 def _train(sample: list[str], vocab: int) -> bytes:
+    """Return the model of a vocabulary. Raises UserError 215.
+
+    The library trains for seconds to minutes in one call, and Python's handlers of signals run when that returns. So
+    Ctrl-C ends the process at once meanwhile, as the system does it.
+    """
+    model, given = io.BytesIO(), {"sentence_iterator": sentences(sample), "vocab_size": vocab}
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with doing("training the vocabulary"):
-            return train(sample, vocab)
+            sentencepiece.SentencePieceTrainer.train(model_writer=model, **given, **SETTINGS)
     except RuntimeError as error:
         what = f"no vocabulary of {vocab:,} pieces from this text: {str(error).rpartition('] ')[2]}"
         raise UserError(215, what, "use more text, or another --vocab") from error
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    return model.getvalue()
+
+
+def sentences(sample: Iterable[str]) -> Iterator[str]:
+    """Yield lines, with their ends, none longer than the library reads (a character has at most 4 bytes)."""
+    size = SENTENCE_BYTES // 4
+    for text in sample:
+        for line in text.replace("\0", "").splitlines(keepends=True):  # the library drops lines with a NUL
+            yield from (line[start : start + size] for start in range(0, len(line), size))
 
 
 def _check(model: bytes, sample: list[str]) -> float:

@@ -52,7 +52,7 @@ import numpy as np
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from data_tools import preprocess, train_tokenizer
-from data_tools.training import SETTINGS, sentences
+from data_tools.train_tokenizer import SETTINGS, sentences
 from megazero.data.indexed_dataset import IndexedDataset, file_pair
 from scripts import quickstart_data
 from scripts.bench import figures

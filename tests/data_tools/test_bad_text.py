@@ -138,9 +138,9 @@ def test_characters_cut_by_blocks_are_no_fault(tmp_path: Path) -> None:
 
 
 TRAIN = """
-from data_tools.training import train
+from data_tools.train_tokenizer import _train
 print("begins", flush=True)
-train([f"{n * n:x} {n * 7919 % 10007:o}\\n" for n in range(400_000)], 9000)
+_train([f"{n * n:x} {n * 7919 % 10007:o}\\n" for n in range(400_000)], 9000)
 """
 
 

@@ -7,13 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from data_tools import preprocess
-from data_tools.chat import Chat
-from data_tools.templates import Template
-from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.origin import read_origin
 from megazero.data.tokenizer import open_tokenizer
@@ -118,29 +113,6 @@ def test_names_of_special_tokens_in_a_message_are_text(tokenizer: Path, tmp_path
         question, answer = (opened.encode(message["content"]) for message in chat)
         assert str(question)[1:-1] in str(ids)
         assert [i for i, bit in zip(ids, scored, strict=True) if bit] == [*answer, opened.specials["<|im_end|>"]]
-
-
-JOINING = "{% for m in messages %}{{ m.content | trim + 'end|>' + m.content }}<|im_{{ m.content }}{% endfor %}"
-
-
-@given(
-    st.lists(
-        st.sampled_from(["<|im_", "end|>", "<|", "|>", " ", "a", "<|im_end|>", ">", "<", "im_end", "_"]), max_size=6
-    )
-)
-@example(["<|im_", " "])
-@example(["end|>"])
-def test_half_a_name_in_a_message_is_text(tokenizer: Path, parts: list[str]) -> None:
-    """Neither with what the template writes before it, nor behind it."""
-    specials = open_tokenizer(tokenizer).specials
-    chat = Chat(Template(JOINING, Path("x"), {}), specials, "messages")
-    content = "".join(parts)
-    messages, tools = chat._given(
-        {"messages": [{"role": "user", "content": content}]}, lambda what: UserError(213, what)
-    )
-    runs = chat._runs(chat.template.render(messages, tools, prompt=False), True)
-    assert all(run.id is None for run in runs)
-    assert "".join(run.text for run in runs) == f"{content.strip()}end|>{content}<|im_{content}"
 
 
 def test_tools_and_calls(tokenizer: Path, tmp_path: Path) -> None:
@@ -312,7 +284,7 @@ def test_templates_that_are_not_there(tokenizer: Path, tmp_path: Path, capsys) -
     assert "no template: No such file" in refused(226, str(tokenizer), "--chat", "gone.jinja")
     assert "there is no chat_template.jinja next to it" in refused(226, "bytes", "--chat")
     (tmp_path / "latin.jinja").write_bytes(b"\xff")
-    assert "is not UTF-8" in refused(226, str(tokenizer), "--chat", str(tmp_path / "latin.jinja"))
+    assert "no template: not UTF-8" in refused(226, str(tokenizer), "--chat", str(tmp_path / "latin.jinja"))
     assert "got a folder" in refused(226, str(tokenizer), "--chat", str(tmp_path))
     assert "--chat takes one --field" in refused(190, str(tokenizer), "--chat", "--field", "a", "b")
     (tmp_path / "x.txt").write_text("x")

@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data_tools import preprocess, tables
+from data_tools import preprocess
 from data_tools.corpus import Reader
 from data_tools.selection import Condition, Select
 from megazero.base.errors import UserError
@@ -34,20 +34,6 @@ def refused(path: Path) -> str:
             pass
     assert caught.value.code == 211 and "\n" not in str(caught.value)
     return str(caught.value)
-
-
-@pytest.mark.parametrize("store_schema", [False, True], ids=["strings", "dictionary"])
-def test_a_table_that_expands_to_more_than_text_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_schema: bool
-) -> None:
-    path = write_repeated(tmp_path / "x.parquet", 40, store_schema=store_schema)
-    assert sum(len(piece.text) for piece in Reader([path])) == 40 * MIB
-    monkeypatch.setattr(tables, "_SMALL", 30 * MIB)
-    assert "x.parquet: cannot be read: expands to more than 31,457,280 characters of text; check" in refused(path)
-    (tmp_path / "y.txt").write_text("y")
-    reader = Reader([path, tmp_path / "y.txt"], skip_bad=True)
-    texts = [piece.text for piece in reader]
-    assert reader.counts.rejected == 1 and texts[-1] == "y"
 
 
 @pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view()], ids=str)
