@@ -34,10 +34,6 @@ class Source:
     weight: int
     seed: int
 
-    def digest(self) -> str:
-        """Return a digest of its windows."""
-        return f"{self.windows.num_windows} windows, xxh3 {self.windows.stream.digest()}"
-
 
 def seed_of(seed: int, name: str) -> int:
     """Return the seed of a named source, of 64 bits: no two sources of a run have the same order, nor two runs'."""
@@ -137,7 +133,7 @@ class Mixture:
 
     def digest(self) -> str:
         """Return a digest of what is read in which order: other text, weights or names have another."""
-        each = [source.digest() for source in self.sources]
+        each = [f"{s.windows.num_windows} windows, xxh3 {s.windows.stream.digest()}" for s in self.sources]
         if self.sources[0].name is None:
             return each[0]
         named = [f"{source.name}: {text}" for source, text in zip(self.sources, each, strict=True)]

@@ -19,12 +19,11 @@ HEADER = 24
 
 
 def write_mask(path: Path, scored: np.ndarray, parts: tuple[int, ...] = ()) -> str:
-    path.unlink(missing_ok=True)
-    writer = LossMaskWriter(path)
-    writer.open()
-    for part in np.split(scored, [place for place in sorted(parts) if place <= len(scored)]):
-        writer.append(part)
-    return writer.finish()
+    with path.open("wb") as file:
+        writer = LossMaskWriter(file)
+        for part in np.split(scored, [place for place in sorted(parts) if place <= len(scored)]):
+            writer.append(part)
+        return writer.finish()
 
 
 def write(prefix: Path, lengths: list[int], scored: np.ndarray | None) -> IndexedDataset:

@@ -10,7 +10,7 @@ import pytest
 from megazero.base.errors import UserError
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megazero.data.overlap import SHORTEST, Shared, shared_document
+from megazero.data.overlap import SHORTEST, shared_document
 from megazero.observe.jsonl import read_rows
 from megazero.observe.plot import draw_loss
 from megazero.run.session import launch
@@ -74,12 +74,12 @@ def test_shared_documents(tmp_path: Path) -> None:
     short, near = document(3, SHORTEST - 1), [*document(4)[:-1], 7]
     training = written(tmp_path / "a", [document(d) for d in range(40)] + [short, document(4, 81)])
     for documents, expected in [
-        ([document(50), document(17)], Shared(17, 1)),
+        ([document(50), document(17)], (17, 1)),
         ([document(50), short], None),
         ([near], None),
-        ([document(4, 81), [*document(4)[:70], *document(5)[:11]]], Shared(41, 0)),
+        ([document(4, 81), [*document(4)[:70], *document(5)[:11]]], (41, 0)),
         ([document(4, 82)], None),
-        ([document(4, 81)], Shared(41, 0)),
+        ([document(4, 81)], (41, 0)),
     ]:
         assert shared_document(training, written(tmp_path / "b", documents)) == expected
 
@@ -87,4 +87,4 @@ def test_shared_documents(tmp_path: Path) -> None:
 def test_only_chosen_documents_count(tmp_path: Path) -> None:
     whole = written(tmp_path / "a", [document(d) for d in range(10)]).dataset
     even, odd = (TokenStream(whole, Chosen(np.arange(first, 10, 2))) for first in (0, 1))
-    assert shared_document(even, odd) is None and shared_document(odd, odd) == Shared(1, 1)
+    assert shared_document(even, odd) is None and shared_document(odd, odd) == (1, 1)
