@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,8 @@ def pytest_configure(config: pytest.Config) -> None:
     times slower.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    sys.dont_write_bytecode = False  # in containers it often is set, and costs 8 s to rewrite the tests' assertions
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     torch.set_num_threads(1)
     settings.register_profile("megazero", deadline=None)
     settings.load_profile("megazero")

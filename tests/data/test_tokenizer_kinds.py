@@ -168,15 +168,18 @@ def test_which_token_ends_a_document(tmp_path: Path) -> None:
         open_tokenizer(path)
 
 
+GOOD_JSON = byte_level().to_str()
+
+
 def poisoned(change: Callable[[dict], object]) -> str:
-    described = json.loads(byte_level().to_str())
+    described = json.loads(GOOD_JSON)
     change(described)
     return json.dumps(described)
 
 
 BAD_JSON = {
     "nothing": ("", "an empty file"),
-    "cut off": (byte_level().to_str()[:5000], "not JSON"),
+    "cut off": (GOOD_JSON[:5000], "not JSON"),
     "nested": ("[" * 100_000, "not JSON"),
     "no object": ("[]", "expected a JSON object"),
     "no model": ("{}", "not a file of the tokenizers"),
