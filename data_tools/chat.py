@@ -1,4 +1,4 @@
-"""Turn a conversation into runs of text and special tokens, of which the answers are trained on.
+"""Turn a conversation into pieces of text and special tokens, of which the answers are trained on.
 
 The template renders the conversation. Names of special tokens that the template writes become their ids; those that
 stand in a message are text, like any other, so that no message can end a turn, or begin one of another role, by writing
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from data_tools.selection import MISSING, Refuse, Run, Taken, value_at
+from data_tools.selection import MISSING, Piece, Refuse, Taken, value_at
 from data_tools.templates import BEGIN, END, RenderError, Template
 from megazero.base.errors import UserError
 
@@ -42,8 +42,8 @@ class Chat(Taken):
     template: Template
     specials: Mapping[str, int]
 
-    def _taken(self, record: Any, refuse: Refuse) -> list[Run]:
-        """Return a conversation as runs; none where it has no answer.
+    def _taken(self, record: Any, refuse: Refuse) -> list[Piece]:
+        """Return a conversation in pieces; none where it has no answer.
 
         Raises:
             UserError: made by `refuse`: no conversation is there; 227, the template does not suit it; 226, the template
@@ -57,8 +57,8 @@ class Chat(Taken):
         except RenderError as error:
             do = "repair the record, mark answers by {% generation %} in the template, or give --skip-bad"
             raise UserError(_BAD_RECORD, str(error), do, where=refuse("").where) from None
-        runs = [run for text, scored in stretches for run in self._runs(text, scored)]
-        return runs if any(run.scored for run in runs) else []
+        pieces = [piece for text, scored in stretches for piece in self._pieces(text, scored)]
+        return pieces if any(piece.scored for piece in pieces) else []
 
     def _given(self, record: Any, refuse: Refuse) -> tuple[list[dict[str, Any]], Any]:
         """Return messages and tools of a record, with broken names. Raises what `refuse` makes."""
@@ -97,11 +97,11 @@ class Chat(Taken):
             at = len(behind)
         return [*found, (whole[at:], False)]
 
-    def _runs(self, text: str, scored: bool) -> list[Run]:
-        """Return a stretch as runs: the names of special tokens, and the text between them."""
+    def _pieces(self, text: str, scored: bool) -> list[Piece]:
+        """Return a stretch in pieces: the names of special tokens, and the text between them."""
         parts = re.split(f"({self._name})", text)
         return [
-            Run(part.replace(_BREAK, ""), scored, self.specials[part] if at % 2 else None)
+            Piece(part.replace(_BREAK, ""), scored, self.specials[part] if at % 2 else None)
             for at, part in enumerate(parts)
             if part
         ]

@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BufferedIOBase
 from itertools import chain
 from pathlib import Path
@@ -26,8 +26,8 @@ import xxhash
 
 from data_tools.counts import Counts
 from data_tools.files import COMPRESSED, TABLES, DamagedError, kind_of, open_text
-from data_tools.places import Part, Span
-from data_tools.selection import Run, Select, Taken
+from data_tools.places import Part
+from data_tools.selection import Piece, Select, Taken
 from data_tools.tables import rows
 from data_tools.templates import TEMPLATE_FAULT
 from megazero.base.doing import doing
@@ -47,25 +47,6 @@ _PLACES = (
     re.compile(r".*[^\W_](?=[ \n\t])", re.DOTALL),  # behind a word
     re.compile(r".*\S\n(?=[^\W_])", re.DOTALL),  # before a word at the beginning of a line
 )
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a document.
-
-    Attributes:
-        text: at most WHOLE + PIECE_BYTES characters; the last piece of a document may be empty.
-        last: it ends its document.
-        cut: it ends where the ids may not be those of the whole document.
-        scored: its tokens are trained on.
-        id: of the special token that it is; None: its text is to be encoded.
-    """
-
-    text: str
-    last: bool
-    cut: bool = False
-    scored: bool = True
-    id: int | None = None
 
 
 def find_files(inputs: Sequence[Path], suffixes: Sequence[str] = TEXT_SUFFIXES) -> list[Path]:
@@ -135,21 +116,19 @@ class Reader:
         self.counts, self.bytes_read = Counts(), 0
 
     def __iter__(self) -> Iterator[Piece]:
-        for path, span in zip(self._files, self._spans, strict=True):
+        for path, (start, stop, begins) in zip(self._files, self._spans, strict=True):
             try:
-                yield from self._pieces(path, span)
+                if kind_of(path) == path.suffix == ".jsonl":
+                    yield from self._lines(path, start, stop)
+                elif begins:
+                    yield from self._whole_file(path)
             except DamagedError as error:
                 self._refuse(_unreadable(path, error))
             except OSError as error:
                 raise _unreadable(path, error) from error
 
-    def _pieces(self, path: Path, span: Span) -> Iterator[Piece]:
-        kind = kind_of(path)
-        if kind == ".jsonl" and path.suffix == kind:
-            return self._lines(path, span.start, span.stop) if span.start < span.stop else iter(())
-        if not span.begins:
-            return iter(())
-        if kind == ".jsonl":
+    def _whole_file(self, path: Path) -> Iterator[Piece]:
+        if kind_of(path) == ".jsonl":
             return self._lines(path, 0, None)
         return self._rows(path) if path.suffix in TABLES else self._text(path)
 
@@ -159,13 +138,12 @@ class Reader:
             raise error
         self.counts.skip(error)
 
-    def _take(self, runs: list[Run] | None) -> Iterator[Piece]:
+    def _take(self, given: list[Piece] | None) -> Iterator[Piece]:
         """Yield the document of a record, unless it did not pass, or has been there."""
-        if runs is None:
+        if given is None:
             self.counts.filtered += 1
-            return
-        if self._known is None or self._is_new(run.text for run in runs):
-            *pieces, end = chain.from_iterable(map(self._pieces_of, runs or [Run("")]))
+        elif self._known is None or self._is_new(piece.text for piece in given):
+            *pieces, end = chain.from_iterable(map(self._cut, given or [Piece("")]))
             yield from pieces
             yield replace(end, last=True)
 
@@ -184,14 +162,14 @@ class Reader:
         self.counts.digests.append(digest)
         return True
 
-    def _pieces_of(self, run: Run) -> Iterator[Piece]:
-        """Yield a run that is whole in memory in pieces; no piece ends its document."""
-        if run.id is not None:
-            yield Piece(run.text, last=False, scored=run.scored, id=run.id)
+    def _cut(self, whole: Piece) -> Iterator[Piece]:
+        """Yield a piece that is whole in memory in smaller ones; none ends its document."""
+        if whole.id is not None:
+            yield whole
             return
-        blocks = (run.text[start : start + PIECE_BYTES] for start in range(0, len(run.text), PIECE_BYTES))
+        blocks = (whole.text[start : start + PIECE_BYTES] for start in range(0, len(whole.text), PIECE_BYTES))
         for piece in _cut(blocks, self._whole):
-            yield replace(piece, last=False, scored=run.scored)
+            yield replace(piece, last=False, scored=whole.scored)
 
     def _text(self, path: Path) -> Iterator[Piece]:
         """Yield the pieces of a file that is one document."""
@@ -199,8 +177,8 @@ class Reader:
             try:
                 with open_text(path) as file:
                     is_new = self._is_new(_blocks(file, path))
-            except (UserError, DamagedError) as error:
-                self._refuse(error if isinstance(error, UserError) else _unreadable(path, error))
+            except UserError as error:
+                self._refuse(error)
                 return
             if not is_new:
                 return
@@ -210,7 +188,7 @@ class Reader:
                 yield piece
 
     def _lines(self, path: Path, start: int, stop: int | None) -> Iterator[Piece]:
-        """Yield the documents of lines that begin in [start, stop) of a file of JSON lines."""
+        """Yield the documents of lines that begin in [start, stop) of a file of JSON lines; stop None: its end."""
         with open_text(path) as file:
             offset = start
             if start:
@@ -223,7 +201,7 @@ class Reader:
                 try:
                     if (text := _text_of(line, where, offset)).strip():
                         refuse = _refuser(where)
-                        yield from self._take(self._select.runs(_parsed(text, refuse), refuse))
+                        yield from self._take(self._select.pieces(_parsed(text, refuse), refuse))
                 except UserError as error:
                     self._refuse(error)
                 if size > LINE_BYTES and not line.endswith(b"\n"):  # the rest of it is no line
@@ -238,12 +216,12 @@ class Reader:
             try:
                 if isinstance(row, Exception):
                     raise refuse(f"cannot be read: {row}")
-                runs = self._select.runs(row, refuse)
+                pieces = self._select.pieces(row, refuse)
             except (UserError, UnicodeDecodeError) as error:
                 self._refuse(error if isinstance(error, UserError) else refuse(f"cannot be read: {error}"))
                 continue
-            self.bytes_read += sum(len(run.text) for run in runs or ())
-            yield from self._take(runs)
+            self.bytes_read += sum(len(piece.text) for piece in pieces or ())
+            yield from self._take(pieces)
 
 
 def check_files(reader: Reader, total: int) -> None:
@@ -273,12 +251,12 @@ def _cut(blocks: Iterable[str], whole: bool) -> Iterator[Piece]:
     for block in blocks:
         rest += block
         if not whole and (end := rest.rfind("\n", len(rest) - len(block)) + 1):
-            yield Piece(rest[:end], last=False)
+            yield Piece(rest[:end])
             rest = rest[end:]
         while len(rest) > WHOLE:
             places = (place.match(rest, WHOLE - PIECE_BYTES, WHOLE + 1) for place in _PLACES)
             end = next((found.end() for found in places if found), WHOLE)
-            yield Piece(rest[:end], last=False, cut=True)
+            yield Piece(rest[:end], cut=True)
             rest = rest[end:]
     yield Piece(rest, last=True)
 

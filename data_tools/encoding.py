@@ -25,7 +25,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from data_tools.corpus import PIECE_BYTES, Piece
+from data_tools.corpus import PIECE_BYTES
+from data_tools.selection import Piece
 from megazero.base.errors import UserError
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 
@@ -58,7 +59,7 @@ class Encoder:
         """
         if self._workers == 1:
             tokenizer = open_tokenizer(self._tokenizer)
-            yield from ((piece, _ids(tokenizer, _sent(piece), self._dtype)) for piece in pieces)
+            yield from ((piece, _ids(tokenizer, piece, self._dtype)) for piece in pieces)
             return
         while len(self._processes) < self._workers:
             self._start_worker()
@@ -67,7 +68,7 @@ class Encoder:
             for number, batch in enumerate(_batches(pieces)):
                 done = [*_encoded(*under_way.popleft())] if len(under_way) == self._workers else []
                 connection = self._connections[number % self._workers]  # of what is done now
-                connection.send([_sent(piece) for piece in batch])
+                connection.send(batch)
                 under_way.append((batch, connection))
                 yield from done
             for each in under_way:
@@ -98,13 +99,8 @@ def _encoded(batch: list[Piece], connection: Connection) -> Iterator[tuple[Piece
     return zip(batch, found, strict=True)
 
 
-def _sent(piece: Piece) -> str | int:
-    """Return what of a piece is to be encoded: its text, or the id that it has already."""
-    return piece.text if piece.id is None else piece.id
-
-
-def _ids(tokenizer: Tokenizer, text: str | int, dtype: np.dtype) -> np.ndarray:
-    return np.array([text] if isinstance(text, int) else tokenizer.encode(text), dtype)
+def _ids(tokenizer: Tokenizer, piece: Piece, dtype: np.dtype) -> np.ndarray:
+    return np.array(tokenizer.encode(piece.text) if piece.id is None else [piece.id], dtype)
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -124,9 +120,9 @@ def _work(connection: Connection, tokenizer: Tokenizer, dtype: np.dtype) -> None
     """Encode what comes until the other end of the pipe is closed."""
     try:
         while True:
-            texts = connection.recv()
+            batch = connection.recv()
             try:
-                connection.send([_ids(tokenizer, text, dtype) for text in texts])
+                connection.send([_ids(tokenizer, piece, dtype) for piece in batch])
             except UserError as error:  # itself it cannot be pickled
                 connection.send({"code": error.code, "what": error.what, "do": error.do, "where": error.where})
     except (EOFError, ConnectionError, MemoryError):

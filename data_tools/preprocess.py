@@ -33,13 +33,13 @@ import xxhash
 
 from data_tools.chat import Chat
 from data_tools.command import Parser, add_inputs, add_output, part, positive, run
-from data_tools.corpus import TEXT_SUFFIXES, WHOLE, Piece, Reader, check_files, find_files
+from data_tools.corpus import TEXT_SUFFIXES, WHOLE, Reader, check_files, find_files
 from data_tools.counts import Counts
 from data_tools.encoding import Encoder
 from data_tools.files import TABLES, kind_of
 from data_tools.merge import copy_documents
 from data_tools.places import Part
-from data_tools.selection import Select, Taken
+from data_tools.selection import Piece, Select, Taken
 from data_tools.templates import open_template
 from data_tools.unfinished import Unfinished
 from megazero.base.answers import tell
@@ -143,7 +143,7 @@ def _make_parts(
 ) -> None:
     """Encode the parts that are not finished yet, one after the other. Raises UserError."""
     sizes, whole = [path.stat().st_size for path in files], not tokenizer.cuts_after_newline
-    total = sum(span.stop - span.start for span in options.part.spans(sizes))
+    total = sum(stop - start for start, stop, _ in options.part.spans(sizes))
     parts = options.part.divided(max(1, min(MOST_PARTS, total // PART_BYTES)))
     if unfinished.done:
         done = sum(counts.documents for counts in unfinished.done)

@@ -31,17 +31,22 @@ def value_at(record: Mapping[str, Any], path: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A stretch of a document that is encoded by itself.
+class Piece:
+    """A part of a document, which is encoded by itself.
 
     Attributes:
+        text: of a corpus at most WHOLE + PIECE_BYTES characters; the last piece of a document may be empty.
         scored: its tokens are trained on.
         id: of the special token whose name the text is; None: the text is text.
+        last: it ends its document.
+        cut: it ends where the ids may not be those of the whole document.
     """
 
     text: str
     scored: bool = True
     id: int | None = None
+    last: bool = False
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,32 +114,32 @@ class Taken(ABC):
         """Every path that is looked at, once."""
         return list(dict.fromkeys([*self.fields, *(condition.path for condition in self.where)]))
 
-    def runs(self, record: Any, refuse: Refuse) -> list[Run] | None:
-        """Return the document of a record as runs; None: a condition does not hold.
+    def pieces(self, record: Any, refuse: Refuse) -> list[Piece] | None:
+        """Return the document of a record in pieces; None: a condition does not hold.
 
         Raises:
             UserError: made by `refuse`: the record has not what is to be taken, or text that UTF-8 cannot hold.
         """
         if isinstance(record, dict) and not all(condition.holds(record, refuse) for condition in self.where):
             return None
-        runs = self._taken(record, refuse)
+        pieces = self._taken(record, refuse)
         try:
-            for run in runs:
-                run.text.encode()
+            for piece in pieces:
+                piece.text.encode()
         except UnicodeEncodeError as error:
             raise refuse(f"character {error.start:,} of the text is half a surrogate pair, not a character") from error
-        return runs
+        return pieces
 
     @abstractmethod
-    def _taken(self, record: Any, refuse: Refuse) -> list[Run]:
+    def _taken(self, record: Any, refuse: Refuse) -> list[Piece]:
         """Return the document of a record."""
 
 
 class Select(Taken):
     """A text is taken of a record."""
 
-    def _taken(self, record: Any, refuse: Refuse) -> list[Run]:
-        return [Run("\n".join([self._text_at(record, path, refuse) for path in self.fields]))]
+    def _taken(self, record: Any, refuse: Refuse) -> list[Piece]:
+        return [Piece("\n".join([self._text_at(record, path, refuse) for path in self.fields]))]
 
     def _text_at(self, record: Any, path: str, refuse: Refuse) -> str:
         found = value_at(record, path) if isinstance(record, dict) else MISSING
