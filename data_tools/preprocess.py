@@ -33,7 +33,7 @@ import xxhash
 
 from data_tools.chat import Chat
 from data_tools.command import Parser, add_inputs, add_output, part, positive, run
-from data_tools.corpus import TEXT_SUFFIXES, WHOLE, Reader, check_files, find_files
+from data_tools.corpus import PIECE_BYTES, TEXT_SUFFIXES, WHOLE, Reader, check_files, find_files
 from data_tools.counts import Counts
 from data_tools.encoding import Encoder
 from data_tools.files import TABLES, kind_of
@@ -153,7 +153,7 @@ def _make_parts(
     known = {digest for counts in unfinished.done for digest in counts.digests} if options.deduplicate else None
     left = parts[len(unfinished.done) :]
     with (
-        Encoder(options.tokenizer, dtype, options.workers) as encoder,
+        Encoder(options.tokenizer, dtype, min(options.workers, 1 + total // PIECE_BYTES)) as encoder,
         doing("encoding, MB", total * len(left) // len(parts) // 1_000_000) as progress,
     ):
         before = 0

@@ -134,7 +134,10 @@ def test_tools_and_calls(tokenizer: Path, tmp_path: Path) -> None:
     assert ids[: len(opened.encode('[{"name": "<|im_end|>"}]'))] == opened.encode('[{"name": "<|im_end|>"}]')
 
 
-def test_every_kind_of_tokenizer_and_number_of_workers(tmp_path: Path, model: Path) -> None:
+def test_every_kind_of_tokenizer_and_number_of_workers(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preprocess, "PIECE_BYTES", 1000)
     template = as_template(tmp_path, PLAIN.replace("<|im_start|>", "</s>").replace("<|im_end|>", "</s>"))
     for tokenizer, name in ((model, "</s>"), ("bytes", "<eod>")):
         own = as_template(tmp_path, Path(template).read_text().replace("</s>", name))
@@ -205,19 +208,20 @@ RECORDS = [
 ]
 
 
-@pytest.mark.parametrize(("record", "what"), RECORDS, ids=[what for _, what in RECORDS])
-def test_a_bad_record_is_one_line(tokenizer: Path, tmp_path: Path, record: Any, what: str, capsys) -> None:
+def test_a_bad_record_is_one_line(tokenizer: Path, tmp_path: Path, capsys) -> None:
     path = write_chats(tmp_path / "x.jsonl", CHATS)
     with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.writelines(json.dumps(record) + "\n" for record, _ in RECORDS)
     line = ["--input", str(path), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "out"), "--chat"]
     assert preprocess.main(line) == 1
     said = capsys.readouterr().err
-    assert said.startswith(f"MZ-213 {path}:5: ") and what in said and said.count("\n") == 1 and len(said) <= 301
-    assert not list(tmp_path.glob("out*"))
+    assert said.startswith(f"MZ-213 {path}:5: ") and RECORDS[0][1] in said and said.count("\n") == 1
+    assert len(said) <= 301 and not list(tmp_path.glob("out*"))
     assert preprocess.main([*line, "--skip-bad"]) == 0
-    assert len(made(tmp_path / "out")) == len(CHATS) and "1 skipped as bad" in capsys.readouterr().out
-    assert f"{path}:5: " in (tmp_path / "out.skipped.txt").read_text()
+    assert len(made(tmp_path / "out")) == len(CHATS) and "11 skipped as bad" in capsys.readouterr().out
+    listed = (tmp_path / "out.skipped.txt").read_text().splitlines()
+    for number, (found, (_, what)) in enumerate(zip(listed, RECORDS, strict=True), start=5):
+        assert found.startswith(f"{path}:{number}: ") and what in found
 
 
 UNSUITED = [

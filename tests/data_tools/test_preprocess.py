@@ -98,7 +98,9 @@ def test_a_tokenizer_whose_library_panics_is_one_line(command, tmp_path: Path, w
     ranks = write_ranks(tmp_path / "x.tiktoken")
     told = json.loads((tmp_path / "x.tiktoken.json").read_text()) | {"pattern": rf"(?:a|a)*b(?<=x)|{GPT2}"}
     (tmp_path / "x.tiktoken.json").write_text(json.dumps(told))
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("good", "a" * 60 + "b")))
+    (tmp_path / "x.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("good " * 60_000, "a" * 60 + "b"))
+    )
     line = ("--input", "x.jsonl", "--tokenizer", ranks, "--output", "out", "--workers", workers)
     result = command("preprocess", *line)
     ours = [line for line in result.stderr.splitlines() if "MZ-" in line or "Traceback" in line]
@@ -223,6 +225,7 @@ def test_interrupt_is_one_line(tmp_path: Path, model: Path, early: bool):
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.full  # the writer's own test is in the quick half
 def test_refused_write_is_one_line(tmp_path: Path, model: Path):
     """The operating system itself refuses: a limit on the size of the files that the command writes."""
     with start(tmp_path, model, LONG[:4_000_000], limit=500_000) as child:
