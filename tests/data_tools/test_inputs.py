@@ -189,6 +189,6 @@ def test_parts_are_the_whole(tmp_path: Path, of: int) -> None:
 def test_a_package_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = {path.suffix: path for path in every_kind(tmp_path)}
     monkeypatch.setattr("megazero.data.tokenizers.common.find_spec", lambda name: None)
-    for suffix, package in ((".zst", "zstandard"), (".parquet", "pyarrow"), (".arrow", "pyarrow")):
+    for suffix, package in ((".zst", "pyarrow"), (".parquet", "pyarrow"), (".arrow", "pyarrow")):
         with pytest.raises(UserError, match=f"MZ-162.*the package {package} is not installed"):
             texts(Reader([paths[suffix]]))
