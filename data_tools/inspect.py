@@ -72,19 +72,14 @@ def _table(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield from (("special", f"{t} is {s['id']}, {s['count']:,} times") for t, s in found.items())
             if others := len(value) - len(found):
                 yield "special", f"{others:,} others, which do not occur"
+        elif name == "scored" and value:
+            yield name, f"{value:,} tokens count in the loss, {value / report['tokens']:.2%}"
         elif name == "scored":
-            share = (
-                f"{value:,} tokens count in the loss, {value / (report['tokens'] or 1):.2%}" if value else "no token"
-            )
-            yield name, "every token counts in the loss" if value is None else share
+            yield name, "every token counts in the loss" if value is None else "no token"
         elif name == "stretches":
             yield from (("scored" if each["scored"] else "not scored", repr(each["text"])) for each in value)
         elif name != "answers":  # they are among the stretches
-            yield name, _readable(value)
-
-
-def _readable(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int | float) else "-" if value is None else f"{value}"
+            yield name, f"{value:,}" if isinstance(value, int | float) else "-" if value is None else str(value)
 
 
 def _scan(dataset: TokenDataset, vocab: int | None, counts: np.ndarray) -> dict[str, int | None]:

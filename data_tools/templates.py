@@ -162,14 +162,11 @@ def open_template(path: Path | None, tokenizer: Tokenizer) -> Template:
 def _token_names(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
     """Return the names of special tokens by what they are for; those of the config, else the tokenizer's."""
     of_id = {i: name for name, i in tokenizer.specials.items()}
-    found = {"eos_token": of_id[tokenizer.eod]}
-    if tokenizer.bos != tokenizer.eod:
-        found["bos_token"] = of_id[tokenizer.bos]
-    for key, value in config.items():
-        name = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(name, str):
-            found[key] = name
-    return found
+    own = {"bos_token": of_id[tokenizer.bos], "eos_token": of_id[tokenizer.eod]}
+    if tokenizer.bos == tokenizer.eod:
+        del own["bos_token"]
+    told = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items()}
+    return own | {key: name for key, name in told.items() if key.endswith("_token") and isinstance(name, str)}
 
 
 def _words(error: BaseException) -> str:

@@ -68,7 +68,9 @@ def window_of(sample: _Numbers, num_windows: int | np.ndarray, seed: int | np.nd
     limits = counts.astype(np.uint64)
     while (outside := windows >= limits).any():  # at most 4 tries on average: 2^2h < 4 N, unless N is tiny
         windows[outside] = _permute(windows[outside], keys[:, outside], halves[outside])
-    return windows.astype(np.int64) if isinstance(sample, np.ndarray) else int(windows[0])
+    if isinstance(sample, np.ndarray):
+        return windows.astype(np.int64)
+    return int(windows[0])
 
 
 def _words(seed: int | np.ndarray) -> np.ndarray:

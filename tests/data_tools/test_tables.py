@@ -1,4 +1,4 @@
-"""Tables that expand, are damaged or hold bytes: one line, and text where it is text."""
+"""Tables that are damaged or hold bytes: one line, and text where it is text."""
 
 import random
 from pathlib import Path
@@ -12,28 +12,12 @@ from data_tools.corpus import Reader
 from data_tools.selection import Condition, Select
 from megazero.base.errors import UserError
 
-MIB = 1 << 20
-
 
 def write(path: Path, texts: object, **options: object) -> Path:
     table = pyarrow.table({"text": texts})
     given = {"compression": "zstd", "write_statistics": False, "store_schema": False, **options}
     pyarrow.parquet.write_table(table, path, **given)
     return path
-
-
-def write_repeated(path: Path, rows: int, size: int = MIB, **options: object) -> Path:
-    """A text, stored once, in every row."""
-    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), ["x" * size])
-    return write(path, texts, dictionary_pagesize_limit=2 * MIB, **options)
-
-
-def refused(path: Path) -> str:
-    with pytest.raises(UserError) as caught:
-        for _ in Reader([path]):
-            pass
-    assert caught.value.code == 211 and "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view()], ids=str)
