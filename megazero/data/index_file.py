@@ -10,8 +10,6 @@ checked in bounded memory: a truncated copy, a mixed-up pair or a flipped bit is
 garbage in step 40,000.
 """
 
-import mmap
-import os
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +18,7 @@ import numpy as np
 
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.reading import open_regular
+from megazero.data.data_file import DataFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -73,7 +71,7 @@ def open_index(path: Path) -> Index:
         UserError: 201, it cannot be read; 202, it is no index, or of another size than its header says; 203, it has no
             document.
     """
-    content = _mapped(path)
+    content = DataFile(path, "entries", 203).mapped()
     if len(content) < HEADER.size:
         raise UserError(202, f"expected a header of {HEADER.size} bytes, got {len(content)}", _DO, where=path)
     magic, version, code, sequences, documents = HEADER.unpack(content[: HEADER.size])
@@ -93,16 +91,6 @@ def open_index(path: Path) -> Index:
     if not documents:
         raise index.refused(f"expected document indices from 0 to {sequences:,}, got none")
     return index
-
-
-def _mapped(path: Path) -> bytes | mmap.mmap:
-    """Return the content of a file, mapped. Raises UserError 201: it cannot be read."""
-    try:
-        with open_regular(path) as descriptor:
-            return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) if os.fstat(descriptor).st_size else b""
-    except OSError as error:
-        do = "check the path, its permissions, and `ulimit -n` for many shards"
-        raise UserError(201, f"cannot be read: {error.strerror}", do, where=path) from error
 
 
 def check_index(index: Index) -> None:
