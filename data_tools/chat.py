@@ -1,9 +1,9 @@
-"""Turn a conversation into runs of text and special tokens, of which the answers are trained on.
+"""Turn a conversation into pieces of text and special tokens, of which the answers are trained on.
 
 The template renders the conversation. Names of special tokens that the template writes become their ids; those that
 stand in a message are text, like any other, so that no message can end a turn, or begin one of another role, by writing
-the name. For that every name in the strings of a record, and a part of a name at a string's end, is broken by a mark
-that no text has, and that is taken out again when names have been looked for. (A role is not: it must be a plain name.)
+the name. For that every name in the strings of a record is broken by a mark that no text has, and that is taken out
+again when names have been looked for. (A role is not: it must be a plain name.)
 
 What is an answer says the template, by {% generation %} blocks. Where it has none, an answer is what the messages up to
 it render to, behind what those before it render to with the beginning of an answer (`add_generation_prompt`); so it is
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from data_tools.selection import MISSING, Condition, Refuse, Run, passes, value_at
+from data_tools.selection import MISSING, Piece, Refuse, Taken, value_at
 from data_tools.templates import BEGIN, END, RenderError, Template
 from megazero.base.errors import UserError
 
@@ -30,57 +30,42 @@ _BREAK = "\ufdd2"  # inside a name that is text; like BEGIN and END no character
 _BAD_RECORD = 227
 
 
-@dataclass(frozen=True)
-class Chat:
-    """What is taken of a record that is a conversation.
+@dataclass(frozen=True, kw_only=True)
+class Chat(Taken):
+    """A conversation is taken of a record, under the one field.
 
     Attributes:
         template: renders it.
         specials: ids of special tokens by their names.
-        field: path of the messages.
-        where: conditions that all must hold.
     """
 
     template: Template
     specials: Mapping[str, int]
-    field: str
-    where: tuple[Condition, ...] = ()
 
-    @property
-    def paths(self) -> list[str]:
-        """Every path that is looked at, once."""
-        return list(dict.fromkeys([self.field, *(condition.path for condition in self.where)]))
-
-    def runs(self, record: Any, refuse: Refuse) -> list[Run] | None:
-        """Return a conversation as runs; none where it has no answer; None: a condition does not hold.
+    def _taken(self, record: Any, refuse: Refuse) -> list[Piece]:
+        """Return a conversation in pieces; none where it has no answer.
 
         Raises:
             UserError: made by `refuse`: no conversation is there; 227, the template does not suit it; 226, the template
                 is at fault.
         """
-        if not passes(self.where, record, refuse):
-            return None
         try:
             messages, tools = self._given(record, refuse)
             stretches = self._stretches(messages, tools) if messages else []
-            runs = [run for text, scored in stretches for run in self._runs(text, scored)]
-            for run in runs:
-                run.text.encode()
         except RecursionError:
             raise refuse("its objects lie in each other too deep") from None
         except RenderError as error:
             do = "repair the record, mark answers by {% generation %} in the template, or give --skip-bad"
             raise UserError(_BAD_RECORD, str(error), do, where=refuse("").where) from None
-        except UnicodeEncodeError as error:
-            raise refuse(f"character {error.start:,} of a text is half a surrogate pair, not a character") from error
-        return runs if any(run.scored for run in runs) else []
+        pieces = [piece for text, scored in stretches for piece in self._pieces(text, scored)]
+        return pieces if any(piece.scored for piece in pieces) else []
 
     def _given(self, record: Any, refuse: Refuse) -> tuple[list[dict[str, Any]], Any]:
         """Return messages and tools of a record, with broken names. Raises what `refuse` makes."""
-        found = value_at(record, self.field) if isinstance(record, dict) else record
+        found = value_at(record, self.fields[0]) if isinstance(record, dict) else record
         if not isinstance(record, dict) or not isinstance(found, list):
             got = f"no such key among {', '.join(record)[:60]}" if found is MISSING else type(found).__name__
-            raise refuse(f'expected an object with a list of messages under "{self.field}", got {got}')
+            raise refuse(f'expected an object with a list of messages under "{self.fields[0]}", got {got}')
         messages = []
         for number, message in enumerate(found, start=1):
             if not isinstance(message, dict):
@@ -106,65 +91,38 @@ class Chat:
                 what = f"message {i + 1} is not rendered as a prompt and what follows, so its answer cannot be told"
                 raise RenderError(what)
             text = whole[len(before) : len(behind)]
-            end = self._ends.search(text)
+            end = re.search(rf"(?:{self._name})(?=\s*\Z)", text)
             size = len(text) if end is None else end.end()
             found += [(whole[at : len(before)], False), (text[:size], True), (text[size:], False)]
             at = len(behind)
         return [*found, (whole[at:], False)]
 
-    def _runs(self, text: str, scored: bool) -> list[Run]:
-        """Return a stretch as runs: the names of special tokens, and the text between them."""
-        parts = self._names.split(text)
-        runs = [Run(part, scored, self.specials[part] if at % 2 else None) for at, part in enumerate(parts) if part]
-        return [Run(run.text.replace(_BREAK, ""), run.scored, run.id) for run in runs]
+    def _pieces(self, text: str, scored: bool) -> list[Piece]:
+        """Return a stretch in pieces: the names of special tokens, and the text between them."""
+        parts = re.split(f"({self._name})", text)
+        return [
+            Piece(part.replace(_BREAK, ""), scored, self.specials[part] if at % 2 else None)
+            for at, part in enumerate(parts)
+            if part
+        ]
 
     def _broken(self, value: Any, refuse: Refuse) -> Any:
-        """Return a value whose strings, at any depth, have no name of a special token. Raises what `refuse` makes.
-
-        A name is broken by a mark behind its first character. A mark at the end, or the beginning, of a string without
-        its white space, which templates take off, breaks a name that text next to it would complete.
-        """
+        """Return a value of a record with a mark behind the first character of every name in its strings."""
         if isinstance(value, list):
             return [self._broken(each, refuse) for each in value]
         if isinstance(value, dict):
-            return {self._starts.sub(rf"\1{_BREAK}", key): self._broken(each, refuse) for key, each in value.items()}
+            return {self._broken(key, refuse): self._broken(each, refuse) for key, each in value.items()}
         if not isinstance(value, str):
             return value
         if odd := next((mark for mark in (BEGIN, END, _BREAK) if mark in value), None):
             raise refuse(f"U+{ord(odd):04X} stands in a text, which Unicode gives to no character")
-        text = self._starts.sub(rf"\1{_BREAK}", value)
-        body, start = text.strip(), len(text) - len(text.lstrip())
-        before, behind = self._parts
-        last = _BREAK if body.endswith(before) else ""
-        first = _BREAK if body.startswith(behind) else ""
-        return f"{text[:start]}{first}{body}{last}{text[start + len(body) :]}"
+        return re.sub(f"(?s)(?=(?:{self._name}))(.)", rf"\1{_BREAK}", value)  # also of names that overlap
 
     @cached_property
     def _name(self) -> str:
         """Return the pattern of a special token's name, the longest of several."""
         names = sorted((name for name in self.specials if len(name) > 1), key=lambda name: (-len(name), name))
         return "|".join(map(re.escape, names)) or "(?!)"
-
-    @cached_property
-    def _names(self) -> re.Pattern[str]:
-        """Return what finds a name; a group, as `split` wants it."""
-        return re.compile(f"({self._name})")
-
-    @cached_property
-    def _starts(self) -> re.Pattern[str]:
-        """Return what finds the first character of each name, also of names that overlap."""
-        return re.compile(f"(?=(?:{self._name}))(.)", re.DOTALL)
-
-    @cached_property
-    def _ends(self) -> re.Pattern[str]:
-        """Return what finds a name with nothing but white space behind it."""
-        return re.compile(rf"(?:{self._name})(?=\s*\Z)")
-
-    @cached_property
-    def _parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the beginnings of names, and their endings, each without the whole."""
-        cuts = [(name, at) for name in self.specials for at in range(1, len(name))]
-        return tuple({name[:at] for name, at in cuts}), tuple({name[at:] for name, at in cuts})
 
 
 def _marked(text: str) -> list[tuple[str, bool]]:

@@ -104,20 +104,12 @@ def run(
     except KeyboardInterrupt:
         tell(f"{parser.prog}: interrupted, {after_interrupt}")
         return 130
-    except BrokenPipeError:  # the reader of our output (head, less) has seen enough
-        _silence_stdout()
-        return 1
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            _silence_stdout()
-        where = error.filename or parser.verb
-        what = f"the system refused: {error.strerror}"
-        tell(UserError(218, what, "check the disk and the permissions", where=where))
+        if error.errno in (errno.ENOSPC, errno.EPIPE) and sys.stdout is not None:
+            # What is left in its buffer would fail once more at exit, with a traceback.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:  # the reader of our output (head, less) has seen enough
+            what, where = f"the system refused: {error.strerror}", error.filename or parser.verb
+            tell(UserError(218, what, "check the disk and the permissions", where=where))
         return 1
     return 0
-
-
-def _silence_stdout() -> None:
-    """Discard what is left in stdout's buffer: its flush at exit would fail once more, with a traceback."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

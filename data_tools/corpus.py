@@ -7,7 +7,7 @@ after a newline, for a vocabulary in which a newline is a token of its own; at t
 Only after `WHOLE` characters without such a place is a document cut elsewhere, and that piece says so.
 
 Text must be UTF-8 and is passed on unchanged, but for a byte order mark at the beginning of a file. Other text is
-refused, or where the user has asked for that skipped, counted and listed (`Skipped`): the whole file, or of a `.jsonl`
+refused, or where the user has asked for that skipped, counted and listed (`Counts`): the whole file, or of a `.jsonl`
 the line, of a table the row. A file of text is checked before its first piece is passed on, so that no part of a bad
 file gets into a data set.
 """
@@ -17,18 +17,18 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BufferedIOBase
 from itertools import chain
 from pathlib import Path
 
 import xxhash
 
+from data_tools.counts import Counts
 from data_tools.files import COMPRESSED, TABLES, DamagedError, kind_of, open_text
-from data_tools.places import Part, Span
-from data_tools.selection import Run, Select, Taken
-from data_tools.skipped import Skipped
-from data_tools.tables import most_text, rows
+from data_tools.places import Part
+from data_tools.selection import Piece, Select, Taken
+from data_tools.tables import rows
 from data_tools.templates import TEMPLATE_FAULT
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
@@ -47,29 +47,6 @@ _PLACES = (
     re.compile(r".*[^\W_](?=[ \n\t])", re.DOTALL),  # behind a word
     re.compile(r".*\S\n(?=[^\W_])", re.DOTALL),  # before a word at the beginning of a line
 )
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a document.
-
-    Attributes:
-        text: at most WHOLE + PIECE_BYTES characters; the last piece of a document may be empty.
-        last: it ends its document.
-        cut: it ends where the ids may not be those of the whole document.
-        bytes_read: how much of the file was read for it, to show progress.
-        digest: of the document, where duplicates are looked for; only of a last piece.
-        scored: its tokens are trained on.
-        id: of the special token that it is; None: its text is to be encoded.
-    """
-
-    text: str
-    last: bool
-    bytes_read: int
-    cut: bool = False
-    digest: str | None = None
-    scored: bool = True
-    id: int | None = None
 
 
 def find_files(inputs: Sequence[Path], suffixes: Sequence[str] = TEXT_SUFFIXES) -> list[Path]:
@@ -110,13 +87,14 @@ class Reader:
     Args:
         files: all files of the corpus.
         select: what is taken of records.
-        skipped: takes what is bad; None: that is refused.
         part: what is read of them.
         known: hashes of documents that have been there, which are left out; None: those that come again are read again.
         whole: no document is to be cut, as a cut anywhere may change ids.
+        skip_bad: count what is bad; else it is refused.
 
     Attributes:
-        filtered, duplicates: records that did not pass, or have been there before, so far.
+        counts: what was left out so far, and the hashes of documents where duplicates are.
+        bytes_read: so far, to show progress: of files, of compressed files and tables those of their text.
 
     Raises:
         UserError: 162, a package is missing; 211 unreadable file, 212 not UTF-8 (file and byte), 213 not the expected
@@ -127,103 +105,90 @@ class Reader:
         self,
         files: Sequence[Path],
         select: Taken = _TEXT_FIELD,
-        skipped: Skipped | None = None,
         *,
         part: Part = _ALL,
         known: set[str] | None = None,
         whole: bool = False,
+        skip_bad: bool = False,
     ):
-        self._files, self._select, self._skipped, self._known = files, select, skipped, known
-        self._whole = whole
+        self._files, self._select, self._known, self._whole, self._skip_bad = files, select, known, whole, skip_bad
         self._spans = part.spans([path.stat().st_size for path in files])
-        self.filtered = self.duplicates = 0
-        self._pending = 0  # bytes of records without a piece
+        self.counts, self.bytes_read = Counts(), 0
 
     def __iter__(self) -> Iterator[Piece]:
-        for path, span in zip(self._files, self._spans, strict=True):
+        for path, (start, stop, begins) in zip(self._files, self._spans, strict=True):
             try:
-                for piece in self._pieces(path, span):
-                    if piece.last:
-                        piece = replace(piece, bytes_read=piece.bytes_read + self._pending)
-                        self._pending = 0
-                    yield piece
+                if kind_of(path) == path.suffix == ".jsonl":
+                    yield from self._lines(path, start, stop)
+                elif begins:
+                    yield from self._whole_file(path)
             except DamagedError as error:
                 self._refuse(_unreadable(path, error))
             except OSError as error:
                 raise _unreadable(path, error) from error
 
-    def _pieces(self, path: Path, span: Span) -> Iterator[Piece]:
-        kind = kind_of(path)
-        if kind == ".jsonl" and path.suffix == kind:
-            return self._lines(path, span.start, span.stop) if span.start < span.stop else iter(())
-        if not span.begins:
-            return iter(())
-        if kind == ".jsonl":
+    def _whole_file(self, path: Path) -> Iterator[Piece]:
+        if kind_of(path) == ".jsonl":
             return self._lines(path, 0, None)
         return self._rows(path) if path.suffix in TABLES else self._text(path)
 
     def _refuse(self, error: UserError) -> None:
         """Count what is bad, where the user has asked for that; else, and of a bad template, raise the error."""
-        if self._skipped is None or error.code == TEMPLATE_FAULT:
+        if not self._skip_bad or error.code == TEMPLATE_FAULT:
             raise error
-        self._skipped.add(error)
+        self.counts.skip(error)
 
-    def _take(self, runs: list[Run] | None, size: int) -> Iterator[Piece]:
+    def _take(self, given: list[Piece] | None) -> Iterator[Piece]:
         """Yield the document of a record, unless it did not pass, or has been there."""
-        digest = None
-        if self._known is not None and (text := "".join(run.text for run in runs or ())):
-            digest = xxhash.xxh3_128_hexdigest(text.encode())
-            if not self._is_new(digest):
-                self._pending += size
-                return
-        if runs is None:
-            self.filtered += 1
-            self._pending += size
-            return
-        *pieces, end = chain.from_iterable(map(self._pieces_of, runs or [Run("")]))
-        yield from pieces
-        yield replace(end, last=True, bytes_read=size, digest=digest)
+        if given is None:
+            self.counts.filtered += 1
+        elif self._known is None or self._is_new(piece.text for piece in given):
+            *pieces, end = chain.from_iterable(map(self._cut, given or [Piece("")]))
+            yield from pieces
+            yield replace(end, last=True)
 
-    def _is_new(self, digest: str) -> bool:
-        """Return whether a document has not been there, and remember it."""
-        if self._known is None or digest in self._known:
-            self.duplicates += 1
+    def _is_new(self, blocks: Iterable[str]) -> bool:
+        """Return whether a document has not been there, as it is with an empty one; remember it."""
+        hashed, size = xxhash.xxh3_128(), 0
+        for block in blocks:
+            hashed.update(block.encode())
+            size += len(block)
+        if self._known is None or not size:
+            return True
+        if (digest := hashed.hexdigest()) in self._known:
+            self.counts.duplicates += 1
             return False
         self._known.add(digest)
+        self.counts.digests.append(digest)
         return True
 
-    def _pieces_of(self, run: Run) -> Iterator[Piece]:
-        """Yield a run that is whole in memory in pieces; no piece ends its document."""
-        if run.id is not None:
-            yield Piece(run.text, last=False, bytes_read=0, scored=run.scored, id=run.id)
+    def _cut(self, whole: Piece) -> Iterator[Piece]:
+        """Yield a piece that is whole in memory in smaller ones; none ends its document."""
+        if whole.id is not None:
+            yield whole
             return
-        blocks = (run.text[start : start + PIECE_BYTES] for start in range(0, len(run.text), PIECE_BYTES))
+        blocks = (whole.text[start : start + PIECE_BYTES] for start in range(0, len(whole.text), PIECE_BYTES))
         for piece in _cut(blocks, self._whole):
-            yield replace(piece, last=False, bytes_read=0, scored=run.scored)
+            yield replace(piece, last=False, scored=whole.scored)
 
     def _text(self, path: Path) -> Iterator[Piece]:
         """Yield the pieces of a file that is one document."""
-        digest = None
-        if self._skipped is not None or self._known is not None:
-            hashed, size = xxhash.xxh3_128(), 0
+        if self._skip_bad or self._known is not None:
             try:
                 with open_text(path) as file:
-                    for block in _blocks(file, path):
-                        hashed.update(block.encode())
-                        size += len(block)
-            except (UserError, DamagedError) as error:
-                self._refuse(error if isinstance(error, UserError) else _unreadable(path, error))
+                    is_new = self._is_new(_blocks(file, path))
+            except UserError as error:
+                self._refuse(error)
                 return
-            if self._known is not None and size:
-                digest = hashed.hexdigest()
-                if not self._is_new(digest):
-                    return
+            if not is_new:
+                return
         with open_text(path) as file:
             for piece in _cut(_blocks(file, path), self._whole):
-                yield replace(piece, digest=digest) if piece.last else piece
+                self.bytes_read += len(piece.text.encode())
+                yield piece
 
     def _lines(self, path: Path, start: int, stop: int | None) -> Iterator[Piece]:
-        """Yield the documents of lines that begin in [start, stop) of a file of JSON lines."""
+        """Yield the documents of lines that begin in [start, stop) of a file of JSON lines; stop None: its end."""
         with open_text(path) as file:
             offset = start
             if start:
@@ -234,42 +199,36 @@ class Reader:
                     return
                 size, where = len(line), f"{path}, byte {offset:,}" if start else f"{path}:{number}"
                 try:
-                    record = _json_record(line, where, number == 1 and not start, offset)
-                    if record is not _BLANK:
-                        yield from self._take(self._select.runs(record, _refuser(where)), size)
+                    if (text := _text_of(line, where, offset)).strip():
+                        refuse = _refuser(where)
+                        yield from self._take(self._select.pieces(_parsed(text, refuse), refuse))
                 except UserError as error:
                     self._refuse(error)
-                    self._pending += size
                 if size > LINE_BYTES and not line.endswith(b"\n"):  # the rest of it is no line
                     size += len(_rest_of_line(file, line))
                 offset += size
+                self.bytes_read += size
 
     def _rows(self, path: Path) -> Iterator[Piece]:
         """Yield the documents of the rows of a table."""
-        text, most = 0, most_text(path)
         for number, row in enumerate(rows(path, self._select), start=1):
             refuse = _refuser(f"{path}, row {number}")
             try:
                 if isinstance(row, Exception):
                     raise refuse(f"cannot be read: {row}")
-                runs = self._select.runs(row, refuse)
+                pieces = self._select.pieces(row, refuse)
             except (UserError, UnicodeDecodeError) as error:
                 self._refuse(error if isinstance(error, UserError) else refuse(f"cannot be read: {error}"))
                 continue
-            size = sum(len(run.text) for run in runs or ())
-            text += size
-            if text > most:
-                raise DamagedError(f"expands to more than {most:,} characters of text")
-            yield from self._take(runs, size)
+            self.bytes_read += sum(len(piece.text) for piece in pieces or ())
+            yield from self._take(pieces)
 
 
 def check_files(reader: Reader, total: int) -> None:
     """Read all documents, so that a bad one is refused before any work is done. Raises as `Reader`."""
     with doing("checking the text, MB", total // 1_000_000) as progress:
-        read = 0
-        for piece in reader:
-            read += piece.bytes_read
-            progress.done = read // 1_000_000
+        for _ in reader:
+            progress.done = reader.bytes_read // 1_000_000
 
 
 def _blocks(file: BufferedIOBase, path: Path) -> Iterator[str]:
@@ -292,18 +251,14 @@ def _cut(blocks: Iterable[str], whole: bool) -> Iterator[Piece]:
     for block in blocks:
         rest += block
         if not whole and (end := rest.rfind("\n", len(rest) - len(block)) + 1):
-            yield _piece(rest[:end])
+            yield Piece(rest[:end])
             rest = rest[end:]
         while len(rest) > WHOLE:
             places = (place.match(rest, WHOLE - PIECE_BYTES, WHOLE + 1) for place in _PLACES)
             end = next((found.end() for found in places if found), WHOLE)
-            yield _piece(rest[:end], cut=True)
+            yield Piece(rest[:end], cut=True)
             rest = rest[end:]
-    yield _piece(rest, last=True)
-
-
-def _piece(text: str, *, last: bool = False, cut: bool = False) -> Piece:
-    return Piece(text, last, len(text.encode()), cut)
+    yield Piece(rest, last=True)
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:
@@ -314,9 +269,6 @@ def _not_utf8(error: UnicodeDecodeError, where: Path | str, offset: int) -> User
     """Return the error of bytes that begin at `offset` of a file and are not UTF-8."""
     what = f"byte {offset + error.start:,} (0x{error.object[error.start]:02x}) is not UTF-8: {error.reason}"
     return UserError(212, what, "convert the file, for example with iconv, or give --skip-bad", where=where)
-
-
-_BLANK = object()  # in place of the record of a line
 
 
 def _refuser(where: str) -> Callable[[str], UserError]:
@@ -331,16 +283,18 @@ def _rest_of_line(file: BufferedIOBase, line: bytes) -> bytearray:
     return rest
 
 
-def _json_record(line: bytes, where: str, first: bool, offset: int) -> object:
-    """Return the record of a line, the first one of a file or a later one; `_BLANK` for a blank one."""
-    refuse = _refuser(where)
+def _text_of(line: bytes, where: str, offset: int) -> str:
+    """Return the text of a line, which begins at this byte of its file; the file's first without its mark."""
     if len(line) > LINE_BYTES:
-        raise refuse(f"expected a line of at most {LINE_BYTES:,} bytes, got more")
+        raise _refuser(where)(f"expected a line of at most {LINE_BYTES:,} bytes, got more")
     try:
-        content = line.decode()
-        content = content.removeprefix(_BOM) if first else content
-        return json.loads(content) if content.strip() else _BLANK
+        return line.decode() if offset else line.decode().removeprefix(_BOM)
     except UnicodeDecodeError as error:
         raise _not_utf8(error, where, offset) from error
+
+
+def _parsed(text: str, refuse: Callable[[str], UserError]) -> object:
+    try:
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise refuse(f"not JSON: {error}") from error

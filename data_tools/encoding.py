@@ -1,36 +1,34 @@
 """Encode text into ids in worker processes, results in the order of the text.
 
 SentencePiece encodes some 3 MB/s per core, so this is where the time of preprocessing goes. Pieces of text are handed
-out in batches of about a quarter of a megabyte; at most a few batches per worker are on their way at any time, so
-memory does not grow with the corpus, and they are taken back in the order in which they went out, so the output is the
-same, byte for byte, whatever the number of workers.
+out in batches of about a quarter of a megabyte to the workers in turn; each has one batch at a time, so memory does not
+grow with the corpus, and results are taken back in the order in which they went out, so the output is the same, byte
+for byte, whatever the number of workers.
 
-Each worker talks through a pipe of its own with a thread of ours. (Through one queue for all, a worker that is killed
-in the middle of a message leaves the others waiting for the queue's lock, and us for the rest of the message, for ever:
-Python's process pool hangs so.) Workers end when this process does, however it ends: then their pipe does.
+Each worker has a pipe of its own, which ends when it is killed, in the middle of a message, too. (Through one queue for
+all, the others wait for the queue's lock then, and we for the rest of the message, for ever: Python's process pool
+hangs so.) Workers end when this process does, however it ends: then their pipe does. They are in a session of their
+own, so that Ctrl-C reaches this process alone.
 """
 
-import multiprocessing
-import signal
-import threading
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # a worker: from the repository, not from this folder, whose inspect.py hides Python's
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import subprocess
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from itertools import chain, starmap
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from pathlib import Path
-from queue import SimpleQueue
-from types import FrameType
 
 import numpy as np
 
-from data_tools.corpus import PIECE_BYTES, Piece
+from data_tools.corpus import PIECE_BYTES
+from data_tools.selection import Piece
 from megazero.base.errors import UserError
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
-
-_BATCHES_PER_WORKER = 3  # on their way: one at work, one waiting, one done and waiting for its turn
 
 
 class Encoder:
@@ -46,10 +44,8 @@ class Encoder:
 
     def __init__(self, tokenizer: Path, dtype: np.dtype, workers: int):
         self._tokenizer, self._dtype, self._workers = tokenizer, dtype, workers
-        self._processes: list[BaseProcess] = []
-        self._connections: SimpleQueue[Connection] = SimpleQueue()
-        self._of_thread = threading.local()
-        self._threads = ThreadPoolExecutor(workers, "encoding", self._take_worker)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
 
     def __enter__(self) -> "Encoder":
         return self
@@ -63,52 +59,48 @@ class Encoder:
         """
         if self._workers == 1:
             tokenizer = open_tokenizer(self._tokenizer)
-            yield from ((piece, _ids(tokenizer, _sent(piece), self._dtype)) for piece in pieces)
+            yield from ((piece, _ids(tokenizer, piece, self._dtype)) for piece in pieces)
             return
-        for _ in range(self._workers - len(self._processes)):
-            process, connection = _start_worker(self._tokenizer, self._dtype)
-            self._processes.append(process)
-            self._connections.put(connection)
-        under_way: deque[tuple[list[Piece], Future[list[np.ndarray]]]] = deque()
-        for batch in _batches(pieces):
-            under_way.append((batch, self._threads.submit(self._ask, [_sent(piece) for piece in batch])))
-            if len(under_way) > _BATCHES_PER_WORKER * self._workers:
-                yield from _encoded(*under_way.popleft())
-        yield from chain.from_iterable(starmap(_encoded, under_way))
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-    def _take_worker(self) -> None:
-        self._of_thread.connection = self._connections.get()  # there are as many as threads
-
-    def _ask(self, texts: list[str | int]) -> list[np.ndarray]:
-        """Return what the worker of this thread makes of texts."""
+        while len(self._processes) < self._workers:
+            self._start_worker()
+        under_way = deque[tuple[list[Piece], Connection]]()
         try:
-            self._of_thread.connection.send(texts)
-            found = self._of_thread.connection.recv()
+            for number, batch in enumerate(_batches(pieces)):
+                done = [*_encoded(*under_way.popleft())] if len(under_way) == self._workers else []
+                connection = self._connections[number % self._workers]  # of what is done now
+                connection.send(batch)
+                under_way.append((batch, connection))
+                yield from done
+            for each in under_way:
+                yield from _encoded(*each)
         except (EOFError, OSError) as error:  # OSError without a number: the pipe ended within a message
             what = "a worker process died (killed, or out of memory)"
             raise UserError(216, what, "try fewer --workers") from error
-        if isinstance(found, dict):
-            raise UserError(**found)
-        return found
+
+    def __exit__(self, *_: object) -> None:
+        for process, connection in zip(self._processes, self._connections, strict=False):
+            process.kill()
+            process.wait()
+            connection.close()
+
+    def _start_worker(self) -> None:
+        ours, theirs = Pipe()
+        line = [sys.executable, __file__, str(self._tokenizer), self._dtype.str, str(theirs.fileno())]
+        self._connections.append(ours)
+        self._processes.append(subprocess.Popen(line, pass_fds=[theirs.fileno()], start_new_session=True))
+        theirs.close()  # ours ends when the worker does
 
 
-def _encoded(batch: list[Piece], future: Future[list[np.ndarray]]) -> Iterator[tuple[Piece, np.ndarray]]:
-    return zip(batch, future.result(), strict=True)
+def _encoded(batch: list[Piece], connection: Connection) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Return the pieces of a batch with the ids that a worker has made of them. Raises what it could not do."""
+    found = connection.recv()
+    if isinstance(found, dict):
+        raise UserError(**found)
+    return zip(batch, found, strict=True)
 
 
-def _sent(piece: Piece) -> str | int:
-    """Return what of a piece is to be encoded: its text, or the id that it has already."""
-    return piece.text if piece.id is None else piece.id
-
-
-def _ids(tokenizer: Tokenizer, text: str | int, dtype: np.dtype) -> np.ndarray:
-    return np.array([text] if isinstance(text, int) else tokenizer.encode(text), dtype)
+def _ids(tokenizer: Tokenizer, piece: Piece, dtype: np.dtype) -> np.ndarray:
+    return np.array(tokenizer.encode(piece.text) if piece.id is None else [piece.id], dtype)
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -124,51 +116,19 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _start_worker(tokenizer: Path, dtype: np.dtype) -> tuple[BaseProcess, Connection]:
-    """Start a worker, spawned, so that it inherits no threads and no locks; return it and our end of its pipe."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, tokenizer, dtype), daemon=True)
-    with ctrl_c_held():
-        process.start()
-    theirs.close()  # ours ends when the worker does
-    return process, ours
-
-
-@contextmanager
-def ctrl_c_held() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the context; a process that is started inside inherits that it is blocked.
-
-    Without it an interrupt during the first half second of a new process prints a traceback of its own. Blocking the
-    signal in the main thread, which alone may call this, is not enough: the kernel gives it to another thread then, and
-    Python raises KeyboardInterrupt in the main one. So it is recorded, too.
-    """
-    came: list[int] = []
-
-    def record(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-
-    handler = signal.signal(signal.SIGINT, record)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            signal.raise_signal(signal.SIGINT)
-
-
-def _work(connection: Connection, path: Path, dtype: np.dtype) -> None:
+def _work(connection: Connection, tokenizer: Tokenizer, dtype: np.dtype) -> None:
     """Encode what comes until the other end of the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # unblocked by multiprocessing in the first process that it starts
-    tokenizer = open_tokenizer(path)
     try:
         while True:
-            texts = connection.recv()
+            batch = connection.recv()
             try:
-                connection.send([_ids(tokenizer, text, dtype) for text in texts])
+                connection.send([_ids(tokenizer, piece, dtype) for piece in batch])
             except UserError as error:  # itself it cannot be pickled
                 connection.send({"code": error.code, "what": error.what, "do": error.do, "where": error.where})
     except (EOFError, ConnectionError, MemoryError):
         return
+
+
+if __name__ == "__main__":
+    _, path, kind, descriptor = sys.argv
+    _work(Connection(int(descriptor)), open_tokenizer(path), np.dtype(kind))

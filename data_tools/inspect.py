@@ -30,7 +30,7 @@ from data_tools.command import Parser, positive, prefix, run
 from megazero.base.errors import UserError
 from megazero.data.joined import open_files
 from megazero.data.origin import origin_of
-from megazero.data.token_dataset import Mask, TokenDataset
+from megazero.data.token_dataset import TokenDataset
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 
 BLOCK = 1 << 22  # tokens read at a time
@@ -43,8 +43,9 @@ def inspect(options: argparse.Namespace) -> None:
     dataset = open_files(options.prefix)
     origin_of(dataset, tokenizer)
     vocab = options.vocab or (tokenizer.vocab_size if tokenizer else None)
-    low, high, counts = _scan(dataset, vocab, tokenizer)
-    lengths = np.diff(dataset.document_offsets[:])
+    counts = np.zeros(tokenizer.vocab_size if tokenizer else 0, np.int64)
+    found = _scan(dataset, vocab, counts)
+    lengths = np.diff(dataset.offsets(0, dataset.num_documents + 1))
     statistics = {"min": np.min, "median": np.median, "mean": np.mean, "max": np.max}
     report = {
         "prefix": str(options.prefix),
@@ -52,21 +53,14 @@ def inspect(options: argparse.Namespace) -> None:
         "documents": dataset.num_documents,
         "tokens": dataset.num_tokens,
         **{f"length_{name}": of(lengths).item() if len(lengths) else None for name, of in statistics.items()},
-        "id_min": low,
-        "id_max": high,
-        "scored": _count_scored(dataset),
+        **found,
         "vocab": vocab,
     }
     if tokenizer is not None:
-        names = sorted(tokenizer.specials.items(), key=lambda special: special[1])
+        names = sorted(tokenizer.specials.items(), key=itemgetter(1))
         report["specials"] = {name: {"id": i, "count": int(counts[i])} for name, i in names}
-    if options.document is not None and tokenizer is not None:
-        start, stop = _bounds(dataset, options.document)
-        report["text"] = _with_names(tokenizer, dataset.read(start, stop).tolist())
-        if dataset.mask is not None:
-            stretches = list(_stretches(dataset, dataset.mask, start, stop))
-            report["answers"] = [tokenizer.decode(ids) for ids, scored in stretches if scored]
-            report["stretches"] = [{"text": _with_names(tokenizer, ids), "scored": scored} for ids, scored in stretches]
+        if options.document is not None:
+            report |= _document(dataset, tokenizer, options.document)
     print(json.dumps(report) if options.json else "\n".join(f"{name:14} {value}" for name, value in _table(report)))
 
 
@@ -78,60 +72,60 @@ def _table(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield from (("special", f"{t} is {s['id']}, {s['count']:,} times") for t, s in found.items())
             if others := len(value) - len(found):
                 yield "special", f"{others:,} others, which do not occur"
+        elif name == "scored" and value:
+            yield name, f"{value:,} tokens count in the loss, {value / report['tokens']:.2%}"
         elif name == "scored":
-            share = (
-                f"{value:,} tokens count in the loss, {value / (report['tokens'] or 1):.2%}" if value else "no token"
-            )
-            yield name, "every token counts in the loss" if value is None else share
+            yield name, "every token counts in the loss" if value is None else "no token"
         elif name == "stretches":
             yield from (("scored" if each["scored"] else "not scored", repr(each["text"])) for each in value)
         elif name != "answers":  # they are among the stretches
-            yield name, _readable(value)
+            yield name, f"{value:,}" if isinstance(value, int | float) else "-" if value is None else str(value)
 
 
-def _readable(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int | float) else "-" if value is None else f"{value}"
+def _scan(dataset: TokenDataset, vocab: int | None, counts: np.ndarray) -> dict[str, int | None]:
+    """Return the smallest and the largest id of the whole file, and how many tokens are trained on (None: all).
 
-
-def _scan(
-    dataset: TokenDataset, vocab: int | None, tokenizer: Tokenizer | None
-) -> tuple[int | None, int | None, np.ndarray]:
-    """Return the smallest and the largest id of the whole file, and how often each id of a tokenizer occurs.
+    Args:
+        counts: how often each id of a tokenizer occurs is added here.
 
     Raises:
         UserError: 205, an id outside of [0, vocab).
     """
-    low = high = None
-    counts = np.zeros(0 if tokenizer is None else tokenizer.vocab_size, np.int64)
+    lows, highs, scored = [], [], 0
     for start in range(0, dataset.num_tokens, BLOCK):
-        block = dataset.read(start, min(start + BLOCK, dataset.num_tokens))
-        block_low, block_high = int(block.min()), int(block.max())
-        low = block_low if low is None else min(low, block_low)
-        high = block_high if high is None else max(high, block_high)
-        if low < 0 or (vocab is not None and high >= vocab):
-            first = int(np.argmax((block < 0) | (block >= vocab if vocab else False)))
+        stop = min(start + BLOCK, dataset.num_tokens)
+        block = dataset.read(start, stop)
+        outside = (block < 0) | (block >= (vocab or 2**62))
+        if outside.any():
+            first = int(np.argmax(outside))
             document, position = dataset.locate(start + first)
             expected = f"0 <= id < {vocab}" if vocab else "0 <= id"
             what = f"token {position:,} of document {document:,} is {block[first]}, expected {expected}"
             raise UserError(205, what, "was it made with another tokenizer?", where=dataset.bin_path)
-        if tokenizer is not None:
-            counts += np.bincount(block[block < len(counts)], minlength=len(counts))
-    return low, high, counts
+        lows.append(int(block.min()))
+        highs.append(int(block.max()))
+        scored += int(dataset.scored(start, stop).sum())
+        counts += np.bincount(block[block < len(counts)], minlength=len(counts))
+    low, high = min(lows, default=None), max(highs, default=None)
+    return {"id_min": low, "id_max": high, "scored": scored if dataset.mask_digest else None}
 
 
-def _count_scored(dataset: TokenDataset) -> int | None:
-    """Return how many tokens are trained on; None: there is no mask, and all are."""
-    if (mask := dataset.mask) is None:
-        return None
-    starts = range(0, dataset.num_tokens, BLOCK)
-    return sum(int(mask.read(start, min(start + BLOCK, dataset.num_tokens)).sum()) for start in starts)
-
-
-def _stretches(dataset: TokenDataset, mask: Mask, start: int, stop: int) -> Iterator[tuple[list[int], bool]]:
-    """Yield the tokens in [start, stop) in stretches that count in the loss, and that do not."""
-    marked = zip(dataset.read(start, stop).tolist(), mask.read(start, stop).tolist(), strict=True)
-    for scored, stretch in groupby(marked, key=itemgetter(1)):
-        yield [token for token, _ in stretch], bool(scored)
+def _document(dataset: TokenDataset, tokenizer: Tokenizer, document: int) -> dict[str, Any]:
+    """Return the text of a document; with a mask also its answers, and in stretches. Raises UserError 190."""
+    if not 0 <= document < dataset.num_documents:
+        what = f"--document {document}: there are documents 0 to {dataset.num_documents - 1:,}"
+        raise UserError(190, what, "choose one of those", where="inspect")
+    start, stop = dataset.bounds(document)
+    ids = dataset.read(start, stop).tolist()
+    text = {"text": _with_names(tokenizer, ids)}
+    if not dataset.mask_digest:
+        return text
+    marked = zip(ids, dataset.scored(start, stop).tolist(), strict=True)
+    stretches = [(scored, [i for i, _ in stretch]) for scored, stretch in groupby(marked, key=itemgetter(1))]
+    return text | {
+        "answers": [tokenizer.decode(ids) for scored, ids in stretches if scored],
+        "stretches": [{"text": _with_names(tokenizer, ids), "scored": scored} for scored, ids in stretches],
+    }
 
 
 def _with_names(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -139,15 +133,6 @@ def _with_names(tokenizer: Tokenizer, ids: list[int]) -> str:
     names = {i: name for name, i in tokenizer.specials.items()}
     runs = groupby(ids, key=lambda i: names.get(i, ""))
     return "".join(name * len([*run]) if name else tokenizer.decode([*run]) for name, run in runs)
-
-
-def _bounds(dataset: TokenDataset, document: int) -> tuple[int, int]:
-    """Return where a document begins and ends in the file. Raises UserError 190: there is no such document."""
-    if not 0 <= document < dataset.num_documents:
-        what = f"--document {document}: there are documents 0 to {dataset.num_documents - 1:,}"
-        raise UserError(190, what, "choose one of those", where="inspect")
-    start, stop = dataset.document_offsets[document : document + 2].tolist()
-    return start, stop
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,9 +24,8 @@ from dataclasses import replace
 import numpy as np
 
 from data_tools.command import Parser, add_output, prefix, run
-from data_tools.foreign import Vocabulary, is_foreign, open_foreign
+from data_tools.foreign import is_foreign, open_foreign
 from megazero.base.errors import UserError
-from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.joined import open_files
@@ -40,8 +39,7 @@ _SIGNED = {"uint32": np.dtype(np.int32), "uint64": np.dtype(np.int64)}  # what a
 
 def merge(options: argparse.Namespace) -> None:
     tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
-    vocabulary = None if tokenizer is None else Vocabulary(tokenizer.vocab_size, tokenizer.eod)
-    datasets = [open_foreign(path, vocabulary) if is_foreign(path) else open_files(path) for path in options.prefix]
+    datasets = [open_foreign(path, tokenizer) if is_foreign(path) else open_files(path) for path in options.prefix]
     stored = _SIGNED.get(datasets[0].dtype.name, datasets[0].dtype)
     for dataset in datasets:
         if _SIGNED.get(dataset.dtype.name, dataset.dtype) != stored:
@@ -49,7 +47,7 @@ def merge(options: argparse.Namespace) -> None:
             raise UserError(217, what, "preprocess both with the same tokenizer", where=dataset.prefix)
     whole = joined([origin_of(dataset) for dataset in datasets], datasets[0].prefix)
     path_of(options.output).unlink(missing_ok=True)  # of token files that are replaced
-    masked = any(dataset.mask is not None for dataset in datasets)
+    masked = any(dataset.mask_digest for dataset in datasets)
     with IndexedDatasetWriter(options.output, stored, masked=masked) as writer:
         for dataset in datasets:
             copy_documents(dataset, writer)
@@ -62,8 +60,8 @@ def merge(options: argparse.Namespace) -> None:
 
 def copy_documents(dataset: TokenDataset, writer: IndexedDatasetWriter) -> None:
     """Append the documents of a data set that hold a token. Raises UserError 205: ids that the writer's type lacks."""
-    largest, mask = np.iinfo(writer.dtype).max, dataset.mask
-    for block in TokenStream(dataset, Everything()).blocks("copying the documents"):
+    largest = np.iinfo(writer.dtype).max
+    for block in TokenStream(dataset).blocks("copying the documents"):
         begin, end = int(block.starts[0]), int(block.starts[-1])
         for start in range(begin, end, BLOCK):
             stop = min(start + BLOCK, end)
@@ -71,7 +69,7 @@ def copy_documents(dataset: TokenDataset, writer: IndexedDatasetWriter) -> None:
             if tokens.max() > largest:
                 what = f"expected ids of at most {largest:,}, which {writer.dtype} holds, got {tokens.max():,}"
                 raise UserError(205, what, "was it made with another tokenizer?", where=dataset.bin_path)
-            writer.append(tokens, None if mask is None else mask.read(start, stop))
+            writer.append(tokens, dataset.scored(start, stop))
         for length in np.diff(block.starts).tolist():
             if length:
                 writer.end_document(length)

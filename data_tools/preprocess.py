@@ -33,17 +33,17 @@ import xxhash
 
 from data_tools.chat import Chat
 from data_tools.command import Parser, add_inputs, add_output, part, positive, run
-from data_tools.corpus import TEXT_SUFFIXES, WHOLE, Piece, Reader, check_files, find_files
+from data_tools.corpus import PIECE_BYTES, TEXT_SUFFIXES, WHOLE, Reader, check_files, find_files
+from data_tools.counts import Counts
 from data_tools.encoding import Encoder
 from data_tools.files import TABLES, kind_of
 from data_tools.merge import copy_documents
 from data_tools.places import Part
-from data_tools.selection import Select, Taken
-from data_tools.skipped import LISTED, Skipped
+from data_tools.selection import Piece, Select, Taken
 from data_tools.templates import open_template
-from data_tools.unfinished import Counts, Unfinished
+from data_tools.unfinished import Unfinished
 from megazero.base.answers import tell
-from megazero.base.doing import Doing, doing
+from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import HEART
 from megazero.data.indexed_dataset import IndexedDatasetWriter
@@ -64,15 +64,13 @@ def preprocess(options: argparse.Namespace) -> None:
         tell(f"{tokenizer.path}: changes text; bits per byte will be of the text's own bytes")
     with doing("finding files"):
         files = _files(options)
-    started, masked = time.monotonic(), options.chat is not None
+    started, masked, counts = time.monotonic(), options.chat is not None, Counts()
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 65_536 else np.int32)
     with Unfinished(options.output, _job(options, tokenizer, files, select)) as unfinished:
         _make_parts(options, tokenizer, files, select, unfinished, dtype)
-        counts, skipped = Counts(), Skipped()
         for each in unfinished.done:
             counts.add(each)
-        skipped.count, skipped.lines = counts.rejected, counts.skipped[:LISTED]
-        skipped.tell(options.output, tell)
+        counts.list_skipped(options.output, tell)
         if not counts.documents:
             what = f"expected text, got {counts.empty:,} empty documents "
             what += f"and {counts.rejected:,} skipped as bad " if options.skip_bad else ""
@@ -92,14 +90,10 @@ def preprocess(options: argparse.Namespace) -> None:
 def _report(counts: Counts, masked: bool) -> str:
     """Return what went into a data set, and what was left out, in words."""
     left_out = {"did not pass": counts.filtered, "duplicates": counts.duplicates, "skipped as bad": counts.rejected}
-    words = (
-        f"{counts.documents:,} documents ({counts.empty:,} {'without an answer' if masked else 'empty ones'} skipped"
-    )
-    words += "".join(f", {count:,} {why}" for why, count in left_out.items() if count)
-    words += (
-        f"), {counts.tokens:,} tokens, {counts.bytes:,} bytes, {counts.bytes / counts.tokens:.3f} bytes per token, "
-    )
-    words += f"longest {counts.longest:,} tokens"
+    empty = f"{counts.empty:,} {'without an answer' if masked else 'empty ones'} skipped"
+    empty += "".join(f", {count:,} {why}" for why, count in left_out.items() if count)
+    words = f"{counts.documents:,} documents ({empty}), {counts.tokens:,} tokens, {counts.bytes:,} bytes, "
+    words += f"{counts.bytes / counts.tokens:.3f} bytes per token, longest {counts.longest:,} tokens"
     if masked:
         words += f", {counts.scored:,} tokens of answers"
     if counts.cut:
@@ -123,7 +117,8 @@ def _select(options: argparse.Namespace, tokenizer: Tokenizer) -> Taken:
         return Select(tuple(options.field or ["text"]), where)
     if len(fields := options.field or ["messages"]) > 1:
         raise UserError(190, "--chat takes one --field, that of the messages", "give one", where="preprocess")
-    return Chat(open_template(options.chat or None, tokenizer), tokenizer.specials, fields[0], where)
+    template = open_template(Path(options.chat) if options.chat else None, tokenizer)
+    return Chat(tuple(fields), where, template=template, specials=tokenizer.specials)
 
 
 def _files(options: argparse.Namespace) -> list[Path]:
@@ -148,7 +143,7 @@ def _make_parts(
 ) -> None:
     """Encode the parts that are not finished yet, one after the other. Raises UserError."""
     sizes, whole = [path.stat().st_size for path in files], not tokenizer.cuts_after_newline
-    total = sum(span.stop - span.start for span in options.part.spans(sizes))
+    total = sum(stop - start for start, stop, _ in options.part.spans(sizes))
     parts = options.part.divided(max(1, min(MOST_PARTS, total // PART_BYTES)))
     if unfinished.done:
         done = sum(counts.documents for counts in unfinished.done)
@@ -156,36 +151,31 @@ def _make_parts(
     elif not options.skip_bad:
         check_files(Reader(files, select, part=options.part, whole=whole), total)
     known = {digest for counts in unfinished.done for digest in counts.digests} if options.deduplicate else None
+    left = parts[len(unfinished.done) :]
     with (
-        Encoder(options.tokenizer, dtype, options.workers) as encoder,
-        doing("encoding, MB", total * (len(parts) - len(unfinished.done)) // len(parts) // 1_000_000) as progress,
+        Encoder(options.tokenizer, dtype, min(options.workers, 1 + total // PIECE_BYTES)) as encoder,
+        doing("encoding, MB", total * len(left) // len(parts) // 1_000_000) as progress,
     ):
-        for part in parts[len(unfinished.done) :]:
-            skipped = Skipped() if options.skip_bad else None
-            reader = Reader(files, select, skipped, part=part, known=known, whole=whole)
+        before = 0
+        for part in left:
+            reader = Reader(files, select, part=part, known=known, whole=whole, skip_bad=options.skip_bad)
             with IndexedDatasetWriter(unfinished.prefix(), dtype, masked=options.chat is not None) as writer:
-                counts = _write_part(encoder.encode(reader), tokenizer, writer, progress, end=options.chat is None)
-            counts.filtered, counts.duplicates = reader.filtered, reader.duplicates
-            if skipped is not None:
-                counts.rejected, counts.skipped = skipped.count, skipped.lines
-            unfinished.finish(counts)
+                for counts in _written(encoder.encode(reader), tokenizer, writer, end=options.chat is None):
+                    reader.counts.add(counts)
+                    progress.done = (before + reader.bytes_read) // 1_000_000
+            before += reader.bytes_read
+            unfinished.finish(reader.counts)
 
 
-def _write_part(
-    encoded: Iterator[tuple[Piece, np.ndarray]],
-    tokenizer: Tokenizer,
-    writer: IndexedDatasetWriter,
-    progress: Doing,
-    *,
-    end: bool,
-) -> Counts:
-    """Write the documents of encoded pieces, and return their counts.
+def _written(
+    encoded: Iterator[tuple[Piece, np.ndarray]], tokenizer: Tokenizer, writer: IndexedDatasetWriter, *, end: bool
+) -> Iterator[Counts]:
+    """Write the documents of encoded pieces; yield the counts of each.
 
     Args:
-        progress: counts the bytes that were done, in MB.
         end: put the tokenizer's end-of-document id behind each document.
     """
-    counts, document, sizes, read = Counts(), Counts(), tokenizer.token_bytes(), 1_000_000 * progress.done
+    document, sizes = Counts(), tokenizer.token_bytes()
     last = np.array([tokenizer.eod] if end else [], writer.dtype)
     for piece, ids in encoded:
         writer.append(ids, np.full(len(ids), piece.scored))
@@ -195,24 +185,14 @@ def _write_part(
         document.id_bytes += int(sizes[ids].sum())
         document.cut = max(document.cut, piece.cut)
         if piece.last:
+            document.documents, document.empty = (1, 0) if document.tokens else (0, 1)
             if document.tokens:
                 writer.append(last)
                 writer.end_document()
                 document.tokens += len(last)
-                document.documents, document.longest = 1, document.tokens
-                document.digests = [] if piece.digest is None else [piece.digest]
-            else:
-                document.empty = 1
-            counts.add(document)
+            document.longest = document.tokens
+            yield document
             document = Counts()
-        read += piece.bytes_read
-        progress.done = read // 1_000_000
-    return counts
-
-
-def _template(text: str) -> Path | str:
-    """Return the value of --chat: a file, or "" where none is given."""
-    return Path(text) if text else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -232,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=positive, default=cores, help="processes that encode (default: all cores)")
     chat = "records are conversations, rendered by this template (default: the tokenizer's own); --field names "
     chat += "the list of messages (default: messages), and answers alone are trained on"
-    parser.add_argument("--chat", nargs="?", const="", type=_template, metavar="TEMPLATE.jinja", help=chat)
+    parser.add_argument("--chat", nargs="?", const="", metavar="TEMPLATE.jinja", help=chat)
     once = "leave out documents whose text has been there before"
     parser.add_argument("--deduplicate", action="store_true", help=once)
     share = "make part K of N, as on N hosts; `merge` joins the parts to what one host would have made"

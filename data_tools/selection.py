@@ -1,11 +1,13 @@
 """Choose the text of a record, and which records are taken: by fields and plain comparisons; nothing is evaluated."""
 
 import argparse
+import json
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megazero.base.errors import UserError
 
@@ -29,30 +31,22 @@ def value_at(record: Mapping[str, Any], path: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A stretch of a document that is encoded by itself.
+class Piece:
+    """A part of a document, which is encoded by itself.
 
     Attributes:
+        text: of a corpus at most WHOLE + PIECE_BYTES characters; the last piece of a document may be empty.
         scored: its tokens are trained on.
         id: of the special token whose name the text is; None: the text is text.
+        last: it ends its document.
+        cut: it ends where the ids may not be those of the whole document.
     """
 
     text: str
     scored: bool = True
     id: int | None = None
-
-
-class Taken(Protocol):
-    """What is taken of records: a text (`Select`), or a conversation (`data_tools/chat.py`)."""
-
-    @property
-    def paths(self) -> list[str]:
-        """Every path that must be there, once."""
-        ...
-
-    def runs(self, record: Any, refuse: Refuse) -> list[Run] | None:
-        """Return the document of a record; None: a condition does not hold. Raises what `refuse` makes."""
-        ...
+    last: bool = False
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,28 +75,19 @@ class Condition:
 
     def holds(self, record: Mapping[str, Any], refuse: Refuse) -> bool:
         """Return whether a record passes. Raises what `refuse` makes: a field that cannot be compared."""
-        got = value_at(record, self.path)
+        got, ordered = value_at(record, self.path), self.relation in _ORDER
         if got is MISSING:
             return False
-        if self.relation in _ORDER:
-            if isinstance(got, bool) or not isinstance(got, int | float):
-                raise refuse(f"--where {self} compares numbers, got {type(got).__name__} there")
-            number = _number(self.value)
+        numeric = isinstance(got, int | float) and not isinstance(got, bool)
+        if isinstance(got, dict | list) or (ordered and not numeric):
+            kinds = "numbers" if ordered else "words and numbers"
+            raise refuse(f"--where {self} compares {kinds}, got {type(got).__name__} there")
+        number = _number(self.value)
+        if ordered:
             assert number is not None, "held by parse"
             return _ORDER[self.relation](got, number)
-        if isinstance(got, dict | list):
-            raise refuse(f"--where {self} compares words and numbers, got {type(got).__name__} there")
-        return self._equal(got) == (self.relation == "=")
-
-    def _equal(self, got: Any) -> bool:
-        if got is None or isinstance(got, bool):
-            return self.value == {None: "null", True: "true", False: "false"}[got]
-        return got == self.value if isinstance(got, str) else got == _number(self.value)
-
-
-def passes(where: Sequence[Condition], record: Any, refuse: Refuse) -> bool:
-    """Return whether all conditions hold for a record; what is no object is left to who reads it."""
-    return not isinstance(record, dict) or all(condition.holds(record, refuse) for condition in where)
+        word = got if isinstance(got, str) else json.dumps(got)  # true, false, null
+        return (got == number if numeric else word == self.value) == (self.relation == "=")
 
 
 def _number(text: str) -> float | None:
@@ -113,11 +98,11 @@ def _number(text: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class Select:
-    """What is taken of a record.
+class Taken(ABC):
+    """The base class of what is taken of a record: a text (`Select`), or a conversation (`data_tools/chat.py`).
 
     Attributes:
-        fields: paths of the text; of several, the texts are joined by a line end.
+        fields: paths of the text; of several, the texts are joined by a line end. Of a conversation: of its messages.
         where: conditions that all must hold.
     """
 
@@ -129,20 +114,32 @@ class Select:
         """Every path that is looked at, once."""
         return list(dict.fromkeys([*self.fields, *(condition.path for condition in self.where)]))
 
-    def runs(self, record: Any, refuse: Refuse) -> list[Run] | None:
-        """Return the text of a record as one run; None: a condition does not hold.
+    def pieces(self, record: Any, refuse: Refuse) -> list[Piece] | None:
+        """Return the document of a record in pieces; None: a condition does not hold.
 
         Raises:
-            UserError: made by `refuse`: no object, no text there, or text that UTF-8 cannot hold.
+            UserError: made by `refuse`: the record has not what is to be taken, or text that UTF-8 cannot hold.
         """
-        if not passes(self.where, record, refuse):
+        if isinstance(record, dict) and not all(condition.holds(record, refuse) for condition in self.where):
             return None
-        text = "\n".join([self._text_at(record, path, refuse) for path in self.fields])
+        pieces = self._taken(record, refuse)
         try:
-            text.encode()
+            for piece in pieces:
+                piece.text.encode()
         except UnicodeEncodeError as error:
             raise refuse(f"character {error.start:,} of the text is half a surrogate pair, not a character") from error
-        return [Run(text)]
+        return pieces
+
+    @abstractmethod
+    def _taken(self, record: Any, refuse: Refuse) -> list[Piece]:
+        """Return the document of a record."""
+
+
+class Select(Taken):
+    """A text is taken of a record."""
+
+    def _taken(self, record: Any, refuse: Refuse) -> list[Piece]:
+        return [Piece("\n".join([self._text_at(record, path, refuse) for path in self.fields]))]
 
     def _text_at(self, record: Any, path: str, refuse: Refuse) -> str:
         found = value_at(record, path) if isinstance(record, dict) else MISSING

@@ -1,17 +1,15 @@
 """Read the rows of parquet and arrow files (the package pyarrow), a batch at a time."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data_tools.files import DamagedError
+from data_tools.files import damage
 from data_tools.selection import Taken
 from megazero.base.errors import UserError
 from megazero.data.tokenizers.common import require_extra
 
 _ROWS = 256  # decoded at a time
-_SMALL, _DENSITY = 1 << 30, 1000  # more characters are text only if the file has a thousandth of them in bytes
 
 
 def rows(path: Path, select: Taken) -> Iterator[dict[str, Any] | Exception]:
@@ -24,14 +22,9 @@ def rows(path: Path, select: Taken) -> Iterator[dict[str, Any] | Exception]:
         DamagedError: the file is no table, or is cut off.
     """
     require_extra("pyarrow", "text", path)
-    with _damage():
+    with damage(Exception):
         for batch in _batches(path, select):
             yield from (_row(batch, i) for i in range(batch.num_rows))
-
-
-def most_text(path: Path) -> int:
-    """Return the characters of text that a table has at most, unless it was made to expand."""
-    return max(_SMALL, _DENSITY * path.stat().st_size)
 
 
 def _row(batch: Any, i: int) -> dict[str, Any] | Exception:
@@ -72,17 +65,3 @@ def _columns(names: list[str], select: Taken, path: Path) -> list[str]:
         what = f'expected a column "{odd}", got {", ".join(names)[:80]}'
         raise UserError(213, what, "choose another --field, or correct --where", where=path)
     return list(wanted)
-
-
-@contextmanager
-def _damage() -> Iterator[None]:
-    """Turn whatever pyarrow says of a damaged file into DamagedError."""
-    try:
-        yield
-    except (UserError, DamagedError):
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno:  # the system's
-            raise
-        said = " ".join(str(error).split())[:120] or type(error).__name__
-        raise DamagedError(f"damaged: {said}") from error

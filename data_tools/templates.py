@@ -140,43 +140,33 @@ def open_template(path: Path | None, tokenizer: Tokenizer) -> Template:
     Raises:
         UserError: 162, jinja2 is not installed; 209, tokenizer_config.json is damaged; 226, there is no template.
     """
-    config = config_beside(tokenizer.path)
-    where, source = path or tokenizer.path.with_name(CHAT_TEMPLATE), None
-    if path is not None or where.exists():
+    config, beside = config_beside(tokenizer.path), tokenizer.path.with_name(CHAT_TEMPLATE)
+    where = path or (beside if beside.exists() else tokenizer.path.with_name(CONFIG))
+    if path is None and not beside.exists():
+        source = config.get("chat_template")
+        if isinstance(source, list):  # of several the default
+            named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+            source = named.get("default")
+    else:
         try:
             source = read_file(where, BESIDE_BYTES).decode()
-        except OSError as error:
-            what = f"no template: {error.strerror}{looked_up(where)}"
-            raise UserError(TEMPLATE_FAULT, what, "check --chat", where=where) from error
-        except UnicodeDecodeError as error:
-            raise UserError(TEMPLATE_FAULT, f"is not UTF-8: {error.reason}", "check --chat", where=where) from error
-    else:
-        where, source = tokenizer.path.with_name(CONFIG), _of_config(config.get("chat_template"))
-    if source is None:
+        except (OSError, UnicodeDecodeError) as error:
+            said = f"{error.strerror}{looked_up(where)}" if isinstance(error, OSError) else f"not UTF-8: {error.reason}"
+            raise UserError(TEMPLATE_FAULT, f"no template: {said}", "check --chat", where=where) from error
+    if not isinstance(source, str):
         what = f"no chat template: there is no {CHAT_TEMPLATE} next to it, and none in {CONFIG}"
         raise UserError(TEMPLATE_FAULT, what, "give one: --chat TEMPLATE.jinja", where=tokenizer.path)
     return Template(source, where, _token_names(config, tokenizer))
 
 
-def _of_config(value: Any) -> str | None:
-    """Return the template of tokenizer_config.json: the one that is there, or of several the default."""
-    if isinstance(value, list):
-        named = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
-
-
 def _token_names(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
     """Return the names of special tokens by what they are for; those of the config, else the tokenizer's."""
     of_id = {i: name for name, i in tokenizer.specials.items()}
-    found = {"eos_token": of_id[tokenizer.eod]}
-    if tokenizer.bos != tokenizer.eod:
-        found["bos_token"] = of_id[tokenizer.bos]
-    for key, value in config.items():
-        name = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(name, str):
-            found[key] = name
-    return found
+    own = {"bos_token": of_id[tokenizer.bos], "eos_token": of_id[tokenizer.eod]}
+    if tokenizer.bos == tokenizer.eod:
+        del own["bos_token"]
+    told = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items()}
+    return own | {key: name for key, name in told.items() if key.endswith("_token") and isinstance(name, str)}
 
 
 def _words(error: BaseException) -> str:

@@ -18,33 +18,51 @@ if __name__ == "__main__":  # as a script: from the repository, not from this fo
     begin(__file__)  # before the imports, which take a second on a busy machine
 
 import argparse
+import io
+import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import sentencepiece
 
 from data_tools.command import Parser, add_inputs, positive, run
 from data_tools.corpus import Reader, find_files
 from data_tools.selection import Select
-from data_tools.skipped import Skipped
-from data_tools.training import train
 from megazero.base.answers import tell
 from megazero.base.atomic import write_atomically
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import HEART
 from megazero.data.tokenizer import open_tokenizer
+from megazero.data.tokenizers.common import SPACE_MARK
 
 SAMPLE_BYTES = 64_000_000  # more text changes a vocabulary of this kind little
 CHECK_BYTES = 4_000_000  # of the sample, encoded and decoded again at the end
+SENTENCE_BYTES = 16_384  # the library drops longer ones; ours are cut to fit
+SETTINGS = {  # of the library's trainer
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "add_dummy_prefix": False,
+    "remove_extra_whitespaces": False,
+    "allow_whitespace_only_pieces": True,
+    "user_defined_symbols": ["\n", "\t"],
+    "split_digits": True,
+    "character_coverage": 0.9999,
+    "required_chars": SPACE_MARK,  # without a piece of its own a space is spelt in bytes and read back as the mark
+    "max_sentence_length": SENTENCE_BYTES,
+    "minloglevel": 2,  # errors only
+}
 
 
 def train_tokenizer(options: argparse.Namespace) -> None:
     started = time.monotonic()
-    skipped = Skipped() if options.skip_bad else None
     with doing("finding files"):
         files = find_files(options.input, options.suffix)
-    sample = _sample(files, Select(tuple(options.field), tuple(options.where)), skipped)
-    (skipped or Skipped()).tell(options.output, tell)
+    reader = Reader(files, Select(tuple(options.field), tuple(options.where)), skip_bad=options.skip_bad)
+    sample = _sample(reader, sum(path.stat().st_size for path in files))
+    reader.counts.list_skipped(options.output, tell)
     if not any(text.replace("\0", "").strip() for text in sample):
         raise UserError(214, "expected text, got none but white space", "check --input", where=options.input[0])
     model = _train(sample, options.vocab)
@@ -53,37 +71,52 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     write_atomically(options.output, model)
     used = sum(len(text.encode()) for text in sample)
     part = f" in the first {min(used, CHECK_BYTES) / 1e6:,.0f} MB of them" if used > CHECK_BYTES else ""
-    seconds = time.monotonic() - started
-    left_out = f" ({skipped.count:,} skipped as bad)" if skipped is not None and skipped.count else ""
-    ending = f"{used:,} bytes{left_out}, {ratio:.3f} bytes per token{part}, {seconds:.1f} s"
+    left_out = f" ({reader.counts.rejected:,} skipped as bad)" if reader.counts.rejected else ""
+    ending = f"{used:,} bytes{left_out}, {ratio:.3f} bytes per token{part}, {time.monotonic() - started:.1f} s"
     with HEART.paused():
         print(f"{options.output}: {options.vocab:,} pieces from {ending}")
 
 
-def _sample(files: list[Path], select: Select, skipped: Skipped | None = None) -> list[str]:
-    """Return about SAMPLE_BYTES of text, spread evenly over the corpus; all of a smaller one."""
-    total = sum(path.stat().st_size for path in files)
+def _sample(reader: Reader, total: int) -> list[str]:
+    """Return about SAMPLE_BYTES of text, spread evenly over a corpus of so many bytes; all of a smaller one."""
     share = min(1.0, SAMPLE_BYTES / max(total, 1))
-    sample, seen, kept, read = [], 0, 0, 0
+    sample, seen, kept = [], 0, 0
     with doing("reading the text, MB", total // 1_000_000) as progress:
-        for piece in Reader(files, select, skipped):
+        for piece in reader:
             size = len(piece.text)
             if size and kept <= share * seen:
                 sample.append(piece.text)
                 kept += size
             seen += size
-            read += piece.bytes_read
-            progress.done = read // 1_000_000
+            progress.done = reader.bytes_read // 1_000_000
     return sample
 
 
 def _train(sample: list[str], vocab: int) -> bytes:
+    """Return the model of a vocabulary. Raises UserError 215.
+
+    The library trains for seconds to minutes in one call, and Python's handlers of signals run when that returns. So
+    Ctrl-C ends the process at once meanwhile, as the system does it.
+    """
+    model, given = io.BytesIO(), {"sentence_iterator": sentences(sample), "vocab_size": vocab}
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with doing("training the vocabulary"):
-            return train(sample, vocab)
+            sentencepiece.SentencePieceTrainer.train(model_writer=model, **given, **SETTINGS)
     except RuntimeError as error:
         what = f"no vocabulary of {vocab:,} pieces from this text: {str(error).rpartition('] ')[2]}"
         raise UserError(215, what, "use more text, or another --vocab") from error
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    return model.getvalue()
+
+
+def sentences(sample: Iterable[str]) -> Iterator[str]:
+    """Yield lines, with their ends, none longer than the library reads (a character has at most 4 bytes)."""
+    size = SENTENCE_BYTES // 4
+    for text in sample:
+        for line in text.replace("\0", "").splitlines(keepends=True):  # the library drops lines with a NUL
+            yield from (line[start : start + size] for start in range(0, len(line), size))
 
 
 def _check(model: bytes, sample: list[str]) -> float:

@@ -10,56 +10,16 @@ A part that has no counts is made again. When all are there, `preprocess` joins 
 import fcntl
 import json
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
+from data_tools.counts import Counts
 from megazero.base.atomic import write_atomically, write_error
 from megazero.base.errors import UserError
 from megazero.base.reading import parse_object, read_file
 
 _BYTES = 1 << 30  # of the counts of a part, with the hashes of its documents
-
-
-@dataclass
-class Counts:
-    """The counts of some documents.
-
-    Attributes:
-        documents, tokens: in the files; tokens count the ends of documents, too.
-        empty: documents without a token, which are left out.
-        bytes, id_bytes: of the text, and those that its ids stand for.
-        longest: tokens of the longest document.
-        scored: tokens that are trained on.
-        cut: documents that were so long that they were cut where that may change ids.
-        filtered, duplicates, rejected: records that did not pass, had been there before, were bad.
-        skipped: the reasons, for the first bad ones.
-        digests: of the documents, where duplicates are looked for: 32 hex digits each.
-    """
-
-    documents: int = 0
-    tokens: int = 0
-    empty: int = 0
-    bytes: int = 0
-    id_bytes: int = 0
-    longest: int = 0
-    scored: int = 0
-    cut: int = 0
-    filtered: int = 0
-    duplicates: int = 0
-    rejected: int = 0
-    skipped: list[str] = field(default_factory=list)
-    digests: list[str] = field(default_factory=list)
-
-    def add(self, other: "Counts") -> None:
-        """Add the counts of other documents."""
-        longest = max(self.longest, other.longest)
-        for name, value in vars(other).items():
-            if isinstance(value, list):
-                getattr(self, name).extend(value)
-            else:
-                setattr(self, name, getattr(self, name) + value)
-        self.longest = longest
 
 
 class Unfinished:
@@ -89,9 +49,8 @@ class Unfinished:
             job = self.folder / "job"
             if not job.exists() or job.read_text() != self._job:
                 job.unlink(missing_ok=True)  # first: a killed cleaning leaves parts that no command believes
-                for path in self.folder.iterdir():
-                    if path.name != "lock":
-                        path.unlink()
+                for path in {*self.folder.iterdir()} - {self.folder / "lock"}:
+                    path.unlink()
                 write_atomically(job, self._job.encode())
         except BlockingIOError:
             self._lock.close()

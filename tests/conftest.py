@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,9 +110,15 @@ def pytest_configure(config: pytest.Config) -> None:
     times slower.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    sys.dont_write_bytecode = False  # many containers set it, and each run rewrites the tests' assertions, for 8 s
     torch.set_num_threads(1)
     settings.register_profile("megazero", deadline=None)
     settings.load_profile("megazero")
     if config.option.basetemp is None and (place := in_memory()):  # of a worker it is a folder in that of its parent
         config.option.basetemp = tempfile.mkdtemp(prefix="mz-", dir=place)
         config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
+
+
+def pytest_collection_finish() -> None:
+    """Tests themselves leave no byte code where the environment forbids it."""
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))

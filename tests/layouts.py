@@ -1,11 +1,12 @@
 """The same few steps on any grid, and the logical tensors put together from all ranks."""
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -272,19 +273,18 @@ def assert_same(name: str, a: Tensor, b: Tensor) -> None:
 
 def pairwise(cases: list[tuple]) -> list[tuple]:
     """A few of the cases in which every two values that occur together somewhere occur together."""
-    bits: dict[tuple, int] = {}  # of each pair of values
-    masks = [sum(1 << bits.setdefault(pair, len(bits)) for pair in _pairs(case)) for case in cases]
-    missing = (1 << len(bits)) - 1
-    chosen = []
-    while missing:
-        best = max(masks, key=lambda mask: (mask & missing).bit_count())
-        chosen.append(cases[masks.index(best)])
-        missing &= ~best
+    codes = []
+    for column in zip(*cases, strict=True):
+        known = {value: code for code, value in enumerate(dict.fromkeys(column))}
+        codes.append(np.array([known[value] for value in column]))
+    pairs = (a * len(cases) + b for i, a in enumerate(codes) for b in codes[:i])
+    has = np.concatenate([pair[:, None] == np.unique(pair) for pair in pairs], axis=1)  # [cases, pairs of values]
+    chosen, missing = [], np.ones(has.shape[1], bool)
+    while missing.any():
+        best = int(has[:, missing].sum(1).argmax())
+        chosen.append(cases[best])
+        missing &= ~has[best]
     return chosen
-
-
-def _pairs(case: tuple) -> Iterator[tuple]:
-    return ((i, case[i], j, case[j]) for i in range(len(case)) for j in range(i))
 
 
 def _anybody(size: int):

@@ -16,7 +16,7 @@ def cut(tiny_data: TinyData, folder: Path) -> dict[str, Path]:
     for part, path in enumerate(paths.values()):
         with IndexedDatasetWriter(path, whole.dtype) as writer:
             for document in range(part, whole.num_documents, len(paths)):
-                writer.append(whole.read(*whole.document_offsets[document : document + 2].tolist()))
+                writer.append(whole.read(*whole.bounds(document)))
                 writer.end_document()
     return paths
 

@@ -44,8 +44,7 @@ PACKAGES = (
     Package("tensorboard", "tensorboard", use="observe.tensorboard"),
     Package("tokenizers", "tokenizers", use="tokenizer.json"),
     Package("tiktoken", "tiktoken", use="*.tiktoken"),
-    Package("pyarrow", "pyarrow", use="text in .parquet and .arrow"),
-    Package("zstandard", "zstandard", use="text in .zst"),
+    Package("pyarrow", "pyarrow", use="text in .parquet, .arrow and .zst"),
     Package("jinja2", "jinja2", use="preprocess --chat"),
     Package("transformers", "transformers", use="the tests of export and import"),
 )

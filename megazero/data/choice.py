@@ -1,4 +1,4 @@
-"""Choose documents by their numbers: all of them, or one side of the split into training and validation."""
+"""Choose documents by their numbers: one side of the split into training and validation."""
 
 import numpy as np
 
@@ -18,25 +18,7 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(16))
 
 
-class Choice:
-    """A choice of all documents, and the base of other choices.
-
-    Attributes:
-        name: of what it chooses, among all choices of a data set.
-    """
-
-    name = "all"
-
-    def numbers(self, first: int, stop: int) -> np.ndarray:
-        """Return which of documents [first, stop) are chosen: int64, rising."""
-        return np.arange(first, stop)
-
-
-class Everything(Choice):
-    """The choice of all documents."""
-
-
-class Side(Choice):
+class Side:
     """The choice of one side of a split: document i is for validation when hash(i) / 2^32 < fraction.
 
     Raises:
@@ -46,10 +28,10 @@ class Side(Choice):
     def __init__(self, fraction: float, *, valid: bool):
         if not 0 < fraction < 1:
             raise UserError(206, f"expected a validation fraction between 0 and 1, got {fraction}", "set data.valid")
-        self.fraction, self._valid, self._limit = fraction, valid, np.uint64(round(fraction * 2**32))
-        self.name = f"{'valid' if valid else 'train'}-{fraction!r}"
+        self._valid, self._limit = valid, np.uint64(round(fraction * 2**32))
 
     def numbers(self, first: int, stop: int) -> np.ndarray:
+        """Return which of documents [first, stop) are chosen: int64, rising."""
         words = np.arange(first, stop, dtype=np.uint64)
         hashes = mix(mix(words & _WORD ^ _GOLDEN) ^ (words >> np.uint64(32)))
         return first + np.flatnonzero((hashes < self._limit) == self._valid)

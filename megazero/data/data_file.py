@@ -4,6 +4,7 @@ A file of token ids is never mapped (a mapped file that is truncated ends the pr
 error) and never loaded: each call reads what it is asked for. The descriptor stays open.
 """
 
+import mmap
 import os
 import weakref
 from pathlib import Path
@@ -59,6 +60,10 @@ class DataFile:
                 raise UserError(self._code, what, "copy it again, and resume", where=self.path)
             rest, at = rest[got:], at + got
         return found
+
+    def mapped(self) -> bytes | mmap.mmap:
+        """Return all of it, mapped: only for what is not shortened while it is in use."""
+        return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) if self.size else b""
 
     def _refused(self, error: OSError) -> UserError:
         what = f"cannot be read: {error.strerror}"

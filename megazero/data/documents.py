@@ -10,8 +10,8 @@ tokens chosen before it), and the few blocks used last. So 10^9 documents need a
 counted once.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ import xxhash
 
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.data.choice import Choice, Everything, Side
+from megazero.data.choice import Side
 from megazero.data.token_dataset import TokenDataset
 
 BLOCK = 1 << 14  # documents
@@ -69,31 +69,31 @@ class TokenStream:
 
     Args:
         dataset: the data set that holds them.
-        choice: which documents.
+        side: which documents; None: all.
         rest_of: the stream of all others, which saves counting; None: they are counted.
     """
 
-    def __init__(self, dataset: TokenDataset, choice: Choice, rest_of: "TokenStream | None" = None):
-        self.dataset, self.choice = dataset, choice
-        self._blocks: OrderedDict[int, Block] = OrderedDict()  # those used last
+    def __init__(self, dataset: TokenDataset, side: Side | None = None, rest_of: "TokenStream | None" = None):
+        self.dataset, self._side = dataset, side
+        self._block = lru_cache(_CACHED)(self._make)  # threads may call it together
         if rest_of is not None:
-            found = _before_blocks(dataset, Everything()) - (rest_of._ordinals, rest_of._starts)
+            found = _before_blocks(dataset, None) - (rest_of._ordinals, rest_of._starts)
         else:
-            found = _before_blocks(dataset, choice)
+            found = _before_blocks(dataset, side)
         self._ordinals, self._starts = found  # documents and tokens chosen before each block, and before the end
         self.num_documents, self.num_tokens = int(self._ordinals[-1]), int(self._starts[-1])
 
     def digest(self) -> str:
         """Return a digest of where its documents lie in the file, of some tokens, and of the mask if there is one."""
         some = np.linspace(0, self.num_tokens - 1, min(_SAMPLED, self.num_tokens)).astype(np.int64)
-        tokens = self._tokens(self._spread(some)[1]).astype(np.int64)
+        tokens = _gathered(self.dataset.read, self._spread(some)[1]).astype(np.int64)
         digest = xxhash.xxh3_64()
         for block in self.blocks("hashing the documents"):
             digest.update(block.first_tokens.tobytes())
         for block in self.blocks("hashing the documents"):
             digest.update(block.starts[:-1].tobytes())
-        mask = "" if self.dataset.mask is None else self.dataset.mask.digest
-        for part in (np.array([self.num_tokens]).tobytes(), tokens.tobytes(), mask.encode()):
+        mask = (self.dataset.mask_digest or "").encode()
+        for part in (np.array([self.num_tokens]).tobytes(), tokens.tobytes(), mask):
             digest.update(part)
         return digest.hexdigest()
 
@@ -104,13 +104,13 @@ class TokenStream:
         """
         assert 0 <= start <= stop <= self.num_tokens
         ordinals, in_file = self._spread(np.arange(start, stop))
-        return self._tokens(in_file).astype(np.int64), ordinals
+        return _gathered(self.dataset.read, in_file).astype(np.int64), ordinals
 
-    def scored(self, start: int, stop: int) -> np.ndarray | None:
-        """Return which of tokens [start, stop) are trained on, bool; None: there is no mask, and all are."""
-        if (mask := self.dataset.mask) is None:
-            return None
-        return _gathered(mask.read, self._spread(np.arange(start, stop))[1], np.dtype(bool))
+    def scored(self, start: int, stop: int) -> np.ndarray:
+        """Return which of tokens [start, stop) are trained on: bool."""
+        if self.dataset.mask_digest is None:
+            return np.ones(stop - start, bool)
+        return _gathered(self.dataset.scored, self._spread(np.arange(start, stop))[1])
 
     def locate(self, position: int) -> tuple[int, int]:
         """Return (document number in the file, position in the document) of a token of the stream, for messages."""
@@ -119,8 +119,7 @@ class TokenStream:
     @property
     def lengths(self) -> np.ndarray:
         """Return the tokens of each document, int64 [num_documents]: of huge data sets more than memory holds."""
-        parts = [np.diff(block.starts) for block in self.blocks()]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return np.concatenate([np.empty(0, np.int64), *(np.diff(block.starts) for block in self.blocks())])
 
     def blocks(self, what: str = "looking through the documents") -> Iterator[Block]:
         """Yield all blocks, one after the other.
@@ -156,66 +155,52 @@ class TokenStream:
         return int(block.starts[at]), int(block.starts[at + 1])
 
     def _make(self, number: int) -> Block:
-        numbers, first_tokens, ends = _chosen(self.dataset, self.choice, number)
+        numbers, first_tokens, ends = _chosen(self.dataset, self._side, number)
         starts = np.empty(len(numbers) + 1, np.int64)
         starts[0] = self._starts[number]
         starts[1:] = starts[0] + np.cumsum(ends - first_tokens)
         return Block(int(self._ordinals[number]), numbers, first_tokens, starts)
 
-    def _block(self, number: int) -> Block:
-        """Return a block, from those used last or from the file; threads may call it together."""
-        block = self._blocks.pop(number, None) or self._make(number)
-        self._blocks[number] = block
-        if len(self._blocks) > _CACHED:
-            self._blocks.popitem(last=False)
-        return block
-
     def _spread(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (ordinal of the document, place in the file) of rising positions of the stream, int64 each."""
         ordinals, in_file = np.empty_like(positions), np.empty_like(positions)
         holding = np.searchsorted(self._starts, positions, side="right") - 1  # right: skips blocks without tokens
-        cuts = np.flatnonzero(np.diff(holding)) + 1
-        for first, stop in zip([0, *cuts.tolist()], [*cuts.tolist(), len(positions)], strict=True):
-            if first < stop:
-                block = self._block(int(holding[first]))
-                own = positions[first:stop]
-                at = np.searchsorted(block.starts, own, side="right") - 1  # right: skips empty documents
-                ordinals[first:stop] = block.ordinal + at
-                in_file[first:stop] = own - block.starts[at] + block.first_tokens[at]
+        for number in np.unique(holding).tolist():
+            own, block = holding == number, self._block(number)
+            at = np.searchsorted(block.starts, positions[own], side="right") - 1  # right: skips empty documents
+            ordinals[own] = block.ordinal + at
+            in_file[own] = positions[own] - block.starts[at] + block.first_tokens[at]
         return ordinals, in_file
 
-    def _tokens(self, in_file: np.ndarray) -> np.ndarray:
-        """Return the tokens at rising positions of the file."""
-        return _gathered(self.dataset.read, in_file, self.dataset.dtype)
 
-
-def _chosen(dataset: TokenDataset, choice: Choice, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _chosen(dataset: TokenDataset, side: Side | None, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (numbers, first tokens, ends in the file) of the chosen documents of a block."""
     first = number * BLOCK
     stop = min(first + BLOCK, dataset.num_documents)
-    numbers, offsets = choice.numbers(first, stop), dataset.document_offsets[first : stop + 1]
+    numbers = np.arange(first, stop) if side is None else side.numbers(first, stop)
+    offsets = dataset.offsets(first, stop + 1)
     return numbers, offsets[numbers - first], offsets[numbers - first + 1]
 
 
-def _before_blocks(dataset: TokenDataset, choice: Choice) -> np.ndarray:
+def _before_blocks(dataset: TokenDataset, side: Side | None) -> np.ndarray:
     """Return how many documents and tokens are chosen before each block, and in all: int64 [2, blocks + 1]."""
     total = dataset.num_documents
     bounds = np.minimum(np.arange(0, total + BLOCK, BLOCK), total)
     found = np.zeros((2, len(bounds)), np.int64)
     with doing(f"counting the documents of {dataset.prefix}", total) as progress:
-        if isinstance(choice, Everything):
-            return np.stack([bounds, [dataset.document_offsets[bound] for bound in bounds.tolist()]])
+        if side is None:
+            return np.stack([bounds, [dataset.offsets(bound, bound + 1)[0] for bound in bounds.tolist()]])
         for number in range(len(bounds) - 1):
-            numbers, first_tokens, ends = _chosen(dataset, choice, number)
+            numbers, first_tokens, ends = _chosen(dataset, side, number)
             found[:, number + 1] = len(numbers), (ends - first_tokens).sum()
             progress.advance(BLOCK)
     return found.cumsum(axis=1)
 
 
-def _gathered(read: Callable[[int, int], np.ndarray], in_file: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _gathered(read: Callable[[int, int], np.ndarray], in_file: np.ndarray) -> np.ndarray:
     """Return what `read`, which gives [start, stop) of a file, has at rising positions of it."""
     if not len(in_file):
-        return np.empty(0, dtype)
+        return read(0, 0)
     first, span = int(in_file[0]), int(in_file[-1] - in_file[0]) + 1
     if span <= _WORTH * len(in_file):  # one read with what lies between costs less than many
         return read(first, first + span)[in_file - first]

@@ -10,8 +10,6 @@ checked in bounded memory: a truncated copy, a mixed-up pair or a flipped bit is
 garbage in step 40,000.
 """
 
-import mmap
-import os
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +18,7 @@ import numpy as np
 
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.reading import open_regular
-from megazero.data.token_dataset import DocumentOffsets
+from megazero.data.data_file import DataFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -54,6 +51,14 @@ class Index(NamedTuple):
         """Return the tokens of all sequences."""
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.lengths[-1]) if len(self.lengths) else 0
 
+    def offsets(self, first: int, stop: int) -> np.ndarray:
+        """Return at which tokens documents [first, stop) begin: the pointers of their first sequences."""
+        which = self.documents[first:stop]
+        found = np.full(len(which), self.num_tokens, np.int64)  # behind the last sequence
+        inside = which < len(self.pointers)
+        found[inside] = self.pointers[which[inside]] // self.dtype.itemsize
+        return found
+
     def refused(self, what: str) -> UserError:
         """Return the error for an index that contradicts itself."""
         return UserError(203, what, _DO, where=self.path)
@@ -66,7 +71,7 @@ def open_index(path: Path) -> Index:
         UserError: 201, it cannot be read; 202, it is no index, or of another size than its header says; 203, it has no
             document.
     """
-    content = _mapped(path)
+    content = DataFile(path, "entries", 203).mapped()
     if len(content) < HEADER.size:
         raise UserError(202, f"expected a header of {HEADER.size} bytes, got {len(content)}", _DO, where=path)
     magic, version, code, sequences, documents = HEADER.unpack(content[: HEADER.size])
@@ -86,16 +91,6 @@ def open_index(path: Path) -> Index:
     if not documents:
         raise index.refused(f"expected document indices from 0 to {sequences:,}, got none")
     return index
-
-
-def _mapped(path: Path) -> bytes | mmap.mmap:
-    """Return the content of a file, mapped. Raises UserError 201: it cannot be read."""
-    try:
-        with open_regular(path) as descriptor:
-            return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) if os.fstat(descriptor).st_size else b""
-    except OSError as error:
-        do = "check the path, its permissions, and `ulimit -n` for many shards"
-        raise UserError(201, f"cannot be read: {error.strerror}", do, where=path) from error
 
 
 def check_index(index: Index) -> None:
@@ -140,22 +135,6 @@ def _check_sequences(index: Index, first: int, begin: int) -> int:
         what = f"expected mode 0, text, got {other[at]} for sequence {first + at:,}, of which tokens are no ids of text"
         raise UserError(203, what, "train on text alone", where=index.path)
     return int(ends[-1])
-
-
-class IndexOffsets(DocumentOffsets):
-    """The document offsets of an index, which are the pointers of documents' first sequences."""
-
-    def __init__(self, index: Index):
-        super().__init__(len(index.documents) - 1, index.num_tokens)
-        self._index = index
-
-    def _read(self, first: int, stop: int) -> np.ndarray:
-        index = self._index
-        which = index.documents[first:stop]
-        found = np.full(len(which), self.num_tokens, np.int64)  # behind the last sequence
-        inside = which < len(index.pointers)
-        found[inside] = index.pointers[which[inside]] // index.dtype.itemsize
-        return found
 
 
 def index_path(prefix: str | Path) -> Path:

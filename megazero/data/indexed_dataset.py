@@ -19,7 +19,7 @@ Our writer makes one sequence per document (more only past 2^31 - 1 tokens).
 
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -36,7 +36,6 @@ from megazero.data.index_file import (
     HEADER,
     MAGIC,
     VERSION,
-    IndexOffsets,
     check_index,
     index_path,
     open_index,
@@ -65,15 +64,29 @@ class IndexedDataset(TokenDataset):
     """
 
     def __init__(self, prefix: str | Path):
-        bin_path, self.idx_path = file_pair(prefix)
+        self.bin_path, self.idx_path = file_pair(prefix)
         refuse_missing(prefix)
-        index, file = open_index(self.idx_path), DataFile(bin_path, "tokens", 204)
-        check_index(index)
-        expected = index.num_tokens * index.dtype.itemsize
-        if file.size != expected:
-            what = f"expected {expected:,} bytes ({index.num_tokens:,} {index.dtype} tokens), got {file.size:,}"
-            raise UserError(204, what, "copy both files again or rebuild them", where=bin_path)
-        super().__init__(prefix, file, index.dtype, IndexOffsets(index), mask=open_mask(prefix, index.num_tokens))
+        self.prefix, self._index = Path(prefix), open_index(self.idx_path)
+        self._file = DataFile(self.bin_path, "tokens", 204)
+        check_index(self._index)
+        self.dtype, self.num_tokens = self._index.dtype, self._index.num_tokens
+        self.num_documents, expected = len(self._index.documents) - 1, self.num_tokens * self.dtype.itemsize
+        if self._file.size != expected:
+            what = f"expected {expected:,} bytes ({self.num_tokens:,} {self.dtype} tokens), got {self._file.size:,}"
+            raise UserError(204, what, "copy both files again or rebuild them", where=self.bin_path)
+        self._mask = open_mask(prefix, self.num_tokens)
+        self.mask_digest = self._mask and self._mask.digest
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        assert 0 <= start <= stop <= self.num_tokens
+        size = self.dtype.itemsize
+        return self._file.read(start * size, (stop - start) * size).view(self.dtype)
+
+    def offsets(self, first: int, stop: int) -> np.ndarray:
+        return self._index.offsets(first, stop)
+
+    def scored(self, start: int, stop: int) -> np.ndarray:
+        return np.ones(stop - start, bool) if self._mask is None else self._mask.read(start, stop)
 
 
 def refuse_missing(prefix: str | Path) -> None:
@@ -121,9 +134,11 @@ class IndexedDatasetWriter:
     def __init__(self, prefix: str | Path, dtype: type[np.integer] | np.dtype, *, masked: bool = False):
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next(code for code, kind in DTYPE_CODES.items() if np.dtype(kind) == np.dtype(dtype))
-        self._targets, self._mask_target = file_pair(prefix), mask_path(prefix)
-        self._temporary = tuple(map(temporary_name, self._targets))
-        self._mask = LossMaskWriter(temporary_name(self._mask_target)) if masked else None
+        self._bin, self._idx = file_pair(prefix)
+        self._mask_path, self._masked = mask_path(prefix), masked
+        appearing = ([self._mask_path] if masked else []) + [self._bin, self._idx]  # in this order
+        self._temporary = {path: temporary_name(path) for path in appearing}
+        self._open = ExitStack()
         self._lengths = array("i")  # per sequence; 4 bytes a document is all that the writer holds in memory
         self._documents = array("q", [0])
         self._open_length = 0  # tokens that are in no document yet
@@ -135,10 +150,11 @@ class IndexedDatasetWriter:
 
     def __enter__(self) -> "IndexedDatasetWriter":
         with self._write_errors():
-            self._targets[0].parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._temporary[0].open("xb")
-            if self._mask is not None:
-                self._mask.open()
+            self._bin.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._open.enter_context(self._temporary[self._bin].open("xb"))
+            self._mask = None
+            if self._masked:
+                self._mask = LossMaskWriter(self._open.enter_context(self._temporary[self._mask_path].open("xb")))
         return self
 
     def append(self, tokens: np.ndarray, scored: np.ndarray | None = None) -> None:
@@ -181,34 +197,30 @@ class IndexedDatasetWriter:
                     self._publish()
         finally:
             with suppress(OSError):  # a full disk fails again when what is buffered is flushed by close
-                self._file.close()
-            for path in self._temporary:
+                self._open.close()
+            for path in self._temporary.values():
                 path.unlink(missing_ok=True)
-            if self._mask is not None:
-                self._mask.remove()
 
     def _publish(self) -> None:
         flush(self._file)
         lengths = np.array(self._lengths, "<i4")
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
-        with self._temporary[1].open("xb") as file:
+        with self._temporary[self._idx].open("xb") as file:
             file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._documents)))
             for values in (lengths, pointers.astype("<i8"), np.array(self._documents, "<i8")):
                 file.write(values.tobytes())
             flush(file)
         self.mask_digest = None if self._mask is None else self._mask.finish()
-        self._targets[1].unlink(missing_ok=True)
+        self._idx.unlink(missing_ok=True)
         if self._mask is None:
-            self._mask_target.unlink(missing_ok=True)
-        else:
-            self._mask.path.replace(self._mask_target)
-        for temporary, target in zip(self._temporary, self._targets, strict=True):
+            self._mask_path.unlink(missing_ok=True)
+        for target, temporary in self._temporary.items():
             temporary.replace(target)
-        flush_folder(self._targets[0].parent)
+        flush_folder(self._bin.parent)
 
     @contextmanager
     def _write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise write_error(self._targets[0], error) from error
+            raise write_error(self._bin, error) from error

@@ -22,7 +22,8 @@ class Interleaving:
     """The order in which sources give samples.
 
     Args:
-        weights: whole, at least 1 each: how many samples of a period a source gives. Making it takes O(their sum).
+        weights: whole: how many samples of a period a source gives; all 0: no sample is of this order. Making it
+            takes O(their sum).
 
     Attributes:
         weights: the same, int64 [sources].
@@ -30,7 +31,6 @@ class Interleaving:
     """
 
     def __init__(self, weights: Sequence[int]):
-        assert weights and min(weights) > 0, "checked by the config"
         self.weights = np.array(weights, np.int64)
         self.period = int(self.weights.sum())
         self._sources = _one_period([int(weight) for weight in weights])  # [P]
@@ -48,7 +48,7 @@ class Interleaving:
 
     def counts(self, samples: int) -> np.ndarray:
         """Return how many of the first so many samples come from each source, int64 [sources]."""
-        periods, rest = divmod(samples, self.period)
+        periods, rest = divmod(samples, self.period or 1)
         return periods * self.weights + np.bincount(self._sources[:rest], minlength=len(self.weights))
 
 
@@ -57,7 +57,7 @@ def _one_period(weights: Sequence[int]) -> np.ndarray:
     period = sum(weights)
     early: list[tuple[int, int, int]] = []  # (first slot, source, number) of samples whose time has not come
     ready: list[tuple[int, int, int]] = []  # (slot before which it must come, source, number)
-    for source in range(len(weights)):
+    for source in np.flatnonzero(weights).tolist():
         heappush(early, (0, source, 0))
     order = np.empty(period, np.int64)
     for slot in range(period):

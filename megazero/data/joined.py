@@ -5,7 +5,7 @@ that begin with a dot or have `.tmp` in them, and files without an index, are no
 """
 
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from megazero.base.errors import UserError
 from megazero.base.reading import looked_up
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.indexed_dataset import refuse_missing as refuse_missing_pair
-from megazero.data.token_dataset import DocumentOffsets, Mask, TokenDataset
+from megazero.data.token_dataset import TokenDataset
 
 
 def is_folder(path: str | Path) -> bool:
@@ -85,30 +85,39 @@ class JoinedDataset(TokenDataset):
             if shard.dtype != first.dtype:
                 what = f"stores {shard.dtype}, but {first.bin_path.name} stores {first.dtype}"
                 raise UserError(228, what, "tokenize all shards alike", where=shard.bin_path)
-        self._offsets = _JoinedOffsets([shard.document_offsets for shard in self.shards])
-        masked = any(shard.mask for shard in self.shards)
-        mask = _JoinedMask(self.shards, self._offsets.tokens_before) if masked else None
-        super().__init__(folder, first._file, first.dtype, self._offsets, mask=mask)
-        self.bin_path = folder
+        self._documents_before = np.cumsum([0, *(shard.num_documents for shard in self.shards)])
+        self._tokens_before = np.cumsum([0, *(shard.num_tokens for shard in self.shards)])
+        self.prefix = self.bin_path = folder
+        self.dtype, digests = first.dtype, [shard.mask_digest for shard in self.shards]
+        self.num_documents, self.num_tokens = int(self._documents_before[-1]), int(self._tokens_before[-1])
+        if any(digests):
+            self.mask_digest = xxhash.xxh3_64_hexdigest(" ".join(digest or "-" for digest in digests).encode())
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens [start, stop) of all shards, in their type. Raises as that of a shard."""
         assert 0 <= start <= stop <= self.num_tokens
-        return _pieces(
-            start, stop, self._offsets.tokens_before, lambda k, *span: self.shards[k].read(*span), self.dtype
-        )
+        parts = (self.shards[k].read(*span) for k, *span in _spans(self._tokens_before, start, stop))
+        return np.concatenate([np.empty(0, self.dtype), *parts])
+
+    def offsets(self, first: int, stop: int) -> np.ndarray:
+        spans = _spans(self._documents_before, first, min(stop, self.num_documents))
+        parts = (self.shards[k].offsets(*span) + self._tokens_before[k] for k, *span in spans)
+        return np.concatenate([*parts, np.full(max(0, stop - self.num_documents), self.num_tokens)])
+
+    def scored(self, start: int, stop: int) -> np.ndarray:
+        parts = (self.shards[k].scored(*span) for k, *span in _spans(self._tokens_before, start, stop))
+        return np.concatenate([np.empty(0, bool), *parts])
 
     def shard_of(self, document: int) -> tuple[TokenDataset, int]:
         """Return the shard that holds a document, and the document's number in it."""
-        k = int(np.searchsorted(self._offsets.documents_before, document, side="right")) - 1
-        return self.shards[k], document - int(self._offsets.documents_before[k])
+        k = int(np.searchsorted(self._documents_before, document, side="right")) - 1
+        return self.shards[k], document - int(self._documents_before[k])
 
     def document_of(self, shard: str, document: int) -> int | None:
         """Return the number of a document of a shard among those of all; None: there is none."""
         k = self.names.index(shard) if shard in self.names else None
         if k is None or document >= self.shards[k].num_documents:
             return None
-        return int(self._offsets.documents_before[k]) + document
+        return int(self._documents_before[k]) + document
 
 
 def _raise_descriptor_limit() -> None:
@@ -118,54 +127,13 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
 
 
-class _JoinedOffsets(DocumentOffsets):
-    """The offsets of documents of all shards."""
-
-    def __init__(self, shards: Sequence[DocumentOffsets]):
-        self._shards = shards
-        self.documents_before = np.cumsum([0, *(shard.num_documents for shard in shards)])
-        self.tokens_before = np.cumsum([0, *(shard.num_tokens for shard in shards)])
-        super().__init__(int(self.documents_before[-1]), int(self.tokens_before[-1]))
-
-    def _read(self, first: int, stop: int) -> np.ndarray:
-        def of(k: int, begin: int, end: int) -> np.ndarray:
-            return self._shards[k][begin:end] + self.tokens_before[k]
-
-        inside = _pieces(first, min(stop, self.num_documents), self.documents_before, of, np.dtype(np.int64))
-        return inside if stop <= self.num_documents else np.append(inside, self.num_tokens)
-
-
-class _JoinedMask:
-    """The masks of all shards; of those without one every token counts."""
-
-    def __init__(self, shards: Sequence[TokenDataset], tokens_before: np.ndarray):
-        self._masks: list[Mask | None] = [shard.mask for shard in shards]
-        self._tokens_before = tokens_before
-        told = " ".join("-" if mask is None else mask.digest for mask in self._masks)
-        self.digest = xxhash.xxh3_64_hexdigest(told.encode())
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        def of(k: int, begin: int, end: int) -> np.ndarray:
-            mask = self._masks[k]
-            return np.ones(end - begin, bool) if mask is None else mask.read(begin, end)
-
-        return _pieces(start, stop, self._tokens_before, of, np.dtype(bool))
-
-
-def _pieces(
-    start: int, stop: int, before: np.ndarray, of: Callable[[int, int, int], np.ndarray], dtype: np.dtype
-) -> np.ndarray:
-    """Return [start, stop) of what lies in shards end to end.
+def _spans(before: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (place of the shard, its own begin and end) for [start, stop) of what lies in shards end to end.
 
     Args:
         before: how much lies before each shard, and in all, int64 [shards + 1].
-        of: returns a shard's own [begin, end), by its place.
     """
-    found = []
-    k = int(np.searchsorted(before, start, side="right")) - 1
-    while start < stop:
-        end = min(stop, int(before[k + 1]))
-        if start < end:
-            found.append(of(k, start - int(before[k]), end - int(before[k])))
-        start, k = max(start, end), k + 1
-    return np.concatenate(found) if found else np.empty(0, dtype)
+    for k in range(int(np.searchsorted(before, start, side="right")) - 1, int(np.searchsorted(before, stop))):
+        begin, end = max(start, int(before[k])), min(stop, int(before[k + 1]))
+        if begin < end:
+            yield k, begin - int(before[k]), end - int(before[k])

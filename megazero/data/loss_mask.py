@@ -12,6 +12,7 @@ but once as a whole when it is opened: a mask that is cut off or has a flipped b
 
 import struct
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -76,16 +77,11 @@ def open_mask(prefix: str | Path, num_tokens: int) -> LossMask | None:
 
 
 class LossMaskWriter:
-    """A writer of a mask to a temporary path, which `IndexedDatasetWriter` renames. Its methods raise OSError."""
+    """A writer of a mask to a file that `IndexedDatasetWriter` opens and renames. Its methods raise OSError."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        self._rest, self._tokens, self._hash = np.empty(0, bool), 0, xxhash.xxh3_64()
-
-    def open(self) -> None:
-        """Begin the file."""
-        self._file = self.path.open("xb")
-        self._file.write(bytes(HEADER.size))
+    def __init__(self, file: BinaryIO):
+        self._file, self._rest, self._tokens, self._hash = file, np.empty(0, bool), 0, xxhash.xxh3_64()
+        file.write(bytes(HEADER.size))
 
     def append(self, scored: np.ndarray) -> None:
         """Add tokens, True where they count."""
@@ -96,18 +92,12 @@ class LossMaskWriter:
         self._rest = bits[whole:]
 
     def finish(self) -> str:
-        """Complete the file, flush it to the disk, close it, and return its digest."""
-        with self._file:
-            self._write(self._rest)
-            self._file.seek(0)
-            self._file.write(HEADER.pack(MAGIC, self._tokens, self._hash.intdigest()))
-            flush(self._file)
+        """Complete the file, flush it to the disk, and return its digest."""
+        self._write(self._rest)
+        self._file.seek(0)
+        self._file.write(HEADER.pack(MAGIC, self._tokens, self._hash.intdigest()))
+        flush(self._file)
         return self._hash.hexdigest()
-
-    def remove(self) -> None:
-        """Close the file, and remove it if it was not renamed."""
-        self._file.close()
-        self.path.unlink(missing_ok=True)
 
     def _write(self, bits: np.ndarray) -> None:
         packed = np.packbits(bits, bitorder="little").tobytes()

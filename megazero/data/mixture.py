@@ -34,10 +34,6 @@ class Source:
     weight: int
     seed: int
 
-    def digest(self) -> str:
-        """Return a digest of its windows."""
-        return f"{self.windows.num_windows} windows, xxh3 {self.windows.stream.digest()}"
-
 
 def seed_of(seed: int, name: str) -> int:
     """Return the seed of a named source, of 64 bits: no two sources of a run have the same order, nor two runs'."""
@@ -58,30 +54,6 @@ class Phase:
     first: int
     weights: tuple[int, ...]
     gone: tuple[int, ...] = ()
-
-
-class _Part:
-    """A phase with its order, and how much of each source came before it."""
-
-    def __init__(self, phase: Phase, before: np.ndarray):
-        self.first, self.before = phase.first, before
-        self.places = np.flatnonzero(phase.weights)  # of the sources that take part
-        weights = [*(phase.weights[place] for place in self.places), *phase.gone]
-        self.order = Interleaving(weights) if weights else None
-
-    def of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (place of the source, number of the sample among that source's) of samples of this phase."""
-        assert self.order is not None, "samples of another length"
-        sources, numbers = self.order.of(samples - self.first)
-        places = self.places[sources]
-        return places, numbers + self.before[places]
-
-    def counts(self, samples: int) -> np.ndarray:
-        """Return how many samples of each source came before this sample id, which is not before the phase."""
-        counts = self.before.copy()
-        if self.order is not None:
-            counts[self.places] += self.order.counts(samples - self.first)[: len(self.places)]
-        return counts
 
 
 class Mixture:
@@ -106,18 +78,19 @@ class Mixture:
         self.phases = tuple(phases or [Phase(0, tuple(source.weight for source in sources))])
         self._firsts = np.array([phase.first for phase in self.phases], np.int64)
         assert self._firsts[0] == 0 and (np.diff(self._firsts) > 0).all(), "checked by the config"
-        before, self._parts = np.zeros(len(sources), np.int64), list[_Part]()
-        for phase in self.phases:
-            before = self._parts[-1].counts(phase.first) if self._parts else before
-            self._parts.append(_Part(phase, before))
+        self._orders = [Interleaving((*phase.weights, *phase.gone)) for phase in self.phases]
+        self._before = [np.zeros(len(sources), np.int64)]  # samples of each source before each phase
+        for first in self._firsts[1:].tolist():
+            self._before.append(self._counts(len(self._before) - 1, first))
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (place of the source, window of it) of sample ids of any shape."""
         which = np.searchsorted(self._firsts, samples, side="right") - 1
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
-        for part in np.unique(which):
-            own = which == part
-            sources[own], numbers[own] = self._parts[part].of(samples[own])
+        for k in np.unique(which).tolist():
+            own = which == k
+            sources[own], numbers[own] = self._orders[k].of(samples[own] - self._firsts[k])
+            numbers[own] += self._before[k][sources[own]]
         return sources, window_of(numbers, self._num_windows[sources], self._seeds[sources])
 
     def samples_of(self, source: int, windows: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
@@ -125,11 +98,9 @@ class Mixture:
 
         It looks at every sample of the source, a million in about a second.
         """
-        for part, stop in zip(self._parts, [*self._firsts[1:].tolist(), end], strict=True):
-            if source not in part.places:
-                continue
-            begin, stop = max(first, part.first), min(stop, end)
-            for start in range(begin, stop, _SCANNED):
+        for phase, stop in zip(self.phases, [*self._firsts[1:].tolist(), end], strict=True):
+            begin, stop = max(first, phase.first), min(stop, end)
+            for start in range(begin, stop, _SCANNED) if phase.weights[source] else ():
                 samples = np.arange(start, min(start + _SCANNED, stop))
                 sources, found = self.locate(samples)
                 for at in np.flatnonzero((sources == source) & np.isin(found, windows)).tolist():
@@ -146,8 +117,12 @@ class Mixture:
 
     def counts(self, samples: int) -> list[int]:
         """Return how many of the first so many samples each source has given."""
-        part = self._parts[int(np.searchsorted(self._firsts, samples, side="right")) - 1]
-        return part.counts(samples).tolist()
+        return self._counts(int(np.searchsorted(self._firsts, samples, side="right")) - 1, samples).tolist()
+
+    def _counts(self, phase: int, samples: int) -> np.ndarray:
+        """Return how many samples of each source came before this sample id of a phase, or of the next one's first."""
+        counts = self._orders[phase].counts(samples - int(self._firsts[phase]))
+        return self._before[phase] + counts[: len(self.sources)]
 
     def epochs(self, samples: int) -> dict[str, float] | None:
         """Return how often so many samples go through each source, by its name; None where it has none."""
@@ -158,7 +133,7 @@ class Mixture:
 
     def digest(self) -> str:
         """Return a digest of what is read in which order: other text, weights or names have another."""
-        each = [source.digest() for source in self.sources]
+        each = [f"{s.windows.num_windows} windows, xxh3 {s.windows.stream.digest()}" for s in self.sources]
         if self.sources[0].name is None:
             return each[0]
         named = [f"{source.name}: {text}" for source, text in zip(self.sources, each, strict=True)]

@@ -16,7 +16,7 @@ from megazero.base.atomic import write_atomically
 from megazero.base.errors import UserError
 from megazero.base.reading import read_file
 from megazero.data.loss_mask import mask_path
-from megazero.data.token_dataset import Mask, TokenDataset
+from megazero.data.token_dataset import TokenDataset
 from megazero.data.tokenizer import Tokenizer
 
 _BYTES = 1 << 20
@@ -91,18 +91,18 @@ def origin_of(files: TokenDataset, tokenizer: Tokenizer | None = None) -> Origin
         what = f"tells of {origin.documents:,} documents and {origin.tokens:,} tokens, "
         what += f"{prefix}.idx of {files.num_documents:,} and {files.num_tokens:,}"
         raise UserError(203, what, "take it away if it is of other token files", where=path_of(prefix))
-    require_mask(origin, files.mask, prefix)
+    require_mask(origin, files.mask_digest, prefix)
     return origin
 
 
-def require_mask(origin: Origin | None, mask: Mask | None, prefix: Path) -> None:
-    """Refuse token files with another mask than PREFIX.json names. Raises UserError 225."""
-    if origin is None or origin.mask == (mask and mask.digest):
+def require_mask(origin: Origin | None, digest: str | None, prefix: Path) -> None:
+    """Refuse token files with another mask than PREFIX.json names; None: they have none. Raises UserError 225."""
+    if origin is None or origin.mask == digest:
         return
-    if mask is None:
+    if digest is None:
         what = f"is not there, but {path_of(prefix).name} names it: without it every token would count"
     else:
-        what = f"has xxh3 {mask.digest}, {path_of(prefix).name} tells of {origin.mask or 'none'}"
+        what = f"has xxh3 {digest}, {path_of(prefix).name} tells of {origin.mask or 'none'}"
     do = "copy all files of the data set again, or preprocess again"
     raise UserError(225, what, do, where=mask_path(prefix))
 

@@ -5,7 +5,6 @@ read, and all of them only where those agree; so what is read is bounded, by the
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -17,24 +16,17 @@ MOST = 100_000  # documents of either side that are looked at; of more, so many 
 _FIRST = 64  # tokens that are compared first
 
 
-class Shared(NamedTuple):
-    """A document that both have: its number in the files of the training data, and of the validation set."""
-
-    training: int
-    validation: int
-
-
-def shared_document(training: TokenStream, validation: TokenStream) -> Shared | None:
-    """Return a document of at least SHORTEST tokens that both streams have; None: none was found."""
+def shared_document(training: TokenStream, validation: TokenStream) -> tuple[int, int] | None:
+    """Return a document of at least SHORTEST tokens that both have, by its numbers in their files; None: none."""
     chosen = _some(validation, lambda lengths: lengths >= SHORTEST)
     known: dict[str, list[int]] = {}
     for ordinal in chosen:
         known.setdefault(_hash(validation, ordinal, _FIRST), []).append(ordinal)
-    alike = np.unique([_length(validation, ordinal) for ordinal in chosen]).astype(np.int64)
+    alike = np.unique([end - begin for _, begin, end in map(validation.placed, chosen)]).astype(np.int64)
     for ordinal in _some(training, lambda lengths: np.isin(lengths, alike)):
         for other in known.get(_hash(training, ordinal, _FIRST), ()):
             if _hash(training, ordinal, None) == _hash(validation, other, None):
-                return Shared(training.placed(ordinal)[0], validation.placed(other)[0])
+                return training.placed(ordinal)[0], validation.placed(other)[0]
     return None
 
 
@@ -49,11 +41,6 @@ def _some(stream: TokenStream, fits: Callable[[np.ndarray], np.ndarray]) -> list
         places += (block.ordinal + fitting[wanted[first:last] - before]).tolist()
         before += len(fitting)
     return places
-
-
-def _length(stream: TokenStream, ordinal: int) -> int:
-    _, begin, end = stream.placed(ordinal)
-    return end - begin
 
 
 def _hash(stream: TokenStream, ordinal: int, most: int | None) -> str:

@@ -68,10 +68,9 @@ def window_of(sample: _Numbers, num_windows: int | np.ndarray, seed: int | np.nd
     limits = counts.astype(np.uint64)
     while (outside := windows >= limits).any():  # at most 4 tries on average: 2^2h < 4 N, unless N is tiny
         windows[outside] = _permute(windows[outside], keys[:, outside], halves[outside])
-    result = windows.astype(np.int64)
     if isinstance(sample, np.ndarray):
-        return result
-    return int(result[0])
+        return windows.astype(np.int64)
+    return int(windows[0])
 
 
 def _words(seed: int | np.ndarray) -> np.ndarray:

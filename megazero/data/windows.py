@@ -13,6 +13,7 @@ Shapes: S sequence, B rows of a micro-batch; sequence first, as everywhere in th
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,6 @@ import torch
 
 from megazero.base.errors import UserError
 from megazero.data.batch import MicroBatch
-from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream, document_lengths, split_streams
 from megazero.data.packing import SHORTEST, Packing
 from megazero.data.token_dataset import TokenDataset
@@ -32,12 +32,12 @@ class WindowTokens(NamedTuple):
     Attributes:
         tokens: ids, int64.
         ordinals: of each one's document in the stream, int64; -1: padding.
-        scored: bool, which tokens count in the loss as targets; None: all do.
+        scored: bool, which tokens count in the loss as targets.
     """
 
     tokens: np.ndarray
     ordinals: np.ndarray
-    scored: np.ndarray | None
+    scored: np.ndarray
 
 
 class WindowDataset:
@@ -91,12 +91,8 @@ class WindowDataset:
             return self._read(start, start + self.seq_len + 1)
         parts = [self._read(*span) for span in self.spans(window)]
         rest = self.seq_len + 1 - sum(len(part.tokens) for part in parts)
-        scored = [np.ones(len(part.tokens), bool) if part.scored is None else part.scored for part in parts]
-        return WindowTokens(
-            np.concatenate([*(part.tokens for part in parts), np.zeros(rest, np.int64)]),
-            np.concatenate([*(part.ordinals for part in parts), np.full(rest, -1)]),
-            np.concatenate([*scored, np.zeros(rest, bool)]),
-        )
+        padding = WindowTokens(np.zeros(rest, np.int64), np.full(rest, -1), np.zeros(rest, bool))
+        return WindowTokens(*map(np.concatenate, zip(*parts, padding, strict=True)))
 
     def _read(self, start: int, stop: int) -> WindowTokens:
         """Return tokens [start, stop) of the stream, checked."""
@@ -125,17 +121,16 @@ def micro_batch(reads: Sequence[WindowTokens], sample_ids: np.ndarray, *, mask_e
     """
     tokens = np.stack([read.tokens for read in reads], axis=1)  # [S + 1, B]
     ordinals = np.stack([read.ordinals for read in reads], axis=1)
-    valid, positions, documents = np.ones(tokens[1:].shape, bool), None, None
+    valid = np.stack([read.scored for read in reads], axis=1)[1:]
+    positions = documents = None
     if mask_eod:
-        valid = ordinals[1:] == ordinals[:-1]
-        starts = np.zeros(valid.shape, bool)  # the token begins a document; the window's first needs no mark
-        starts[1:] = ~valid[:-1]
+        same = ordinals[1:] == ordinals[:-1]
+        starts = np.zeros(same.shape, bool)  # the token begins a document; the window's first needs no mark
+        starts[1:] = ~same[:-1]
         documents = tuple(document_lengths(of_row) for of_row in starts.T)
         index = np.arange(len(valid))[:, None]
         positions = torch.from_numpy(index - np.maximum.accumulate(np.where(starts, index, 0), axis=0))
-    for row, read in enumerate(reads):
-        if read.scored is not None:
-            valid[:, row] &= read.scored[1:]
+        valid &= same
     return MicroBatch(
         tokens_SB=torch.from_numpy(tokens[:-1]),
         targets_SB=torch.from_numpy(tokens[1:].copy()),  # no memory shared with tokens_SB
@@ -158,9 +153,8 @@ def cut_windows(
     Raises:
         UserError: 206 a split with an empty side, 207 too few tokens.
     """
+    cut = partial(WindowDataset, seq_len=seq_len, vocab=vocab, mask_eod=mask_eod, pack=pack)
     if share is None:
-        return WindowDataset(TokenStream(dataset, Everything()), seq_len, vocab, mask_eod, pack), None
-    trained, held_out = (
-        WindowDataset(stream, seq_len, vocab, mask_eod, pack) for stream in split_streams(dataset, share)
-    )
-    return trained, held_out
+        return cut(TokenStream(dataset)), None
+    trained, held_out = split_streams(dataset, share)
+    return cut(trained), cut(held_out)

@@ -146,8 +146,8 @@ def refuse_overlap(config: Config, data: RunData) -> None:
         for source in data.mixture.sources:
             trained = source.windows.stream
             if (shared := shared_document(trained, stream)) is not None:
-                what = f"document {shared.validation:,} of validation set {given} is trained on: it is document "
-                what += f"{shared.training:,} of {trained.dataset.prefix}"
+                what = f"document {shared[1]:,} of validation set {given} is trained on: it is document "
+                what += f"{shared[0]:,} of {trained.dataset.prefix}"
                 do = "take it out of one of them, or hold out documents of the sources by data.valid=SHARE"
                 raise UserError(220, what, do, where=stream.dataset.prefix)
 

@@ -18,10 +18,10 @@ from megazero.config.file import load
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.data.joined import JoinedDataset
+from megazero.data.mixture import Source
 from megazero.data.sampler import placement
 from megazero.data.token_dataset import TokenDataset
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
-from megazero.data.windows import WindowDataset
 from megazero.observe.jsonl import read_rows
 from megazero.run.data import RunData, open_data, sources_of
 from megazero.run.folder import RunFolder
@@ -54,18 +54,16 @@ def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, 
     samples = course.samples(step - 1) + np.arange(part.config.batch.global_)
     if rank is not None:
         samples = samples[_of_rank(folder, part.config, rank)]
-    data = open_data(part.config, course)
-    tokenizer = _tokenizer(config)
+    data, path = open_data(part.config, course), config.data.tokenizer
+    tokenizer = None if path is None else open_tokenizer(path, config.model.vocab)
+    sources, windows = (each.tolist() for each in data.mixture.locate(samples))
+    chosen = [data.mixture.sources[source] for source in sources]
     shards = any(isinstance(source.windows.stream.dataset, JoinedDataset) for source in data.mixture.sources)
-    found, located = [], data.mixture.locate(samples)
-    for sample, source, window in zip(*(each.tolist() for each in (samples, *located)), strict=True):
-        chosen = data.mixture.sources[source]
-        for piece in _pieces(chosen.windows, window):
-            text = {} if tokenizer is None else {"text": _text(chosen.windows, piece, tokenizer)}
-            found.append(
-                {"sample": sample, "source": chosen.name} | _placed(chosen.windows.stream.dataset, piece, shards) | text
-            )
-    return found
+    return [
+        {"sample": sample} | part
+        for sample, source, window in zip(samples.tolist(), chosen, windows, strict=True)
+        for part in _parts(source, window, shards=shards, tokenizer=tokenizer)
+    ]
 
 
 def steps_of(folder: RunFolder, document: int, name: str | None, shard: str | None = None) -> list[dict[str, Any]]:
@@ -85,7 +83,7 @@ def steps_of(folder: RunFolder, document: int, name: str | None, shard: str | No
     config = load(str(folder.config))
     done, eras, found = _done(folder), _course(folder, config).eras(), list[dict[str, Any]]()
     known = [course for _, course in eras if name in [source.name for source in sources_of(course)]]
-    newest = _opened(known[-1] if name is not None and known else eras[-1][1])
+    newest = open_data((course := known[-1] if name is not None and known else eras[-1][1]).config, course)
     stream = newest.mixture.sources[_source(newest, name)].windows.stream
     document = _numbered(stream.dataset, document, shard)
     if stream.span(document) is None:
@@ -94,7 +92,7 @@ def steps_of(folder: RunFolder, document: int, name: str | None, shard: str | No
     ends = [*(first for first, _ in eras[1:]), done]
     for (first, course), end in zip(eras, ends, strict=True):
         places = _places(course, name, stream.dataset.prefix) if first < end else []
-        data = newest if course is newest.course or not places else _opened(course)
+        data = newest if course is newest.course or not places else open_data(course.config, course)
         for place in places:
             found += _sights(data, document, place, course.samples(first), course.samples(min(end, done)))
     return sorted(found, key=lambda each: (each["sample"], each["offset"]))
@@ -108,12 +106,36 @@ def _sights(data: RunData, document: int, source: int, first: int, end: int) -> 
     """
     for mixture in data.mixtures.values():
         chosen = mixture.sources[source]
-        dataset, span = chosen.windows.stream.dataset, chosen.windows.stream.span(document)
+        stream, span = chosen.windows.stream, chosen.windows.stream.span(document)
         assert span is not None, "the document is trained on"
+        shards = isinstance(stream.dataset, JoinedDataset)
         for sample, window in mixture.samples_of(source, chosen.windows.windows_of(*span), first, end):
-            piece = next(piece for piece in _pieces(chosen.windows, window) if piece["document"] == document)
-            head = {"step": data.course.step_of(sample), "sample": sample, "source": chosen.name}
-            yield head | _placed(dataset, piece, isinstance(dataset, JoinedDataset))
+            for part in _parts(chosen, window, document, shards=shards):
+                yield {"step": data.course.step_of(sample), "sample": sample} | part
+
+
+def _parts(
+    source: Source, window: int, only: int | None = None, *, shards: bool, tokenizer: Tokenizer | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the documents of a window's input, {source, document, offset, tokens}, with `text` by a tokenizer.
+
+    Args:
+        only: this document; None: all.
+        shards: some source has shards: with `shard`.
+    """
+    stream, dataset = source.windows.stream, source.windows.stream.dataset
+    for document, offset, tokens in (part for span in source.windows.spans(window) for part in stream.parts(*span)):
+        if only not in (None, document):
+            continue
+        shard, number = dataset.shard_of(document)
+        found: dict[str, Any] = {"source": source.name}
+        if shards:
+            found["shard"] = None if shard is dataset else shard.prefix.name
+        found |= {"document": number, "offset": offset, "tokens": tokens}
+        if tokenizer is not None:
+            first = dataset.bounds(document)[0] + offset
+            found["text"] = tokenizer.decode(dataset.read(first, first + tokens).tolist())
+        yield found
 
 
 def _course(folder: RunFolder, config: Config) -> Course:
@@ -126,17 +148,6 @@ def _course(folder: RunFolder, config: Config) -> Course:
     if manifest is None or manifest.progress is None:
         return Course(config)
     return Course(config, [*manifest.history, *changes_of(manifest, config, None)])
-
-
-def _opened(course: Course) -> RunData:
-    return open_data(course.config, course)
-
-
-def _placed(dataset: TokenDataset, piece: dict[str, Any], shards: bool) -> dict[str, Any]:
-    """Return a part of a document with the shard that it is in, if some source has shards."""
-    shard, number = dataset.shard_of(piece["document"])
-    name = {"shard": None if shard is dataset else shard.prefix.name} if shards else {}
-    return name | piece | {"document": number}
 
 
 def _numbered(dataset: TokenDataset, document: int, shard: str | None) -> int:
@@ -174,23 +185,6 @@ def _shown(value: Any) -> str:
         text = ascii(value)[1:-1] if not value.isprintable() else value
         return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
     return "-" if value is None else str(value)
-
-
-def _pieces(windows: WindowDataset, window: int) -> list[dict[str, Any]]:
-    """Return the documents of a window's input, {document, offset, tokens}."""
-    parts = (part for span in windows.spans(window) for part in windows.stream.parts(*span))
-    return [{"document": document, "offset": offset, "tokens": tokens} for document, offset, tokens in parts]
-
-
-def _text(windows: WindowDataset, part: dict[str, Any], tokenizer: Tokenizer) -> str:
-    dataset = windows.stream.dataset
-    first = dataset.document_offsets[part["document"]] + part["offset"]
-    return tokenizer.decode(dataset.read(first, first + part["tokens"]).tolist())
-
-
-def _tokenizer(config: Config) -> Tokenizer | None:
-    path = config.data.tokenizer
-    return None if path is None else open_tokenizer(path, config.model.vocab)
 
 
 def _of_rank(folder: RunFolder, config: Config, rank: int) -> list[int]:

@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 
 import numpy as np
 
-from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.loader import BatchLoader
@@ -68,7 +67,7 @@ def source(folder: Path, number: int) -> Source:
             for document in range(DOCUMENTS):
                 writer.append((np.arange(DOCUMENT) + document * DOCUMENT) % VOCAB)
                 writer.end_document()
-    stream = TokenStream(IndexedDataset(prefix), Everything())
+    stream = TokenStream(IndexedDataset(prefix))
     return Source(prefix.name, WindowDataset(stream, SEQ_LEN, VOCAB, mask_eod=False), 1, seed_of(1, prefix.name))
 
 

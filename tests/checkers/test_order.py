@@ -58,7 +58,9 @@ def traces_of(job: Job, *, watched: bool = False) -> list[Trace]:
     return record_all(job, replace(shape, layers=max(shape.layers, job.pipeline * job.chunks)), watched=watched)
 
 
-@pytest.mark.parametrize("case", SAMPLE, ids=ids(SAMPLE))
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.full] * (n >= 8)) for n, case in enumerate(SAMPLE)], ids=ids(SAMPLE)
+)
 def test_every_rank_comes_to_the_end(case: tuple) -> None:
     assert faults(recorded(*case)) == []
 
@@ -128,17 +130,17 @@ def plant_waits(patch: pytest.MonkeyPatch) -> None:
     [
         ("gpipe", 2, 1, True),
         ("gpipe", 2, 4, True),
-        ("1f1b", 2, 1, True),
+        pytest.param("1f1b", 2, 1, True, marks=pytest.mark.full),
         ("1f1b", 2, 4, False),
-        ("1f1b", 4, 2, True),
-        ("zb-h1", 4, 2, True),
-        ("zb-h1", 2, 4, False),
-        ("interleaved", 2, 1, True),
-        ("interleaved", 2, 4, False),
-        ("interleaved", 4, 4, True),
+        pytest.param("1f1b", 4, 2, True, marks=pytest.mark.full),
+        pytest.param("zb-h1", 4, 2, True, marks=pytest.mark.full),
+        pytest.param("zb-h1", 2, 4, False, marks=pytest.mark.full),
+        pytest.param("interleaved", 2, 1, True, marks=pytest.mark.full),
+        pytest.param("interleaved", 2, 4, False, marks=pytest.mark.full),
+        pytest.param("interleaved", 4, 4, True, marks=pytest.mark.full),
         ("zb-v", 2, 1, True),
-        ("zb-v", 2, 4, False),
-        ("zb-v", 4, 4, True),
+        pytest.param("zb-v", 2, 4, False, marks=pytest.mark.full),
+        pytest.param("zb-v", 4, 4, True, marks=pytest.mark.full),
     ],
 )
 def test_pipelines_that_hung_in_their_first_step_are_found(

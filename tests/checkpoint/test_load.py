@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from torch.nn import functional
 
@@ -229,6 +228,8 @@ def test_what_may_be_another(tiny_data: TinyData, sources, tmp_path: Path, their
 
 def test_an_import_in_another_length_and_precision(tiny_data: TinyData, tmp_path: Path, capsys) -> None:
     """The first loss is transformers' own."""
+    import transformers
+
     generator = torch.Generator().manual_seed(3)
     shape = {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**shape, intermediate_size=100, vocab_size=400, max_position_embeddings=64)

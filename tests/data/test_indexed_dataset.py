@@ -44,7 +44,7 @@ def test_reads_what_megatron_writes(tmp_path: Path):
     (tmp_path / "set.idx").write_bytes(megatron_bytes(4, [2, 1, 2, 1, 1], 4, [0, 2, 2, 4, 5]))
     (tmp_path / "set.bin").write_bytes(struct.pack("<7i", *range(7)))
     dataset = IndexedDataset(tmp_path / "set")
-    assert dataset.document_offsets[:].tolist() == [0, 3, 3, 6, 7]
+    assert dataset.offsets(0, dataset.num_documents + 1).tolist() == [0, 3, 3, 6, 7]
     assert dataset.read(0, 7).tolist() == list(range(7)) and dataset.dtype == np.int32
     assert [dataset.locate(i) for i in (0, 2, 3, 6)] == [(0, 0), (0, 2), (2, 0), (3, 0)]
 
@@ -54,8 +54,7 @@ def test_round_trip(make_dataset, dtype):
     documents = [[0, 1], [np.iinfo(dtype).max], [5] * 100]
     dataset = make_dataset(documents, dtype)
     assert (dataset.num_documents, dataset.num_tokens, dataset.dtype) == (3, 103, dtype)
-    bounds = zip(dataset.document_offsets[:-1], dataset.document_offsets[1:], strict=True)
-    assert [dataset.read(a, b).tolist() for a, b in bounds] == documents
+    assert [dataset.read(*dataset.bounds(d)).tolist() for d in range(3)] == documents
 
 
 def test_no_documents(make_dataset):
@@ -78,7 +77,7 @@ def test_document_longer_than_a_sequence(tmp_path: Path, monkeypatch: pytest.Mon
         writer.append(np.arange(4))
         writer.end_document()
     assert (tmp_path / "x.idx").read_bytes() == megatron_bytes(4, [4, 4, 2, 4], 4, [0, 3, 4])
-    assert IndexedDataset(tmp_path / "x").document_offsets[:].tolist() == [0, 10, 14]
+    assert IndexedDataset(tmp_path / "x").offsets(0, 3).tolist() == [0, 10, 14]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 17, 18])

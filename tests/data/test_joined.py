@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from megazero.base.errors import UserError
-from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.joined import JoinedDataset, open_files, shard_names
@@ -44,7 +43,7 @@ def test_shards_are_one_data_set(folder: Path) -> None:
     assert shard_names(folder) == ["a", "b"]
     dataset = open_files(folder)
     assert isinstance(dataset, JoinedDataset) and (dataset.num_documents, dataset.num_tokens) == (5, 12)
-    assert dataset.document_offsets[:].tolist() == [0, 3, 4, 6, 8, 12]
+    assert dataset.offsets(0, dataset.num_documents + 1).tolist() == [0, 3, 4, 6, 8, 12]
     for start in range(13):
         for stop in range(start, 13):
             assert dataset.read(start, stop).tolist() == list(range(1, 13))[start:stop]
@@ -63,9 +62,7 @@ def test_an_id_that_is_too_large_is_named_in_its_shard(folder: Path) -> None:
 
 def test_masks_of_some_shards(folder: Path) -> None:
     write(folder, "b", SECOND, [1, 0, 1, 0, 0, 1])
-    found = open_files(folder).mask
-    assert found is not None
-    assert found.read(4, 12).tolist() == [True, True, True, False, True, False, False, True]
+    assert open_files(folder).scored(4, 12).tolist() == [True, True, True, False, True, False, False, True]
 
 
 def test_faults_are_one_line(folder: Path, tmp_path: Path) -> None:
@@ -90,7 +87,7 @@ def test_more_shards_than_the_soft_limit_has_descriptors(tmp_path: Path) -> None
         dataset = open_files(tmp_path)
         everything = [token for each in documents for document in each for token in document]
         assert dataset.num_documents == 900 and dataset.read(0, dataset.num_tokens).tolist() == everything
-        stream = TokenStream(dataset, Everything())
+        stream = TokenStream(dataset)
         draw = np.random.default_rng(0)
         for start in draw.integers(0, dataset.num_tokens - 50, 100).tolist():
             assert stream.read(start, start + 50)[0].tolist() == everything[start : start + 50]

@@ -8,7 +8,6 @@ import torch
 
 from megazero.base.errors import UserError
 from megazero.data.batch import MicroBatch
-from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.loader import BatchLoader, validation_batches
@@ -21,7 +20,7 @@ VOCAB = 1000
 
 
 def windows_of(dataset: IndexedDataset, seq_len: int, mask_eod: bool = False, vocab: int = VOCAB) -> WindowDataset:
-    return WindowDataset(TokenStream(dataset, Everything()), seq_len, vocab, mask_eod)
+    return WindowDataset(TokenStream(dataset), seq_len, vocab, mask_eod)
 
 
 @pytest.fixture

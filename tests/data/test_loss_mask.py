@@ -19,12 +19,11 @@ HEADER = 24
 
 
 def write_mask(path: Path, scored: np.ndarray, parts: tuple[int, ...] = ()) -> str:
-    path.unlink(missing_ok=True)
-    writer = LossMaskWriter(path)
-    writer.open()
-    for part in np.split(scored, [place for place in sorted(parts) if place <= len(scored)]):
-        writer.append(part)
-    return writer.finish()
+    with path.open("wb") as file:
+        writer = LossMaskWriter(file)
+        for part in np.split(scored, [place for place in sorted(parts) if place <= len(scored)]):
+            writer.append(part)
+        return writer.finish()
 
 
 def write(prefix: Path, lengths: list[int], scored: np.ndarray | None) -> IndexedDataset:
@@ -76,27 +75,27 @@ def test_every_flipped_bit_and_every_cut_is_refused(tmp_path: Path) -> None:
 def test_a_mask_that_is_not_the_data_sets_is_refused(tmp_path: Path) -> None:
     prefix, scored = tmp_path / "web-v1.5", np.arange(9) % 2 == 0
     dataset = write(prefix, [4, 5], scored)
-    assert dataset.mask is not None and mask_path(prefix).name == "web-v1.5.mask"
-    origin = Origin("0123456789abcdef", 9, 2, 9, 9, 9, 5, dataset.mask.digest)
+    assert dataset.mask_digest is not None and mask_path(prefix).name == "web-v1.5.mask"
+    origin = Origin("0123456789abcdef", 9, 2, 9, 9, 9, 5, dataset.mask_digest)
     origin.write(prefix)
-    require_mask(read_origin(prefix), dataset.mask, prefix)
-    require_mask(None, dataset.mask, prefix)
+    require_mask(read_origin(prefix), dataset.mask_digest, prefix)
+    require_mask(None, dataset.mask_digest, prefix)
     with pytest.raises(UserError, match=r"MZ-225 .*web-v1.5.mask: is not there, but web-v1.5.json names it"):
         require_mask(read_origin(prefix), None, prefix)
     other = write(tmp_path / "other", [9], ~scored)
     with pytest.raises(UserError, match=r"MZ-225 .*has xxh3 \w+, web-v1.5.json tells of \w{16}"):
-        require_mask(read_origin(prefix), other.mask, prefix)
+        require_mask(read_origin(prefix), other.mask_digest, prefix)
     Origin("0123456789abcdef", 9, 2, 9, 9, 9, 5).write(prefix)
     with pytest.raises(UserError, match=r"web-v1.5.json tells of none"):
-        require_mask(read_origin(prefix), dataset.mask, prefix)
+        require_mask(read_origin(prefix), dataset.mask_digest, prefix)
     (tmp_path / "web-v1.5.json").write_text((tmp_path / "web-v1.5.json").read_text().replace("null", "5"))
     with pytest.raises(UserError, match=r"MZ-203 .*mask: Input should be a valid string"):
         read_origin(prefix)
 
 
 def test_what_replaces_a_data_set_takes_its_mask_away(tmp_path: Path) -> None:
-    assert write(tmp_path / "x", [3], np.ones(3, bool)).mask is not None
-    assert write(tmp_path / "x", [3], None).mask is None
+    assert write(tmp_path / "x", [3], np.ones(3, bool)).mask_digest is not None
+    assert write(tmp_path / "x", [3], None).mask_digest is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from data_tools import corpus, preprocess
-from data_tools import skipped as skipped_module
+from data_tools import counts as counts_module
 from data_tools.corpus import Reader, check_files, find_files
+from data_tools.counts import Counts
 from data_tools.encoding import Encoder
-from data_tools.skipped import Skipped
 from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizer import open_tokenizer
@@ -112,21 +112,20 @@ def test_lines_of_json_are_skipped_one_by_one(tmp_path: Path, monkeypatch: pytes
     good = [json.dumps({"text": text}).encode() for text in ("one", "two", "three", "four")]
     bad = [b"{", b'{"other": 1}', b'{"text": "\xe9"}', b'{"text": "' + b"x" * 5000 + b'"}']
     path.write_bytes(b"\n".join(line for pair in zip(good, bad, strict=True) for line in pair))
-    skipped = Skipped()
-    assert [piece.text for piece in Reader([path], skipped=skipped)] == ["one", "two", "three", "four"]
-    assert skipped.count == 4 and [line.split(": ")[0] for line in skipped.lines] == [
-        f"{path}:{n}" for n in (2, 4, 6, 8)
-    ]
+    reader = Reader([path], skip_bad=True)
+    assert [piece.text for piece in reader] == ["one", "two", "three", "four"]
+    assert reader.counts.rejected == 4
+    assert [line.split(": ")[0] for line in reader.counts.skipped] == [f"{path}:{n}" for n in (2, 4, 6, 8)]
     with pytest.raises(UserError, match="MZ-213"):
         check_files(Reader([path]), 0)
 
 
 def test_the_list_of_what_was_skipped_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skipped_module, "LISTED", 7)
-    skipped, said = Skipped(), []
+    monkeypatch.setattr(counts_module, "LISTED", 7)
+    counts, said = Counts(), []
     for number in range(20):
-        skipped.add(UserError(213, "bad", where=number))
-    skipped.tell(tmp_path / "out", said.append)
+        counts.skip(UserError(213, "bad", where=number))
+    counts.list_skipped(tmp_path / "out", said.append)
     assert len(said) == 6 and "skipped 20 in all" in said[-1]
     assert (tmp_path / "out.skipped.txt").read_text().splitlines()[-1] == "... and 13 more"
 
@@ -135,13 +134,13 @@ def test_characters_cut_by_blocks_are_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "long.txt"
     path.write_text("x" * (corpus.PIECE_BYTES - 1) + "é€𝄞" * 100_000)
     check_files(Reader([path]), 0)
-    assert "".join(piece.text for piece in Reader([path], skipped=Skipped())) == path.read_text()
+    assert "".join(piece.text for piece in Reader([path], skip_bad=True)) == path.read_text()
 
 
 TRAIN = """
-from data_tools.training import train
+from data_tools.train_tokenizer import _train
 print("begins", flush=True)
-train([f"{n * n:x} {n * 7919 % 10007:o}\\n" for n in range(400_000)], 9000)
+_train([f"{n * n:x} {n * 7919 % 10007:o}\\n" for n in range(400_000)], 9000)
 """
 
 

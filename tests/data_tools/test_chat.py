@@ -7,13 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from data_tools import preprocess
-from data_tools.chat import Chat
-from data_tools.templates import Template
-from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.origin import read_origin
 from megazero.data.tokenizer import open_tokenizer
@@ -39,9 +34,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(prefix: Path) -> list[tuple[list[int], list[bool]]]:
     """The ids of each document, and which of them are answers."""
     dataset = IndexedDataset(prefix)
-    assert dataset.mask is not None
-    bounds = zip(dataset.document_offsets[:-1].tolist(), dataset.document_offsets[1:].tolist(), strict=True)
-    return [(dataset.read(*span).tolist(), dataset.mask.read(*span).tolist()) for span in bounds]
+    assert dataset.mask_digest is not None
+    spans = map(dataset.bounds, range(dataset.num_documents))
+    return [(dataset.read(*span).tolist(), dataset.scored(*span).tolist()) for span in spans]
 
 
 def processed(folder: Path, tokenizer: Path, chats: list[Any], *more: str) -> list[tuple[list[int], list[bool]]]:
@@ -120,29 +115,6 @@ def test_names_of_special_tokens_in_a_message_are_text(tokenizer: Path, tmp_path
         assert [i for i, bit in zip(ids, scored, strict=True) if bit] == [*answer, opened.specials["<|im_end|>"]]
 
 
-JOINING = "{% for m in messages %}{{ m.content | trim + 'end|>' + m.content }}<|im_{{ m.content }}{% endfor %}"
-
-
-@given(
-    st.lists(
-        st.sampled_from(["<|im_", "end|>", "<|", "|>", " ", "a", "<|im_end|>", ">", "<", "im_end", "_"]), max_size=6
-    )
-)
-@example(["<|im_", " "])
-@example(["end|>"])
-def test_half_a_name_in_a_message_is_text(tokenizer: Path, parts: list[str]) -> None:
-    """Neither with what the template writes before it, nor behind it."""
-    specials = open_tokenizer(tokenizer).specials
-    chat = Chat(Template(JOINING, Path("x"), {}), specials, "messages")
-    content = "".join(parts)
-    messages, tools = chat._given(
-        {"messages": [{"role": "user", "content": content}]}, lambda what: UserError(213, what)
-    )
-    runs = chat._runs(chat.template.render(messages, tools, prompt=False), True)
-    assert all(run.id is None for run in runs)
-    assert "".join(run.text for run in runs) == f"{content.strip()}end|>{content}<|im_{content}"
-
-
 def test_tools_and_calls(tokenizer: Path, tmp_path: Path) -> None:
     template = "{{ tools | tojson }}" + CHATML.replace(
         "message['content']", "(message.content or message.tool_calls | tojson)"
@@ -162,7 +134,10 @@ def test_tools_and_calls(tokenizer: Path, tmp_path: Path) -> None:
     assert ids[: len(opened.encode('[{"name": "<|im_end|>"}]'))] == opened.encode('[{"name": "<|im_end|>"}]')
 
 
-def test_every_kind_of_tokenizer_and_number_of_workers(tmp_path: Path, model: Path) -> None:
+def test_every_kind_of_tokenizer_and_number_of_workers(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preprocess, "PIECE_BYTES", 1000)
     template = as_template(tmp_path, PLAIN.replace("<|im_start|>", "</s>").replace("<|im_end|>", "</s>"))
     for tokenizer, name in ((model, "</s>"), ("bytes", "<eod>")):
         own = as_template(tmp_path, Path(template).read_text().replace("</s>", name))
@@ -208,7 +183,7 @@ def test_what_is_counted(tokenizer: Path, tmp_path: Path, capsys) -> None:
     line = ["--input", str(tmp_path / "chats.jsonl"), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "out")]
     assert preprocess.main(line) == 0
     dataset, origin = IndexedDataset(tmp_path / "out"), read_origin(tmp_path / "out")
-    assert dataset.mask is None and origin is not None and origin.mask is None
+    assert dataset.mask_digest is None and origin is not None and origin.mask is None
 
 
 def nested(depth: int) -> Any:
@@ -233,19 +208,20 @@ RECORDS = [
 ]
 
 
-@pytest.mark.parametrize(("record", "what"), RECORDS, ids=[what for _, what in RECORDS])
-def test_a_bad_record_is_one_line(tokenizer: Path, tmp_path: Path, record: Any, what: str, capsys) -> None:
+def test_a_bad_record_is_one_line(tokenizer: Path, tmp_path: Path, capsys) -> None:
     path = write_chats(tmp_path / "x.jsonl", CHATS)
     with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.writelines(json.dumps(record) + "\n" for record, _ in RECORDS)
     line = ["--input", str(path), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "out"), "--chat"]
     assert preprocess.main(line) == 1
     said = capsys.readouterr().err
-    assert said.startswith(f"MZ-213 {path}:5: ") and what in said and said.count("\n") == 1 and len(said) <= 301
-    assert not list(tmp_path.glob("out*"))
+    assert said.startswith(f"MZ-213 {path}:5: ") and RECORDS[0][1] in said and said.count("\n") == 1
+    assert len(said) <= 301 and not list(tmp_path.glob("out*"))
     assert preprocess.main([*line, "--skip-bad"]) == 0
-    assert len(made(tmp_path / "out")) == len(CHATS) and "1 skipped as bad" in capsys.readouterr().out
-    assert f"{path}:5: " in (tmp_path / "out.skipped.txt").read_text()
+    assert len(made(tmp_path / "out")) == len(CHATS) and "11 skipped as bad" in capsys.readouterr().out
+    listed = (tmp_path / "out.skipped.txt").read_text().splitlines()
+    for number, (found, (_, what)) in enumerate(zip(listed, RECORDS, strict=True), start=5):
+        assert found.startswith(f"{path}:{number}: ") and what in found
 
 
 UNSUITED = [
@@ -312,7 +288,7 @@ def test_templates_that_are_not_there(tokenizer: Path, tmp_path: Path, capsys) -
     assert "no template: No such file" in refused(226, str(tokenizer), "--chat", "gone.jinja")
     assert "there is no chat_template.jinja next to it" in refused(226, "bytes", "--chat")
     (tmp_path / "latin.jinja").write_bytes(b"\xff")
-    assert "is not UTF-8" in refused(226, str(tokenizer), "--chat", str(tmp_path / "latin.jinja"))
+    assert "no template: not UTF-8" in refused(226, str(tokenizer), "--chat", str(tmp_path / "latin.jinja"))
     assert "got a folder" in refused(226, str(tokenizer), "--chat", str(tmp_path))
     assert "--chat takes one --field" in refused(190, str(tokenizer), "--chat", "--field", "a", "b")
     (tmp_path / "x.txt").write_text("x")
@@ -364,8 +340,8 @@ def test_merge_joins_masks(tokenizer: Path, tmp_path: Path, command) -> None:
     assert command("merge", "first", "out", "text", "--output", "all").returncode == 0
     *chats, (ids, scored) = made(tmp_path / "all")
     assert chats == first + second and all(scored) and len(ids) > 3
-    origin, mask = read_origin(tmp_path / "all"), IndexedDataset(tmp_path / "all").mask
-    assert origin is not None and mask is not None and origin.mask == mask.digest
+    origin, mask = read_origin(tmp_path / "all"), IndexedDataset(tmp_path / "all").mask_digest
+    assert origin is not None and mask is not None and origin.mask == mask
     assert not list(tmp_path.glob("*.tmp-*"))
     assert command("merge", "text", "--output", "all").returncode == 0
-    assert IndexedDataset(tmp_path / "all").mask is None
+    assert IndexedDataset(tmp_path / "all").mask_digest is None

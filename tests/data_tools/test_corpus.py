@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from data_tools import corpus
 from data_tools.corpus import Reader, find_files
-from data_tools.skipped import Skipped
 from megazero.base.errors import UserError
 
 LETTERS = st.sampled_from(["a", "é", "中", "😀", "\n", "\r\n", "\n\n", "\u2581", "\0", " "])
@@ -47,9 +46,10 @@ def test_text_files_come_whole_in_small_pieces(tmp_path: Path, small_pieces: int
         file.write_bytes(text.encode())
     assert documents(files) == texts
     for file, text in zip(files, texts, strict=True):
-        pieces = list(Reader([file]))
+        reader = Reader([file])
+        pieces = list(reader)
         assert all(len(piece.text) <= small_pieces for piece in pieces)
-        assert sum(piece.bytes_read for piece in pieces) == len(text.encode())
+        assert reader.bytes_read == len(text.encode())
         assert all(a.cut != a.text.endswith("\n") for a, b in pairwise(pieces))
         assert all(8 < len(a.text) <= 24 and "\n" not in a.text for a in pieces if a.cut)
 
@@ -71,7 +71,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str, skip: bool):
     content = json.dumps({"text": text}, ensure_ascii=False) if "jsonl" in name else text
     data = codecs.BOM_UTF8 + content.encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    reader = Reader([tmp_path / name], skipped=Skipped() if skip else None, known=set() if skip else None)
+    reader = Reader([tmp_path / name], skip_bad=skip, known=set() if skip else None)
     assert [piece.text for piece in reader] == [text]
 
 

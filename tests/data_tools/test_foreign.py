@@ -3,13 +3,13 @@
 import io
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from data_tools.foreign import Vocabulary, is_foreign, open_foreign
+from data_tools.foreign import is_foreign, open_foreign
 from megazero.base.errors import LINE_LIMIT, UserError
-from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.token_dataset import TokenDataset
@@ -18,7 +18,7 @@ from tests.data.test_indexed_dataset import megatron_bytes
 EOD = 9
 TEXT = [1, 2, 3, EOD, 4, EOD, 5, 6, 7, 8, EOD]
 ENDS = [4, 6, 11]
-IDS = Vocabulary(300, EOD)
+IDS = SimpleNamespace(vocab_size=300, eod=EOD)
 NUMPY = b"\x93NUMPY\x01\x00"
 
 
@@ -62,11 +62,11 @@ def written(folder: Path, files: dict[str, bytes]) -> Path:
     return folder / ("x" if "x.idx" in files else next(iter(files)))
 
 
-def opened(path: Path, ids: Vocabulary | None = IDS) -> TokenDataset:
+def opened(path: Path, ids: SimpleNamespace | None = IDS) -> TokenDataset:
     return open_foreign(path, ids) if is_foreign(path) else IndexedDataset(path)
 
 
-def refusal(path: Path, ids: Vocabulary | None = IDS) -> UserError:
+def refusal(path: Path, ids: SimpleNamespace | None = IDS) -> UserError:
     with pytest.raises(UserError) as caught:
         opened(path, ids)
     line = str(caught.value)
@@ -77,19 +77,18 @@ def refusal(path: Path, ids: Vocabulary | None = IDS) -> UserError:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_the_same_tokens_and_documents(tmp_path: Path, kind: str) -> None:
     dataset = opened(written(tmp_path, KINDS[kind]))
-    assert (dataset.num_documents, dataset.num_tokens, dataset.mask) == (3, 11, None)
-    assert dataset.document_offsets[:].tolist() == [0, *ENDS]
+    assert (dataset.num_documents, dataset.num_tokens, dataset.mask_digest) == (3, 11, None)
+    assert dataset.offsets(0, dataset.num_documents + 1).tolist() == [0, *ENDS]
     assert dataset.read(0, 11).tolist() == TEXT and dataset.read(3, 5).tolist() == TEXT[3:5]
     assert [dataset.locate(token) for token in (0, 3, 4, 10)] == [(0, 0), (0, 3), (1, 0), (2, 4)]
-    stream = TokenStream(dataset, Everything())
+    stream = TokenStream(dataset)
     assert stream.parts(2, 8) == [(0, 2, 2), (1, 0, 2), (2, 0, 2)]
 
 
 def test_digests_say_what_is_read_not_how_it_lies(tmp_path: Path) -> None:
     """A run goes on with the same text from files of another kind."""
     found = {
-        TokenStream(opened(written(tmp_path / kind.replace(",", ""), files)), Everything()).digest()
-        for kind, files in KINDS.items()
+        TokenStream(opened(written(tmp_path / kind.replace(",", ""), files))).digest() for kind, files in KINDS.items()
     }
     assert len(found) == 1
 
@@ -98,31 +97,31 @@ def test_losses_of_datatrove_are_a_mask(tmp_path: Path) -> None:
     scored = [1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1]
     files = KINDS["datatrove, 16 bits"] | {"x.ds.loss": bytes(scored)}
     dataset = opened(written(tmp_path, files))
-    assert dataset.mask is not None and dataset.mask.read(1, 9).tolist() == [bool(s) for s in scored[1:9]]
-    stream = TokenStream(dataset, Everything())
+    assert dataset.mask_digest is not None and dataset.scored(1, 9).tolist() == [bool(s) for s in scored[1:9]]
+    stream = TokenStream(dataset)
     found = stream.scored(4, 9)
-    assert found is not None and found.tolist() == [bool(s) for s in scored[4:9]]
+    assert found.tolist() == [bool(s) for s in scored[4:9]]
     (tmp_path / "x.ds.loss").write_bytes(bytes(reversed(scored)))
-    assert TokenStream(opened(tmp_path / "x.ds"), Everything()).digest() != stream.digest()
+    assert TokenStream(opened(tmp_path / "x.ds")).digest() != stream.digest()
 
 
 def test_documents_of_several_sequences_and_none(tmp_path: Path) -> None:
     index = megatron_bytes(8, [2, 2, 2, 3, 2], 2, [0, 2, 2, 3, 5]) + bytes(5)
     dataset = opened(written(tmp_path, {"x.bin": packed("H", TEXT), "x.idx": index}))
-    assert dataset.document_offsets[:].tolist() == [0, 4, 4, 6, 11]
+    assert dataset.offsets(0, dataset.num_documents + 1).tolist() == [0, 4, 4, 6, 11]
     assert [dataset.locate(token)[0] for token in (3, 4, 6)] == [0, 2, 3]
 
 
 @pytest.mark.parametrize("vocab", [200, 257, 65536, 65537, 2**31])
 def test_the_type_of_raw_ids_follows_from_the_vocabulary(tmp_path: Path, vocab: int) -> None:
     kind = "B" if vocab <= 256 else "H" if vocab <= 65536 else "I"
-    dataset = opened(written(tmp_path, {"x.npy": packed(kind, TEXT)}), Vocabulary(vocab, EOD))
+    dataset = opened(written(tmp_path, {"x.npy": packed(kind, TEXT)}), SimpleNamespace(vocab_size=vocab, eod=EOD))
     assert dataset.read(0, 11).tolist() == TEXT
 
 
 def test_text_behind_the_last_end_is_a_document(tmp_path: Path) -> None:
     dataset = opened(written(tmp_path, {"x.npy": packed("H", [*TEXT, 3, 3])}))
-    assert dataset.document_offsets[:].tolist() == [0, *ENDS, 13]
+    assert dataset.offsets(0, dataset.num_documents + 1).tolist() == [0, *ENDS, 13]
     assert opened(written(tmp_path, {"x.npy": packed("H", [1, 2, 3])})).num_documents == 1
     assert opened(written(tmp_path, {"x.npy": b""})).num_documents == 0
 
@@ -178,7 +177,8 @@ def test_every_flipped_bit_of_an_index_is_refused(tmp_path: Path) -> None:
             damaged[bit // 8] ^= 1 << bit % 8
             (tmp_path / name / name).write_bytes(damaged)
             try:
-                found = opened(path).document_offsets[:].tolist()
+                dataset = opened(path)
+                found = dataset.offsets(0, dataset.num_documents + 1).tolist()
             except UserError as error:
                 assert error.code in (202, 203, 204)
             else:
@@ -198,7 +198,7 @@ def test_half_of_a_pair_and_what_is_not_there(tmp_path: Path) -> None:
     assert error.code == 201 and f"give the prefix {prefix}" in str(error)
     for name in ("no.npy", "no.ds", "no.bin", "no"):
         assert refusal(tmp_path / name).code == 201
-    error = refusal(written(tmp_path / "large", KINDS["nanoGPT"]), Vocabulary(100_000, EOD))
+    error = refusal(written(tmp_path / "large", KINDS["nanoGPT"]), SimpleNamespace(vocab_size=100_000, eod=EOD))
     assert error.code == 223 and "tokenizer of 100,000 ids" in str(error)
 
 

@@ -16,7 +16,6 @@ from data_tools import corpus, tables
 from data_tools.corpus import Reader, find_files
 from data_tools.places import Part
 from data_tools.selection import Condition, Select
-from data_tools.skipped import Skipped
 from megazero.base.errors import UserError
 
 RECORDS = [
@@ -80,8 +79,8 @@ def test_compressed_text_is_one_document(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "x.txt.gz").write_bytes(gzip.compress(text.encode()))
     (tmp_path / "x.md.zst").write_bytes(zstandard.compress(text.encode()))
     for name in ("x.txt.gz", "x.md.zst"):
-        for skipped in (None, Skipped()):
-            assert texts(Reader([tmp_path / name], skipped=skipped)) == [text]
+        for skip_bad in (False, True):
+            assert texts(Reader([tmp_path / name], skip_bad=skip_bad)) == [text]
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -93,10 +92,10 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, name: str, damage: str, skip
         path.write_bytes(gzip.compress(jsonl(RECORDS)))
     data = path.read_bytes()
     path.write_bytes(data[: len(data) * 2 // 3] if damage == "cut off" else b"\0\1\2\3" * (len(data) // 4))
-    skipped = Skipped()
     if skip:
-        found = texts(Reader([path, tmp_path / "a.jsonl"], skipped=skipped))
-        assert found[-9:] == TEXTS and found[:-9] == TEXTS[: len(found) - 9] and skipped.count == 1
+        reader = Reader([path, tmp_path / "a.jsonl"], skip_bad=True)
+        found = texts(reader)
+        assert found[-9:] == TEXTS and found[:-9] == TEXTS[: len(found) - 9] and reader.counts.rejected == 1
         return
     with pytest.raises(UserError) as caught:
         texts(Reader([path]))
@@ -190,6 +189,6 @@ def test_parts_are_the_whole(tmp_path: Path, of: int) -> None:
 def test_a_package_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = {path.suffix: path for path in every_kind(tmp_path)}
     monkeypatch.setattr("megazero.data.tokenizers.common.find_spec", lambda name: None)
-    for suffix, package in ((".zst", "zstandard"), (".parquet", "pyarrow"), (".arrow", "pyarrow")):
+    for suffix, package in ((".zst", "pyarrow"), (".parquet", "pyarrow"), (".arrow", "pyarrow")):
         with pytest.raises(UserError, match=f"MZ-162.*the package {package} is not installed"):
             texts(Reader([paths[suffix]]))

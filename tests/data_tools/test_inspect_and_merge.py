@@ -103,7 +103,7 @@ def test_merge_copies_block_by_block_and_may_replace_an_input(tmp_path: Path, mo
     assert merge.main([str(tmp_path / "x"), str(tmp_path / "x"), "--output", str(tmp_path / "x")]) == 0
     dataset = IndexedDataset(tmp_path / "x")
     assert dataset.read(0, dataset.num_tokens).tolist() == [*range(10), 1, 2, 3, 4] * 2
-    assert dataset.document_offsets[:].tolist() == [0, 10, 11, 14, 24, 25, 28]
+    assert dataset.offsets(0, dataset.num_documents + 1).tolist() == [0, 10, 11, 14, 24, 25, 28]
 
 
 def test_merge_refuses(fails, tmp_path: Path):

@@ -29,8 +29,8 @@ REPOSITORY = Path(__file__).parent.parent.parent
 def texts_of(prefix: Path, tokenizer: Tokenizer) -> list[str]:
     """Documents of a data set, decoded; each ends with the end-of-document id, once."""
     dataset, texts = IndexedDataset(prefix), []
-    for start, stop in zip(dataset.document_offsets[:-1], dataset.document_offsets[1:], strict=True):
-        *ids, last = dataset.read(start, stop).tolist()
+    for document in range(dataset.num_documents):
+        *ids, last = dataset.read(*dataset.bounds(document)).tolist()
         assert last == tokenizer.eod and tokenizer.eod not in ids
         texts.append(tokenizer.decode(ids))
     return texts
@@ -98,7 +98,9 @@ def test_a_tokenizer_whose_library_panics_is_one_line(command, tmp_path: Path, w
     ranks = write_ranks(tmp_path / "x.tiktoken")
     told = json.loads((tmp_path / "x.tiktoken.json").read_text()) | {"pattern": rf"(?:a|a)*b(?<=x)|{GPT2}"}
     (tmp_path / "x.tiktoken.json").write_text(json.dumps(told))
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("good", "a" * 60 + "b")))
+    (tmp_path / "x.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("good " * 60_000, "a" * 60 + "b"))
+    )
     line = ("--input", "x.jsonl", "--tokenizer", ranks, "--output", "out", "--workers", workers)
     result = command("preprocess", *line)
     ours = [line for line in result.stderr.splitlines() if "MZ-" in line or "Traceback" in line]
@@ -140,7 +142,7 @@ def wait_for_tokens(tmp_path: Path) -> None:
 
 def children_of(pid: int) -> list[int]:
     """Its worker processes."""
-    return [p for p in children(pid) if b"spawn_main" in command_line(p)]
+    return [p for p in children(pid) if b"encoding.py" in command_line(p)]
 
 
 def command_line(pid: int) -> bytes:
@@ -223,6 +225,7 @@ def test_interrupt_is_one_line(tmp_path: Path, model: Path, early: bool):
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.full  # the writer's own test is in the quick half
 def test_refused_write_is_one_line(tmp_path: Path, model: Path):
     """The operating system itself refuses: a limit on the size of the files that the command writes."""
     with start(tmp_path, model, LONG[:4_000_000], limit=500_000) as child:

@@ -1,4 +1,4 @@
-"""Tables that expand, are damaged or hold bytes: one line, and text where it is text."""
+"""Tables that are damaged or hold bytes: one line, and text where it is text."""
 
 import random
 from pathlib import Path
@@ -7,13 +7,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data_tools import preprocess, tables
+from data_tools import preprocess
 from data_tools.corpus import Reader
 from data_tools.selection import Condition, Select
-from data_tools.skipped import Skipped
 from megazero.base.errors import UserError
-
-MIB = 1 << 20
 
 
 def write(path: Path, texts: object, **options: object) -> Path:
@@ -21,34 +18,6 @@ def write(path: Path, texts: object, **options: object) -> Path:
     given = {"compression": "zstd", "write_statistics": False, "store_schema": False, **options}
     pyarrow.parquet.write_table(table, path, **given)
     return path
-
-
-def write_repeated(path: Path, rows: int, size: int = MIB, **options: object) -> Path:
-    """A text, stored once, in every row."""
-    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), ["x" * size])
-    return write(path, texts, dictionary_pagesize_limit=2 * MIB, **options)
-
-
-def refused(path: Path) -> str:
-    with pytest.raises(UserError) as caught:
-        for _ in Reader([path]):
-            pass
-    assert caught.value.code == 211 and "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("store_schema", [False, True], ids=["strings", "dictionary"])
-def test_a_table_that_expands_to_more_than_text_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store_schema: bool
-) -> None:
-    path = write_repeated(tmp_path / "x.parquet", 40, store_schema=store_schema)
-    assert sum(len(piece.text) for piece in Reader([path])) == 40 * MIB
-    monkeypatch.setattr(tables, "_SMALL", 30 * MIB)
-    assert "x.parquet: cannot be read: expands to more than 31,457,280 characters of text; check" in refused(path)
-    skipped = Skipped()
-    (tmp_path / "y.txt").write_text("y")
-    texts = [piece.text for piece in Reader([path, tmp_path / "y.txt"], skipped=skipped)]
-    assert skipped.count == 1 and texts[-1] == "y"
 
 
 @pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view()], ids=str)
@@ -68,9 +37,11 @@ def test_bytes_that_are_utf8_are_text(tmp_path: Path, kind: pyarrow.DataType, su
         with pyarrow.ipc.new_file(str(path), table.schema) as writer:
             writer.write_table(table)
     for field in ("text", "meta.body"):
-        select, skipped = Select((field,), (Condition.parse("lang=en"),)), Skipped()
-        assert [piece.text for piece in Reader([path], select, skipped)] == ["one \u00e9", "three"]
-        assert skipped.count == 1 and "row 2: cannot be read: 'utf-8' codec can't decode byte 0xff" in skipped.lines[0]
+        select = Select((field,), (Condition.parse("lang=en"),))
+        reader = Reader([path], select, skip_bad=True)
+        assert [piece.text for piece in reader] == ["one \u00e9", "three"]
+        assert reader.counts.rejected == 1
+        assert "row 2: cannot be read: 'utf-8' codec can't decode byte 0xff" in reader.counts.skipped[0]
         with pytest.raises(UserError, match=r"MZ-213 .*, row 2: cannot be read: 'utf-8' codec"):
             list(Reader([path], select))
 
@@ -97,7 +68,7 @@ def test_damage_is_one_line_or_harmless(tmp_path: Path) -> None:
         data[rng.randrange(len(data))] = rng.randrange(256)
         path.write_bytes(data)
         try:
-            for _ in Reader([path], skipped=Skipped()):
+            for _ in Reader([path], skip_bad=True):
                 pass
             list(Reader([path]))
         except UserError as error:

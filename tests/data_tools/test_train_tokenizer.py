@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_tools import train_tokenizer
-from data_tools.selection import Select
+from data_tools.corpus import Reader
 from megazero.data.tokenizer import open_tokenizer
 
 SOURCE = Path(sysconfig.get_path("stdlib"), "argparse.py")
@@ -50,7 +50,7 @@ def test_a_large_corpus_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(train_tokenizer, "SAMPLE_BYTES", 40_000)
     lines = [f'{{"text": "{i:06} {"x" * 92}"}}\n' for i in range(4000)]
     (tmp_path / "x.jsonl").write_text("".join(lines))
-    sample = train_tokenizer._sample([tmp_path / "x.jsonl"], Select())
+    sample = train_tokenizer._sample(Reader([tmp_path / "x.jsonl"]), (tmp_path / "x.jsonl").stat().st_size)
     numbers = [int(text[:6]) for text in sample]
     assert sum(map(len, sample)) <= 41_000 and len(sample) > 300
     assert max(b - a for a, b in pairwise(numbers)) <= 12 and numbers[-1] > 3980

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from data_tools import merge, preprocess
+from data_tools.counts import Counts
 from data_tools.encoding import Encoder
-from data_tools.unfinished import Counts, Unfinished
+from data_tools.unfinished import Unfinished
 from megazero.data.origin import read_origin
 
 NAMES = (".bin", ".idx", ".json", ".mask", ".skipped.txt")

@@ -54,7 +54,7 @@ def encoded(folder: Path, tokenizer: Path, *inputs: Path) -> list[list[int]]:
     line = ["--tokenizer", tokenizer, "--workers", 1, "--output", folder / "out", "--input", *inputs]
     assert preprocess.main([*map(str, line)]) == 0
     dataset, eod = IndexedDataset(folder / "out"), open_tokenizer(tokenizer).eod
-    ends = dataset.document_offsets[:].tolist()
+    ends = dataset.offsets(0, dataset.num_documents + 1).tolist()
     found = [dataset.read(start, stop).tolist() for start, stop in pairwise(ends)]
     assert all(ids[-1] == eod for ids in found)
     return [ids[:-1] for ids in found]

@@ -20,6 +20,8 @@ from tests.tiny_run import ROOT, TinyData
 
 assert before and checkpoints and running, "their rows, in this order"
 
+SLOW = ("a rank stopped", "a rank that leaves", "one rank's disk full")  # the launcher's own tests have them too
+
 
 def row(fault: Fault) -> str:
     mark = "``" if "`" in fault.line else "`"
@@ -38,7 +40,11 @@ def saved(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, marks=[pytest.mark.full] * (fault.what in SLOW)) for fault in FAULTS],
+    ids=[fault.what.replace(" ", "-") for fault in FAULTS],
+)
 def test_one_line_says_it(fault: Fault, saved: Path, tiny_data: TinyData, tmp_path: Path, monkeypatch, capfd) -> None:
     site = Site(tmp_path, tiny_data, monkeypatch)
     shutil.copytree(saved, site.run)

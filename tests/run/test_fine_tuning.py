@@ -78,12 +78,12 @@ def _given(option: str) -> str:
 def their_loss(tuning: Tuning, documents: list[int]) -> tuple[float, int]:
     """The loss of some conversations, each for itself, over the tokens of answers, and the number of those."""
     dataset, nats, count = IndexedDataset(tuning.data), 0.0, 0
-    assert dataset.mask is not None
+    assert dataset.mask_digest is not None
     for document in documents:
-        start, stop = dataset.document_offsets[document : document + 2].tolist()
+        start, stop = dataset.bounds(document)
         stop = min(stop, start + SEQUENCE)
         ids = torch.from_numpy(dataset.read(start, stop).astype(np.int64))[None]
-        scored = torch.from_numpy(dataset.mask.read(start, stop))[None]
+        scored = torch.from_numpy(dataset.scored(start, stop))[None]
         labels = torch.where(scored, ids, -100)
         with torch.no_grad():
             if scored.any():

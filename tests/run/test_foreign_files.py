@@ -7,7 +7,6 @@ import pytest
 
 from data_tools import merge
 from megazero.__main__ import main
-from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDataset
 from tests.tiny_run import TinyData, all_tokens
@@ -17,7 +16,7 @@ from tests.tiny_run import TinyData, all_tokens
 def others(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The tiny data set as other projects have it."""
     folder = tmp_path_factory.mktemp("others")
-    tokens, ends = all_tokens(tiny_data.train), IndexedDataset(tiny_data.train).document_offsets[1:]
+    tokens, ends = all_tokens(tiny_data.train), IndexedDataset(tiny_data.train).offsets(1, 2**40)
     paths = {name: folder / name for name in ("web.ds", "web.npy", "web.bin")}
     for path in paths.values():
         path.write_bytes(tokens.astype("<u2").tobytes())
@@ -33,7 +32,7 @@ def merged(path: Path, output: Path, *words: str) -> int:
 def test_a_copy_in_our_format_is_the_same_text(tiny_data: TinyData, others, tmp_path: Path, kind: str) -> None:
     """Its digest, by which a run goes on, is that of the pair; so its samples are."""
     assert merged(others[kind], tmp_path / "x", "--tokenizer", str(tiny_data.tokenizer)) == 0
-    streams = [TokenStream(IndexedDataset(path), Everything()) for path in (tiny_data.train, tmp_path / "x")]
+    streams = [TokenStream(IndexedDataset(path)) for path in (tiny_data.train, tmp_path / "x")]
     assert streams[0].digest() == streams[1].digest()
     assert np.array_equal(all_tokens(tmp_path / "x"), all_tokens(tiny_data.train))
 

@@ -43,7 +43,7 @@ def seen(tiny_data: TinyData, folder: Path, mixed: tuple[str, ...], ranks: int, 
                     found[id_] = [(chosen.name, *place) for place in text]
                     assert batch.tokens_SB[:, b].tolist() == [
                         int(chosen.windows.stream.dataset.read(at, at + 1)[0])
-                        for at in (int(chosen.windows.stream.dataset.document_offsets[d]) + o for d, o in text)
+                        for at in (chosen.windows.stream.dataset.bounds(d)[0] + o for d, o in text)
                     ]
         loader.close()
     return found

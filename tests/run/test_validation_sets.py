@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from megazero.base.errors import UserError
-from megazero.data.choice import Everything
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megazero.data.overlap import SHORTEST, Shared, shared_document
+from megazero.data.overlap import SHORTEST, shared_document
 from megazero.observe.jsonl import read_rows
 from megazero.observe.plot import draw_loss
 from megazero.tools.training.launch import launch
@@ -25,7 +24,7 @@ def written(path: Path, documents: list[list[int]]) -> TokenStream:
             writer.append(np.array(document))
             writer.end_document()
     dataset = IndexedDataset(path)
-    return TokenStream(dataset, Everything())
+    return TokenStream(dataset)
 
 
 def document(first: int, length: int = 80) -> list[int]:
@@ -62,8 +61,8 @@ def test_each_set_has_its_own_metrics(tiny_data: TinyData, tmp_path: Path, capsy
 
 def test_a_document_that_is_trained_on_is_refused(tiny_data: TinyData, tmp_path: Path) -> None:
     whole = IndexedDataset(tiny_data.train)
-    number = int(np.argmax(np.diff(whole.document_offsets[:])))
-    bounds = whole.document_offsets[number : number + 2].tolist()
+    number = int(np.argmax(np.diff(whole.offsets(0, whole.num_documents + 1))))
+    bounds = whole.bounds(number)
     written(tmp_path / "copy", [document(5), whole.read(*bounds).tolist(), document(6)])
     options = ("data.valid=null", f"data.validation=[{{path: {tmp_path / 'copy'}}}]")
     with pytest.raises(UserError, match=rf"MZ-220 .*document 1 of validation set copy .* it is document {number:,} of"):
@@ -75,12 +74,12 @@ def test_shared_documents(tmp_path: Path) -> None:
     short, near = document(3, SHORTEST - 1), [*document(4)[:-1], 7]
     training = written(tmp_path / "a", [document(d) for d in range(40)] + [short, document(4, 81)])
     for documents, expected in [
-        ([document(50), document(17)], Shared(17, 1)),
+        ([document(50), document(17)], (17, 1)),
         ([document(50), short], None),
         ([near], None),
-        ([document(4, 81), [*document(4)[:70], *document(5)[:11]]], Shared(41, 0)),
+        ([document(4, 81), [*document(4)[:70], *document(5)[:11]]], (41, 0)),
         ([document(4, 82)], None),
-        ([document(4, 81)], Shared(41, 0)),
+        ([document(4, 81)], (41, 0)),
     ]:
         assert shared_document(training, written(tmp_path / "b", documents)) == expected
 
@@ -88,4 +87,4 @@ def test_shared_documents(tmp_path: Path) -> None:
 def test_only_chosen_documents_count(tmp_path: Path) -> None:
     whole = written(tmp_path / "a", [document(d) for d in range(10)]).dataset
     even, odd = (TokenStream(whole, Chosen(np.arange(first, 10, 2))) for first in (0, 1))
-    assert shared_document(even, odd) is None and shared_document(odd, odd) == Shared(1, 1)
+    assert shared_document(even, odd) is None and shared_document(odd, odd) == (1, 1)

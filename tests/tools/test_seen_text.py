@@ -19,10 +19,10 @@ from tests.tiny_run import TinyData
 
 @pytest.fixture(scope="module")
 def run(tiny_data: TinyData, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run of 40 steps on three sources, of which it goes through some more than once."""
+    """A run of 20 steps on three sources, of which it goes through some more than once."""
     folder = RunFolder(tmp_path_factory.mktemp("seen") / "run")
     mixed = options(cut(tiny_data, tmp_path_factory.mktemp("sources")))
-    config = tiny_data.load(folder.path, *mixed, "run.steps=40", "batch.global=12", "model.layers=1", "data.valid=0.2")
+    config = tiny_data.load(folder.path, *mixed, "run.steps=20", "batch.global=24", "model.layers=1", "data.valid=0.2")
     assert launch(config, "small", 1) == 0
     return folder
 
@@ -35,10 +35,10 @@ def asked(capsys: pytest.CaptureFixture[str], folder: RunFolder, *words: str) ->
     return json.loads(out)
 
 
-@pytest.mark.parametrize("step", [1, 17, 40])
+@pytest.mark.parametrize("step", [1, 9, 20])
 def test_a_step_is_what_the_loader_reads(run: RunFolder, tiny_data: TinyData, step: int, capsys) -> None:
     config = load(str(run.config))
-    loader = BatchLoader(open_data(config).mixture, global_batch=12, micro_batch=2)
+    loader = BatchLoader(open_data(config).mixture, global_batch=24, micro_batch=2)
     tokenizer = open_tokenizer(tiny_data.tokenizer)
     found = asked(capsys, run, "--step", str(step))
     for batch in loader.step(step - 1):
@@ -51,13 +51,13 @@ def test_a_step_is_what_the_loader_reads(run: RunFolder, tiny_data: TinyData, st
                 assert part["source"] in ("first", "second", "third")
                 at += part["tokens"]
     loader.close()
-    assert list(dict.fromkeys(part["sample"] for part in found)) == list(range(12 * step - 12, 12 * step))
+    assert list(dict.fromkeys(part["sample"] for part in found)) == list(range(24 * step - 24, 24 * step))
     assert asked(capsys, run, "--step", str(step), "--rank", "0") == found
 
 
 def test_the_way_back_finds_every_sight_of_a_document(run: RunFolder, capsys) -> None:
     sights: dict[tuple[str, int], list[dict]] = {}
-    for step in range(1, 41):
+    for step in range(1, 21):
         for part in asked(capsys, run, "--step", str(step)):
             del part["text"]
             sights.setdefault((part["source"], part["document"]), []).append({"step": step} | part)
@@ -71,13 +71,13 @@ def test_text_for_people(run: RunFolder, capsys) -> None:
     capsys.readouterr()
     assert main(["data", "--run", str(run.path), "--step", "3"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["sample", "source", "document", "offset", "tokens"] and rows[0].split()[0] == "24"
+    assert head.split() == ["sample", "source", "document", "offset", "tokens"] and rows[0].split()[0] == "48"
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--step", "41"], "MZ-100 data: --step 41: the run has 40 steps"),
+        (["--step", "21"], "MZ-100 data: --step 21: the run has 20 steps"),
         (["--step", "1", "--document", "1"], "MZ-100 data: expected either --step or --document"),
         ([], "MZ-100 data: expected either --step or --document"),
         (["--step", "1", "--rank", "1"], "MZ-100 data: --rank 1: the run has 1 ranks"),
@@ -119,4 +119,4 @@ def test_a_rank_of_a_grid(run: RunFolder, tmp_path: Path, capsys, monkeypatch) -
     ranks = [asked(capsys, run, "--step", "5", "--rank", str(rank)) for rank in range(12)]
     assert ranks[0] == ranks[1] == ranks[6] != ranks[2]
     assert sorted(part["sample"] for rank in (0, 2, 4) for part in ranks[rank]) == [part["sample"] for part in whole]
-    assert ranks[2][0]["sample"] == 48 + 2, "of 12 sequences, two a micro-batch"
+    assert ranks[2][0]["sample"] == 96 + 2, "of 24 sequences, two a micro-batch"

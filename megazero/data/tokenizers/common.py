@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # next t
 BESIDE_BYTES = 4 << 20  # of each of these
 MOST_IDS = 1 << 24  # a table of this many sizes is made, however few ids the file really has
 SPACE_MARK = "\u2581"  # SentencePiece's picture of a space inside pieces
+_IN_USE = ("its library fails", "repair the tokenizer, or leave that text out")
 # All that a lossy tokenizer is known to change: spaces, line ends, the mark, what Unicode's normal forms compose.
 _PROBE = "  a\r\n\tB  \u2581 \u00e9\u4e2d\U0001f600\x00 e\u0301 \ufb01 <s> C "
 
@@ -59,7 +60,7 @@ class Tokenizer(ABC):
         except UnicodeEncodeError as error:
             what = f"character {error.start:,} of a text is half a surrogate pair, not a character"
             raise UserError(212, what, "give text that UTF-8 can hold") from error
-        with in_use(self.path):
+        with guarded(self.path, *_IN_USE):
             return self._encode(text)
 
     def decode(self, ids: list[int]) -> str:
@@ -68,7 +69,7 @@ class Tokenizer(ABC):
         Raises:
             UserError: 209, the library fails over the ids.
         """
-        with in_use(self.path):
+        with guarded(self.path, *_IN_USE):
             return self._decode(ids)
 
     def token_bytes(self) -> np.ndarray:
@@ -109,11 +110,6 @@ def guarded(path: Path, what: str, do: str) -> Iterator[None]:
             raise  # a signal that ends the process
         said = " ".join(str(error).split())[:120] or type(error).__name__
         raise UserError(209, f"{what}: {said}", do, where=path) from error
-
-
-def in_use(path: Path) -> AbstractContextManager[None]:
-    """Guard a library at work on text or ids."""
-    return guarded(path, "its library fails", "repair the tokenizer, or leave that text out")
 
 
 def read_tokenizer(path: Path) -> bytes:

@@ -64,7 +64,7 @@ class JsonFile(Tokenizer):
         roles = self._roles(beside, special, vocabulary)
         self.bos, self.eod = (vocabulary[roles[role]] for role in ("bos_token", "eos_token"))
         self.specials = special | {name: vocabulary[name] for role, name in roles.items() if role != "unk_token"}
-        by_bytes = _has(described.get("decoder"), "ByteLevel")
+        by_bytes = '"ByteLevel"' in json.dumps(described.get("decoder"))  # it, or one of a sequence
         self._sizes = np.zeros(self.vocab_size, np.int64)
         for token, i in vocabulary.items():
             if token not in special:
@@ -94,12 +94,10 @@ class JsonFile(Tokenizer):
 
     def _roles(self, told: dict[str, Any], special: dict[str, int], vocabulary: dict[str, int]) -> dict[str, str]:
         """Return the token of each role: what begins a text, ends a document, and what else is told. Raises 210."""
-        named = {}
-        for role in ("bos_token", "eos_token", "pad_token", "unk_token"):
-            value = told.get(role)
-            name = value.get("content") if isinstance(value, dict) else value
-            if isinstance(name, str) and name in vocabulary:
-                named[role] = name
+        roles = ("bos_token", "eos_token", "pad_token", "unk_token")
+        found = {role: told.get(role) for role in roles}
+        found = {role: value.get("content") if isinstance(value, dict) else value for role, value in found.items()}
+        named = {role: name for role, name in found.items() if isinstance(name, str) and name in vocabulary}
         known = [name for name in _ENDS if name in special]
         if "eos_token" not in named and len(known) != 1:
             what = f"which token ends a document? Of {', '.join(_ENDS)} it has {len(known)}"
@@ -122,10 +120,3 @@ def _piece_bytes(piece: str, *, by_bytes: bool) -> int:
 
 def _text(piece: str) -> str:
     return piece.replace(SPACE_MARK, " ").removeprefix("##")
-
-
-def _has(part: Any, kind: str) -> bool:
-    """Return whether a part of the file is of a kind, or is a sequence with one."""
-    if not isinstance(part, dict):
-        return False
-    return part.get("type") == kind or any(_has(inner, kind) for inner in part.get("decoders") or ())

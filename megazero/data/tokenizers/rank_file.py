@@ -9,7 +9,6 @@ For two published vocabularies, which are known by the names of their files, tha
 """
 
 import base64
-import binascii
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from megazero.base.errors import UserError
 from megazero.base.reading import parse_object, read_file
 from megazero.data.tokenizers.common import Tokenizer, guarded, read_tokenizer, require_extra
 
-_BESIDE_BYTES, _PATTERN = 1 << 20, 4096  # bytes of the file beside it, characters of a pattern
+_BESIDE_BYTES, _PATTERN = 1 << 20, 4096  # bytes of the file next to it, characters of a pattern
 _END = "<|endoftext|>"
 # Sources: GPT-2, encoder.py; tiktoken 0.14, tiktoken_ext/openai_public.py (without possessive quantifiers).
 _PUBLISHED: dict[str, dict[str, Any]] = {
@@ -99,16 +98,13 @@ class RankFile(Tokenizer):
             raise UserError(210, what, 'put it there, with "pattern", "special_tokens" and "eod"', where=self.path)
         try:
             found = parse_object(read_file(beside, _BESIDE_BYTES))
-            if missing := [f'"{key}"' for key in ("pattern", "special_tokens", "eod") if key not in found]:
-                raise ValueError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
-            special = found["special_tokens"]
-            if not isinstance(found["pattern"], str) or not 0 < len(found["pattern"]) <= _PATTERN:
+            pattern, special, end = (found.get(key) for key in ("pattern", "special_tokens", "eod"))
+            if not isinstance(pattern, str) or not 0 < len(pattern) <= _PATTERN:
                 raise ValueError(f'expected under "pattern" a text of at most {_PATTERN:,} characters')
             if not isinstance(special, dict) or not all(type(i) is int and i >= 0 for i in special.values()):
                 raise ValueError('expected under "special_tokens" names with their ids')
-            for key in ("eod", "bos") if found.get("bos") is not None else ("eod",):
-                if not isinstance(found[key], str) or found[key] not in special:
-                    raise ValueError(f'expected under "{key}" one of the special tokens, got {found[key]!r:.40}')
+            if odd := [name for name in (end, found.get("bos") or end) if name not in [*special]]:
+                raise ValueError(f'expected under "eod" and "bos" special tokens, got {odd[0]!r:.40}')
         except (OSError, ValueError) as error:
             raise UserError(209, f"cannot be read: {error}", "repair it", where=beside) from error
         return {key: found[key] for key in ("pattern", "special_tokens", "eod", "bos") if key in found}
@@ -116,19 +112,17 @@ class RankFile(Tokenizer):
 
 def ranks_of(content: bytes, path: Path) -> dict[bytes, int]:
     """Return the rank of each token, which is its id. Raises UserError 209."""
-    found: dict[bytes, int] = {}
-    what = ""
+    found, what = dict[bytes, int](), ""
     for number, line in enumerate(filter(None, content.splitlines()), start=1):
         try:
             token, rank = line.split()
             found[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error):
+        except ValueError:
             what = f"line {number:,}: expected a token in base64 and its rank, got {line[:40]!r}"
             break
-    ranks = set(found.values())
     missing = [byte for byte in range(256) if bytes([byte]) not in found]
-    if not what and (len(ranks) != len(found) or min(ranks, default=0) < 0):
-        what = f"expected a rank for each token, got {len(ranks):,} for {len(found):,}"
+    if not what and (len({*found.values()}) != len(found) or min(found.values(), default=0) < 0):
+        what = "expected a rank for each token, of at least 0"
     elif not what and missing:
         what = f"expected a token for each of 256 bytes, got none for byte {missing[0]}"
     if what:

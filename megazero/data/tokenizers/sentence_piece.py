@@ -14,6 +14,7 @@ more of them have been there: where the pieces allow it, they are letters and di
 
 import re
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,9 +55,9 @@ class SentencePiece(Tokenizer):
             self._read(content)
 
     def _read(self, content: bytes) -> None:
-        self._bytes_of_mark: list[int] | None = None
-        self._words: _Remembered | None = None
         self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        self._bytes_of_mark: list[int] | None = None
+        self._ids: Callable[[str], list[int]] = self._model.encode
         self.vocab_size = self._model.vocab_size()
         self._require_size()
         self.eod = self._model.eos_id()
@@ -72,31 +73,24 @@ class SentencePiece(Tokenizer):
         self.lossless = self._gives_back() and not settings.has_rules
         if not self.lossless:
             self._bytes_of_mark = None  # each part of the text would get a prefix of its own
-        elif settings.kind == BPE:
-            self._words = self._remembered()
+        elif settings.kind == BPE and (words := self._remembered()) is not None:
+            self._ids = words.ids_of
+            self.cuts_after_newline = True  # a newline is a word
         self.fingerprint = xxhash.xxh3_64_hexdigest(content)
         controls = (i for i in range(self.vocab_size) if self._model.is_control(i))
         self.specials = {self._model.id_to_piece(i): i for i in {self.bos, self.eod, *controls}}
         self.files = {"tokenizer.model": content}
-        self.cuts_after_newline = self._words is not None  # a newline is a word
 
     def _encode(self, text: str) -> list[int]:
         if self._bytes_of_mark is None:
-            return self._model.encode(text)
-        first, *others = text.split(SPACE_MARK)
-        ids = self._ids(first)
+            return self._ids(text)
+        ids, *others = map(self._ids, text.split(SPACE_MARK))
         for part in others:
-            ids += self._bytes_of_mark
-            ids += self._ids(part)
+            ids += self._bytes_of_mark + part
         return ids
 
     def _decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)
-
-    def _ids(self, text: str) -> list[int]:
-        if self._words is None:
-            return self._model.encode(text)
-        return np.frombuffer(self._words.ids_of(text), np.int32).tolist()
 
     def _remembered(self) -> "_Remembered | None":
         """Return what remembers the ids of words; None where a piece reaches over the beginning of one."""
@@ -122,9 +116,9 @@ class _Remembered(dict[str, bytes]):
         super().__init__()
         self._model, self._word = model, word
 
-    def ids_of(self, text: str) -> bytes:
+    def ids_of(self, text: str) -> list[int]:
         """Return the ids of a text."""
-        return b"".join(map(self.__getitem__, self._word.findall(text)))
+        return np.frombuffer(b"".join(map(self.__getitem__, self._word.findall(text))), np.int32).tolist()
 
     def __missing__(self, word: str) -> bytes:
         ids = array("i", self._model.encode(word)).tobytes()
@@ -141,26 +135,20 @@ class Settings(NamedTuple):
         has_rules: it rewrites text before it encodes.
         dummy_prefix: a space is put before a text.
         collapses: spaces at both ends are dropped, and of several in a row one stays.
+        defined: ids of the symbols that the model's user has defined.
     """
 
     kind: int
     has_rules: bool
     dummy_prefix: bool
     collapses: bool
+    defined: set[int]
 
 
 def settings_of(content: bytes) -> Settings:
     """Return the settings of a model file. Raises google.protobuf.message.DecodeError: it is none."""
     model = _MODEL.FromString(content)
     rules = model.normalizer_spec
-    return Settings(
-        kind=model.trainer_spec.model_type,
-        has_rules=bool(rules.precompiled_charsmap),
-        dummy_prefix=rules.add_dummy_prefix,
-        collapses=rules.remove_extra_whitespaces,
-    )
-
-
-def user_defined(content: bytes) -> set[int]:
-    """Return the ids of the symbols that a model's user has defined."""
-    return {i for i, piece in enumerate(_MODEL.FromString(content).pieces) if piece.type == _USER_DEFINED}
+    defined = {i for i, piece in enumerate(model.pieces) if piece.type == _USER_DEFINED}
+    kind, has_rules = model.trainer_spec.model_type, bool(rules.precompiled_charsmap)
+    return Settings(kind, has_rules, rules.add_dummy_prefix, rules.remove_extra_whitespaces, defined)

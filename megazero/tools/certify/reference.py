@@ -50,8 +50,7 @@ def _read(mixture: Mixture, ids: np.ndarray, documents: bool) -> _Text:
     of = torch.tensor(np.stack([read.ordinals for read in reads])) if documents else torch.zeros_like(tokens)
     valid = of[:, 1:] == of[:, :-1]
     for row, read in zip(valid, reads, strict=True):
-        if read.scored is not None:
-            row &= torch.tensor(read.scored[1:])
+        row &= torch.tensor(read.scored[1:])
     of = of[:, :-1]
     same = of[:, :, None] == of[:, None, :]
     positions = torch.arange(of.shape[1]) - same.int().argmax(-1)  # less the first token of the document

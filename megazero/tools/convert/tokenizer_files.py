@@ -24,7 +24,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizers.common import CONFIG, SPACE_MARK, require_extra
 from megazero.data.tokenizers.json_file import JsonFile
 from megazero.data.tokenizers.rank_file import RankFile, ranks_of
-from megazero.data.tokenizers.sentence_piece import BPE, CHAR, SentencePiece, settings_of, user_defined
+from megazero.data.tokenizers.sentence_piece import BPE, CHAR, SentencePiece, settings_of
 
 JSON = "tokenizer.json"
 _OWN = "megazero"  # the key of tokenizer_config.json that names the tokenizer's own file
@@ -84,7 +84,7 @@ def _sentence_piece(tokenizer: SentencePiece) -> tuple[dict[str, Any], int]:
     """Return the description of a SentencePiece model, and its id for padding, -1 for none."""
     (content,) = tokenizer.files.values()
     model, settings = sentencepiece.SentencePieceProcessor(model_proto=content), settings_of(content)
-    ids, defined = range(model.vocab_size()), user_defined(content)
+    ids, defined = range(model.vocab_size()), settings.defined
     pieces = [model.id_to_piece(i).replace(SPACE_MARK, " ") for i in ids]
     text = [i for i in ids if not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i))]
     if settings.kind not in (BPE, CHAR):  # unigram: ties between sums of scores, which are of another precision there
