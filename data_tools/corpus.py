@@ -37,6 +37,7 @@ from megazero.base.reading import looked_up
 PIECE_BYTES = 256 * 1024  # read at a time
 WHOLE = 16 * 1024 * 1024  # characters of a piece without a place where a cut changes no id
 LINE_BYTES = 256 * 1024 * 1024  # JSON has to be held as a whole: a bound on one document of a .jsonl
+_SMALL_TABLE, _DENSE_TABLE = 1 << 30, 1000  # characters of text; more than both for each byte of the file is an attack
 _TEXT = (".txt", ".md", ".py", ".jsonl")
 TEXT_SUFFIXES = (*_TEXT, *TABLES, *(text + end for text in _TEXT for end in COMPRESSED))
 _BOM = "\ufeff"
@@ -210,7 +211,8 @@ class Reader:
                 self.bytes_read += size
 
     def _rows(self, path: Path) -> Iterator[Piece]:
-        """Yield the documents of the rows of a table."""
+        """Yield the documents of the rows of a table, which may hold no more text than text of its size would."""
+        text, most = 0, max(_SMALL_TABLE, _DENSE_TABLE * path.stat().st_size)
         for number, row in enumerate(rows(path, self._select), start=1):
             refuse = _refuser(f"{path}, row {number}")
             try:
@@ -220,7 +222,11 @@ class Reader:
             except (UserError, UnicodeDecodeError) as error:
                 self._refuse(error if isinstance(error, UserError) else refuse(f"cannot be read: {error}"))
                 continue
-            self.bytes_read += sum(len(piece.text) for piece in pieces or ())
+            size = sum(len(piece.text) for piece in pieces or ())
+            self.bytes_read += size
+            text += size
+            if text > most:
+                raise DamagedError(f"expands to more than {most:,} characters of text")
             yield from self._take(pieces)
 
 

@@ -1,4 +1,4 @@
-"""Tables that are damaged or hold bytes: one line, and text where it is text."""
+"""Tables that expand, are damaged or hold bytes: one line, and text where it is text."""
 
 import random
 from pathlib import Path
@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data_tools import preprocess
+from data_tools import corpus, preprocess
 from data_tools.corpus import Reader
 from data_tools.selection import Condition, Select
 from megazero.base.errors import UserError
@@ -18,6 +18,18 @@ def write(path: Path, texts: object, **options: object) -> Path:
     given = {"compression": "zstd", "write_statistics": False, "store_schema": False, **options}
     pyarrow.parquet.write_table(table, path, **given)
     return path
+
+
+def test_a_table_that_expands_to_more_than_text_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeated = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 40, pyarrow.int32()), ["x" * 2**20])
+    path = write(tmp_path / "x.parquet", repeated, dictionary_pagesize_limit=2**21)
+    assert sum(len(piece.text) for piece in Reader([path])) == 40 * 2**20
+    monkeypatch.setattr(corpus, "_SMALL_TABLE", 30 * 2**20)
+    with pytest.raises(UserError, match=r"MZ-211 .*x.parquet: cannot be read: expands to more than 31,457,280 char"):
+        list(Reader([path]))
+    (tmp_path / "y.txt").write_text("y")
+    reader = Reader([path, tmp_path / "y.txt"], skip_bad=True)
+    assert [piece.text for piece in reader][-1] == "y" and reader.counts.rejected == 1
 
 
 @pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view()], ids=str)
