@@ -1,45 +1,22 @@
 """Hold what all collectives of one rank share: the backend, the timeout, the ledger, the status slot."""
 
-from __future__ import annotations  # who watches, and who carries, is told from outside
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from megazero.comm.device_queue import DeviceQueue
 from megazero.comm.ledger import Ledger
 from megazero.comm.nccl import split_group
 from megazero.comm.pool import Pool
-
-if TYPE_CHECKING:
-    from megazero.comm.device_queue import DeviceQueue
-    from megazero.comm.status_board import StatusSlot
-    from megazero.comm.transport.shared_memory import SharedMemoryTransport
+from megazero.comm.status_board import StatusBoard, StatusSlot
+from megazero.comm.transport.shared_memory import SharedMemoryTransport
 
 BUCKET = 64 << 20  # bytes
-
-
-class Unseen:
-    """The place of a status slot for a rank whose operations nobody looks at: they are numbered, and no more."""
-
-    def __init__(self) -> None:
-        self._numbers: Counter[str] = Counter()
-
-    def begin(self, axis: str, ranks: range, text: str) -> int:
-        """Return the number of an operation on its axis."""
-        self._numbers[axis] += 1
-        return self._numbers[axis]
-
-    def end(self, axis: str) -> None:
-        """Do nothing."""
-
-    def now(self, step: int, phase: str) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +45,7 @@ class CommContext:
     bucket: int = BUCKET
     ledger: Ledger = field(default_factory=Ledger)
     shared_memory: SharedMemoryTransport | None = None
-    status_slot: StatusSlot | Unseen = field(default_factory=lambda: Unseen())
+    status_slot: StatusSlot = field(default_factory=lambda: StatusBoard.private().status_slot(0))
     device_queue: DeviceQueue | None = None
     split_group: Callable[..., dist.ProcessGroup | None] = split_group
     host_staging: Pool | None = None
