@@ -17,7 +17,6 @@ from functools import cache
 
 from megazero.comm import memfd
 from megazero.comm.axes import LANES, P2P
-from megazero.comm.device_queue import Queued
 from megazero.comm.processes import Process, host_id
 
 
@@ -216,13 +215,16 @@ class StatusSlot:
         """Set the step (from 1) and the phase of this rank."""
         self._page.step, self._page.phase = step, _bytes(phase, 48)
 
-    def stall(self, unfinished: Iterable[Queued]) -> None:
-        """Show that this rank's GPU does not go on, and in which operations: their lanes hold the newest of each."""
-        for queued in unfinished:
-            if queued.axis == P2P:
-                self.begin(P2P, queued.ranks, queued.text)
+    def stall(self, unfinished: Iterable[tuple[str, range, str]]) -> None:
+        """Show that this rank's GPU does not go on, and in which operations: (axis, ranks, text) of each.
+
+        A collective's lane holds the newest one of its axis already.
+        """
+        for axis, ranks, text in unfinished:
+            if axis == P2P:
+                self.begin(P2P, ranks, text)
             else:
-                self._lanes[queued.axis].open = 1
+                self._lanes[axis].open = 1
         self.set_state(STUCK, ON_DEVICE)
 
     def set_state(self, state: int, message: str = "") -> None:
