@@ -58,7 +58,7 @@ START, BUILD, TRAIN = "start", "build", "train"
 
 # States of a rank.
 EMPTY, RUNNING, FAILED, STUCK, DONE, STOPPED = range(6)  # stopped: by a signal, before it trained
-ON_DEVICE = "device"  # the message of a rank that is stuck in what its GPU has queued; else it is an axis
+ON_DEVICE = "device"  # the message of a rank that is stuck in what its GPU has queued; else "AXIS axis: why"
 _NAME = "megazero-board"
 
 

@@ -206,7 +206,7 @@ def test_the_ledger_holds_as_many_pages_as_were_out_at_once() -> None:
     for _ in range(2):
         bounces = [HostStaging(torch.empty(n, dtype=torch.bfloat16), pool) for n in (0, 1, 2047, 2048)]
         for staging in bounces:
-            staging.release()
+            staging.end()
     assert ledger.bytes_as_dict() == {"host_bounce": {"now": 5 * 4096, "peak": 5 * 4096}}
 
 

@@ -137,7 +137,7 @@ class PointToPoint:
                 status_slot.begin(P2P, range(rank, rank + 1), "room for a message to this rank")
             self._carrier.finish()
         while self._sent:
-            self._sent.pop().release()
+            self._sent.pop().end()
         if rank is not None:
             status_slot.end(P2P)
 
@@ -151,8 +151,7 @@ def _landing(finish: Callable[[], Tensor], staging: HostStaging, into: Tensor) -
 
     def landed() -> Tensor:
         finish()
-        staging.land(into)
-        staging.release()
+        staging.end(into)
         return into
 
     return landed
