@@ -42,7 +42,10 @@ class JobBoard(StatusBoard):
         self._here, self._store, self._rank, self._roll = here, store, rank, roll
 
     def listen(self) -> threading.Thread:
-        """Wait for an alarm in a thread with a connection of its own, and publish where this rank is when it comes."""
+        """Wait for an alarm in a thread with a connection of its own, and publish where this rank is when it comes.
+
+        A run calls it when its start is over: nobody else may let a process end while a thread waits in the store.
+        """
         store: Any = self._store  # torch's description of the class lacks `clone`
         waiting = threading.Thread(target=self._listen, args=(store.clone(),), name="alarm", daemon=True)
         waiting.start()

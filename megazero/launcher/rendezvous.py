@@ -131,9 +131,7 @@ def _meet(place: RankContext, start_timeout: timedelta, mine: Presence) -> tuple
         with deadline(2 * (seconds + SLACK), lambda: unanswered(place)):
             roll = call_roll(store, rank, size, seconds, mine)
             if place.store is None:  # else the local parent has made a board for all
-                board = job_board(store, rank, roll)
-                board.listen()
-                place.status_slot.move(board, rank)
+                place.status_slot.move(job_board(store, rank, roll), rank)
             return store, roll
     except RuntimeError as error:  # torch's: rank 0 served the store, and has ended
         if rank == 0:

@@ -33,6 +33,7 @@ from megazero.launcher.environment import (
     world_from_environment,
 )
 from megazero.launcher.exit_status import outcome, say_why
+from megazero.launcher.job_board import JobBoard
 from megazero.launcher.rendezvous import connect, disconnect, leave_at_once
 from megazero.launcher.signals import StoppedEarly
 from megazero.launcher.spawn import run_local
@@ -157,6 +158,8 @@ def _train(config: Config, name: str, place: RankContext, grid: Grid, allowed: S
         if dead:
             warn(f"{folder.path}: taken over from a job that has died ({dead})")
         log_file = run.agree(lambda: settle_in(run, place.stacks))
+        if isinstance(place.status_slot.board, JobBoard):
+            place.status_slot.board.listen()
         return _train_in(run, place, log_file)
     except UserError as error:
         if lock.held and is_refusal(error.code, place.status_slot.step):
