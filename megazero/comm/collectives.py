@@ -184,7 +184,14 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
         place = _own_elements(staging.host, axis)
         staging.fetch(whole.view(-1)[place], place)
         gather = _gather(axis, tag, staging.host.chunk(axis.size))
-        return _landing(_exchanged(axis, purpose, gather.start(), whole), staging, whole)
+
+        def land() -> Tensor:  # the others' parts alone
+            for part in (slice(0, place.start), slice(place.stop, whole.numel())):
+                whole.view(-1)[part].copy_(staging.host[part])
+            staging.end()
+            return whole
+
+        return _exchanged(axis, purpose, gather.start(), whole).then(land)
     flat_parts = [part.view(-1) for part in whole.chunk(axis.size)]
     return _exchanged(axis, purpose, _gather(axis, tag, flat_parts).start(), whole)
 

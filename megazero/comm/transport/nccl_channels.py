@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.axes import P2P, Channel
-from megazero.comm.grid import Axis, pipelines
+from megazero.comm.grid import Axis, lines
 from megazero.comm.nccl import synchronize
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ class NcclChannels:
         self._works: deque[tuple[dist.Work, Queued | None]] = deque()  # sends
         self._device = device
         for some in _rounds(everyone):
-            pairs = [
-                sorted((ranks[channel.source], ranks[channel.target])) for channel in some for ranks in pipelines(axis)
-            ]
-            group = axis.comm.split(pairs, axis.size * axis.stride, few_ctas=True)
+            world = axis.size * axis.stride  # a pipeline is the slowest axis
+            ends = [(channel.source, channel.target) for channel in some]
+            pairs = [sorted((ranks[one], ranks[other])) for one, other in ends for ranks in lines(axis, world)]
+            group = axis.comm.split(pairs, world, few_ctas=True)
             for channel in some:
                 if axis.rank in (channel.source, channel.target):
                     assert group is not None, "this rank is one of the two"
