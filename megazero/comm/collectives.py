@@ -306,7 +306,7 @@ def _landing(on_host: Pending, staging: HostStaging, into: Tensor | None = None,
 def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
     assert work is not None, "this process is not on the axis"
     queue = axis.comm.device_queue
-    queued = None if queue is None else queue.put(axis.name, axis.name, axis.ranks, work)
+    queued = queue.put(axis.name, axis.name, axis.ranks, work)
 
     def finish() -> Tensor:
         try:
@@ -314,8 +314,7 @@ def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[],
         except RuntimeError as error:
             raise CollectiveError(axis.name, str(error)) from None
         found = result()
-        if queue is not None and queued is not None:
-            queue.waited(queued, found.device)
+        queue.waited(queued, found.device)
         return found
 
     return Pending(axis, purpose, finish)

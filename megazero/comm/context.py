@@ -31,7 +31,7 @@ class CommContext:
         ledger: counts traffic and memory.
         shared_memory: the transport between ranks of the same host; None: sockets are used.
         status_slot: shows the operation that this rank is in.
-        device_queue: follows what this rank queues on its GPU; None where operations end when they are waited for.
+        device_queue: follows what this rank queues on its GPU through NCCL.
         split_group: makes communicators of some ranks each (`nccl.py`); all ranks of the world call it.
         host_staging: the host's memory that tensors of a device go through where the backend sends from there only
             (`transport/host_staging.py`); None: they are sent directly.
@@ -46,7 +46,7 @@ class CommContext:
     ledger: Ledger = field(default_factory=Ledger)
     shared_memory: SharedMemoryTransport | None = None
     status_slot: StatusSlot = field(default_factory=lambda: StatusBoard.private().status_slot(0))
-    device_queue: DeviceQueue | None = None
+    device_queue: DeviceQueue = field(default_factory=DeviceQueue)
     split_group: Callable[..., dist.ProcessGroup | None] = split_group
     host_staging: Pool | None = None
     together: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
@@ -81,6 +81,6 @@ class CommContext:
         """
         text = f"first {what} of {communicator}"
         self.status_slot.begin(lane, ranks, text)
-        with nullcontext() if self.device_queue is None else self.device_queue.calling(communicator, lane, ranks, text):
+        with self.device_queue.calling(communicator, lane, ranks, text):
             yield
         self.status_slot.end(lane)

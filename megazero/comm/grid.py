@@ -228,7 +228,9 @@ def _group_of(comm: CommContext, groups: list[list[int]], *, few_ctas: bool = Fa
 
 def lines(axis: Axis, world: int) -> list[list[int]]:
     """Return the ranks of every line of the world in the direction of an axis."""
-    return torch.arange(world).view(-1, axis.size, axis.stride).transpose(1, 2).reshape(-1, axis.size).tolist()
+    block = axis.size * axis.stride
+    firsts = (first + place for first in range(0, world, block) for place in range(axis.stride))
+    return [list(range(first, first + block, axis.stride)) for first in firsts]
 
 
 def _ends(pipeline: Axis) -> Axis:

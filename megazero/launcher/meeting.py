@@ -47,8 +47,8 @@ class Presence(NamedTuple):
     @classmethod
     def of(cls, fields: Sequence[Any]) -> "Presence":
         """Return the presence with the fields that JSON has kept."""
-        *others, handle = fields
-        return cls(*others, handle and Handle(*handle))
+        found = cls._make(fields)
+        return found._replace(handle=found.handle and Handle(*found.handle))
 
 
 class Verdict(NamedTuple):

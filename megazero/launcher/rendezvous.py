@@ -87,8 +87,8 @@ def connect(
             pg_options=options(group_timeout, few_ctas=True) if backend == "nccl" else None,
         )
     ledger = Ledger()
-    queue = DeviceQueue() if backend == "nccl" else None
-    if queue is not None:
+    queue = DeviceQueue()
+    if backend == "nccl":
         Monitor(queue, place, timeout.total_seconds()).start()
     staging = staging_pool(world.device, ledger) if on_gpu and backend == "gloo" else None
     if transport is not None:

@@ -138,19 +138,17 @@ class Exchange:
             raise CollectiveError(self._axis.name, str(error)) from None
 
     def _post(self, shared_memory: SharedMemoryTransport) -> None:
-        axis, room = self._axis, self._piece * self._sends[0].element_size()
-        readers = [axis.ranks[k] for k in others(axis)]
-        many = len(self._sends) > 1
-        starts = [((axis.rank - k) % axis.size - 1) * room if many else 0 for k in others(axis)]
+        axis, sends, use = self._axis, self._sends, self._consume
+        room, readers = self._piece * sends[0].element_size(), [axis.ranks[k] for k in others(axis)]
+        starts = [((axis.rank - k) % axis.size - 1) * room if len(sends) > 1 else 0 for k in others(axis)]
 
-        def consume(messages: list[Message], cut: slice) -> None:
-            like = self._sends[0][cut]
-            found = [shared_memory.view(message, at, like) for message, at in zip(messages, starts, strict=True)]
-            self._consume(cut, found)
+        def consume(messages: list[Message], cut: slice) -> None:  # it does not hold the exchange, which holds it
+            like = sends[0][cut]
+            use(cut, [shared_memory.view(message, at, like) for message, at in zip(messages, starts, strict=True)])
 
         for number, cut in enumerate(self._cuts):
             label = Label(self._place + number, self._tag)
-            shared_memory.post(axis.name, label, [send[cut] for send in self._sends], room, readers)
+            shared_memory.post(axis.name, label, [send[cut] for send in sends], room, readers)
             round_ = _Round(shared_memory, readers, axis.name, label, partial(consume, cut=cut))
             self._rounds.append(round_)
             shared_memory.rounds.append(round_.take_in)
