@@ -184,7 +184,8 @@ def make_grid(
         tied: see `lay_out`.
 
     Raises:
-        UserError: 106, see `shards_and_replicas`; 311, a rank did not come while the groups were made.
+        UserError: 106, see `shards_and_replicas`.
+        CollectiveError: a rank did not come while the groups were made.
     """
     sizes = {"tensor": tensor, "pipeline": pipeline, "shard_ranks": shard_ranks}
     world = dist.get_world_size()

@@ -55,8 +55,8 @@ def connect(
         shared_memory: ranks of one host exchange through memory, where the system allows it; otherwise through sockets.
 
     Raises:
-        UserError: 311, a rank stopped answering; 320, ranks do not come; 321, one runs other code or config; 322, the
-            address cannot be listened on.
+        UserError: 320, ranks do not come; 321, one runs other code or config; 322, the address cannot be listened on.
+        CollectiveError: a rank stopped answering behind the roll call.
     """
     world = place.world
     if world.size == 1:

@@ -90,7 +90,9 @@ def test_a_task_of_srun_that_is_stopped_is_named(cases: list[tuple[str, int]]):
             tasks[rank].communicate()
 
 
-@pytest.mark.parametrize(("case", "where"), [("spin", "in spin"), ("lock", "in hold_the_lock")])
+@pytest.mark.parametrize(
+    ("case", "where"), [pytest.param("spin", "in spin", marks=pytest.mark.full), ("lock", "in hold_the_lock")]
+)
 def test_on_a_hang_every_live_rank_writes_its_stacks(tmp_path: Path, case: str, where: str):
     """Also one that holds the interpreter's lock; the one that gave up says where."""
     process = start(case, 1, tmp_path)

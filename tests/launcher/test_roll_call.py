@@ -24,7 +24,7 @@ MOST = {"axes": 5}  # requests of a rank that is not rank 0; in other stages it 
 
 def test_requests_per_rank_do_not_grow_with_the_ranks():
     before = set(threading.enumerate())
-    found = rehearse(48, 0)
+    found = rehearse(24, 0)
     for stage, most in MOST.items():
         at = STAGES.index(stage)
         assert max(one.requests[at] for one in found[1:-1]) <= most, stage
