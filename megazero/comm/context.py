@@ -35,8 +35,8 @@ class CommContext:
         split_group: makes communicators of some ranks each (`nccl.py`); all ranks of the world call it.
         host_staging: the host's memory that tensors of a device go through where the backend sends from there only
             (`transport/host_staging.py`); None: they are sent directly.
-        together: the context of something that all ranks do in start-up, by its name: `launcher/rendezvous.py`. With one rank
-            there is nobody to wait for.
+        together: the context of something that all ranks do in start-up, by its name (`launcher/rendezvous.py`). With
+            one rank there is nobody to wait for.
         staging: buffers for messages received through sockets.
     """
 
