@@ -227,8 +227,8 @@ class _From(Counter[str]):
 def _take_in(comm: CommContext) -> None:
     """Take in what others have sent and nobody has waited for: it fills the room of the next call's messages."""
     if comm.shared_memory is not None:
-        for under_way in list(comm.shared_memory.rounds):
-            under_way.finish()  # type: ignore[attr-defined]
+        for take_in in list(comm.shared_memory.rounds):
+            take_in.__self__.finish()  # type: ignore[attr-defined]
         comm.shared_memory.rounds.clear()
 
 

@@ -1,12 +1,13 @@
-"""Print the output of the verbs: answers on standard output, everything else on standard error."""
+"""Print the output of commands: answers on standard output, everything else on standard error."""
 
 import atexit
 import io
 import os
 import sys
+from contextlib import suppress
 
-from megazero.base.errors import UserError
-from megazero.base.heartbeat import HEART
+from megazero.base.doing import ACTIVITIES
+from megazero.base.errors import UserError, one_line
 
 
 def answer(text: str) -> None:
@@ -18,7 +19,7 @@ def answer(text: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # any text on any terminal
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with HEART.paused():
+        with ACTIVITIES.paused():
             print(text, flush=True)
     except BrokenPipeError:
         return
@@ -56,6 +57,12 @@ def fail(said: object, code: int) -> int:
 
 
 def tell(line: object) -> None:
-    """Write a line on standard error."""
-    with HEART.paused():
-        print(line, file=sys.stderr, flush=True)
+    """Write a line on standard error; without one the process goes on, because a message is not worth it."""
+    with ACTIVITIES.paused(), suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            print(line, file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """Write a warning as one line on standard error."""
+    tell(one_line(f"warning: {text}"))

@@ -6,7 +6,7 @@ A process has one list of activities, `ACTIVITIES`, which code reaches from ever
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 
@@ -38,10 +38,15 @@ class Doing:
 
 
 class Activities:
-    """The activities of a process, the innermost last. The outermost is always there, and `now` sets it."""
+    """The activities of a process, the innermost last. The outermost is always there, and `now` sets it.
+
+    Attributes:
+        paused: returns the context in which other code may write lines; set by the heartbeat that shows the activities.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
+        self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
         self._entries = [Doing("", "", 0, None, clock())]
 
     @property
@@ -56,17 +61,15 @@ class Activities:
     @contextmanager
     def doing(self, what: str, total: int | None = None) -> Iterator[Doing]:
         """Name an activity that may take long while the context is open; yield it, to count its progress."""
-        entry, waited_for = (
-            Doing(what, "", 0, total, self.clock()),
-            threading.current_thread() is threading.main_thread(),
-        )
-        if waited_for:
-            self._entries.append(entry)
+        entry = Doing(what, "", 0, total, self.clock())
+        if threading.current_thread() is not threading.main_thread():  # nobody waits for it
+            yield entry
+            return
+        self._entries.append(entry)
         try:
             yield entry
         finally:
-            if waited_for:
-                self._entries.remove(entry)
+            self._entries.remove(entry)
 
 
 ACTIVITIES = Activities()

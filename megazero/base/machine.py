@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-_UNLIMITED = 1 << 60  # bytes; version 1 of cgroups writes a number beyond it for "no limit"
 
 
 @dataclass(frozen=True)
@@ -30,17 +29,15 @@ def share(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) ->
 
 
 def cgroup_limits(listing: Path, root: Path) -> tuple[float | None, int | None]:
-    """Return (cores, bytes) that the job's cgroups of either version allow; None: they do not limit it."""
+    """Return (cores, bytes) that the job's cgroup (version 2) and those above it allow; None: they do not limit it."""
+    lines = listing.read_text().splitlines() if listing.exists() else []
     quotas: list[float] = []
     limits: list[int] = []
-    for line in listing.read_text().splitlines() if listing.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        names = controllers.split(",")
-        for folder in _upwards(path):
-            quotas += _quota_v2(root / folder) if controllers == "" else []
-            quotas += _quota_v1(root / "cpu" / folder) if "cpu" in names else []
-            limits += _bytes_of(root / folder / "memory.max") if controllers == "" else []
-            limits += _bytes_of(root / "memory" / folder / "memory.limit_in_bytes") if "memory" in names else []
+    for path in (Path(line.removeprefix("0::")) for line in lines if line.startswith("0::")):
+        for folder in (root / above.relative_to("/") for above in (path, *path.parents)):
+            quota, limit = _words(folder / "cpu.max"), _words(folder / "memory.max")
+            quotas += [int(quota[0]) / int(quota[1])] if len(quota) == 2 and quota[0].isdecimal() else []
+            limits += [int(limit[0])] if limit and limit[0].isdecimal() else []
     return min(quotas, default=None), min(limits, default=None)
 
 
@@ -70,27 +67,8 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _upwards(path: str) -> list[str]:
-    """Return a cgroup's path and those above it, without their first slash: a limit of any of them holds."""
-    parts = path.strip("/").split("/")
-    return ["/".join(parts[:count]) for count in range(len(parts), 0, -1)] + [""] * bool(parts[0])
-
-
-def _bytes_of(file: Path) -> list[int]:
-    text = file.read_text().strip() if file.is_file() else ""
-    return [int(text)] if text.isdecimal() and int(text) < _UNLIMITED else []
-
-
-def _quota_v2(folder: Path) -> list[float]:
-    file = folder / "cpu.max"
-    words = file.read_text().split() if file.is_file() else []
-    return [int(words[0]) / int(words[1])] if len(words) == 2 and words[0].isdecimal() else []
-
-
-def _quota_v1(folder: Path) -> list[float]:
-    files = [folder / name for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
-    words = [file.read_text().strip() for file in files if file.is_file()]
-    return [int(words[0]) / int(words[1])] if len(words) == 2 and words[0].isdecimal() and words[1] != "0" else []
+def _words(file: Path) -> list[str]:
+    return file.read_text().split() if file.is_file() else []
 
 
 def return_freed_memory() -> None:

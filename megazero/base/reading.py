@@ -17,13 +17,7 @@ from typing import Any, NoReturn
 
 MIB = 1 << 20
 _MOST_FOLDER = 80  # characters of a folder in an error, which has 300 in all
-_KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a folder",
-}
+_KINDS = {"p": "a FIFO", "s": "a socket", "c": "a device", "b": "a device", "d": "a folder"}  # as `ls -l` shows them
 
 
 class UnexpectedFileError(OSError):
@@ -52,8 +46,8 @@ def open_regular(path: Path, *, follow: bool = True) -> Iterator[int]:
             raise
         raise UnexpectedFileError("expected a regular file, got a symbolic link", path) from None
     try:
-        kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
-        if kind != stat.S_IFREG:
+        kind = stat.filemode(os.fstat(descriptor).st_mode)[0]
+        if kind != "-":
             raise UnexpectedFileError(f"expected a regular file, got {_KINDS.get(kind, 'something else')}", path)
         yield descriptor
     finally:

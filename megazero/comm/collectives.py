@@ -154,8 +154,7 @@ def start_reduce_scatter(
         staging.fetch(x)
         parts, into = staging.host.chunk(axis.size), own if accumulate else result
         scatter = _scatter(axis, tag, parts, parts[axis.rank], accumulate=False)
-        first = axis.rank * into.numel()
-        landed = _landing(_exchanged(axis, purpose, scatter.start(), x), staging, into, first=first)
+        landed = _landing(_exchanged(axis, purpose, scatter.start(), x), staging, into, axis.rank * into.numel())
         return landed.then(lambda: result.add_(own)) if accumulate else landed
     flat_parts = [part.view(-1) for part in x.chunk(axis.size)]
     scatter = _scatter(axis, tag, flat_parts, result.view(-1), accumulate=accumulate)
@@ -185,8 +184,14 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
         place = _own_elements(staging.host, axis)
         staging.fetch(whole.view(-1)[place], place)
         gather = _gather(axis, tag, staging.host.chunk(axis.size))
-        others_parts = (slice(0, place.start), slice(place.stop, whole.numel()))
-        return _landing(_exchanged(axis, purpose, gather.start(), whole), staging, whole, others_parts)
+
+        def land() -> Tensor:  # the others' parts alone
+            for part in (slice(0, place.start), slice(place.stop, whole.numel())):
+                whole.view(-1)[part].copy_(staging.host[part])
+            staging.end()
+            return whole
+
+        return _exchanged(axis, purpose, gather.start(), whole).then(land)
     flat_parts = [part.view(-1) for part in whole.chunk(axis.size)]
     return _exchanged(axis, purpose, _gather(axis, tag, flat_parts).start(), whole)
 
@@ -204,13 +209,7 @@ def start_all_to_all(x: Tensor, out: Tensor, axis: Axis, purpose: str) -> Pendin
         going, coming = HostStaging(x, pool), HostStaging(out, pool)
         going.fetch(x)
         swapped = swap(axis, tag, going.host.chunk(axis.size), coming.host.chunk(axis.size)).start()
-        landed = _landing(_exchanged(axis, purpose, swapped, out), coming, out)
-
-        def release() -> Tensor:
-            going.release()
-            return out
-
-        return landed.then(release)
+        return _landing(_landing(_exchanged(axis, purpose, swapped, out), going), coming, out)
     return _exchanged(axis, purpose, swap(axis, tag, x.chunk(axis.size), out.chunk(axis.size)).start(), out)
 
 
@@ -294,23 +293,12 @@ def _own_elements(x: Tensor, axis: Axis) -> slice:
     return slice(axis.rank * length, (axis.rank + 1) * length)
 
 
-def _landing(
-    on_host: Pending, staging: HostStaging, into: Tensor, places: Sequence[slice] = (slice(None),), first: int = 0
-) -> Pending:
-    """Return an operation on the host whose result is copied to the device at its end.
-
-    Args:
-        into: flat elements `places` of it are copied.
-        first: the element on the host that belongs to its first one.
-    """
+def _landing(on_host: Pending, staging: HostStaging, into: Tensor | None = None, first: int = 0) -> Pending:
+    """Return an operation on the host whose result is copied to the device at its end; see `HostStaging.end`."""
 
     def land() -> Tensor:
-        flat = into.view(-1)
-        on_host_too = staging.host[first : first + len(flat)]
-        for place in places:
-            flat[place].copy_(on_host_too[place])
-        staging.release()
-        return into
+        staging.end(into, first)
+        return staging.host if into is None else into
 
     return on_host.then(land)
 
@@ -318,7 +306,7 @@ def _landing(
 def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
     assert work is not None, "this process is not on the axis"
     queue = axis.comm.device_queue
-    queued = None if queue is None else queue.put(axis.name, axis.name, axis.ranks, work)
+    queued = queue.put(axis.name, axis.name, axis.ranks, work)
 
     def finish() -> Tensor:
         try:
@@ -326,8 +314,7 @@ def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[],
         except RuntimeError as error:
             raise CollectiveError(axis.name, str(error)) from None
         found = result()
-        if queue is not None and queued is not None:
-            queue.waited(queued, found.device)
+        queue.waited(queued, found.device)
         return found
 
     return Pending(axis, purpose, finish)

@@ -1,45 +1,22 @@
 """Hold what all collectives of one rank share: the backend, the timeout, the ledger, the status slot."""
 
-from __future__ import annotations  # who watches, and who carries, is told from outside
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from megazero.comm.device_queue import DeviceQueue
 from megazero.comm.ledger import Ledger
 from megazero.comm.nccl import split_group
 from megazero.comm.pool import Pool
-
-if TYPE_CHECKING:
-    from megazero.comm.device_queue import DeviceQueue
-    from megazero.comm.status_board import StatusSlot
-    from megazero.comm.transport.shared_memory import SharedMemoryTransport
+from megazero.comm.status_board import StatusBoard, StatusSlot
+from megazero.comm.transport.shared_memory import SharedMemoryTransport
 
 BUCKET = 64 << 20  # bytes
-
-
-class Unseen:
-    """The place of a status slot for a rank whose operations nobody looks at: they are numbered, and no more."""
-
-    def __init__(self) -> None:
-        self._numbers: Counter[str] = Counter()
-
-    def begin(self, axis: str, ranks: range, text: str) -> int:
-        """Return the number of an operation on its axis."""
-        self._numbers[axis] += 1
-        return self._numbers[axis]
-
-    def end(self, axis: str) -> None:
-        """Do nothing."""
-
-    def now(self, step: int, phase: str) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,12 +31,12 @@ class CommContext:
         ledger: counts traffic and memory.
         shared_memory: the transport between ranks of the same host; None: sockets are used.
         status_slot: shows the operation that this rank is in.
-        device_queue: follows what this rank queues on its GPU; None where operations end when they are waited for.
+        device_queue: follows what this rank queues on its GPU through NCCL.
         split_group: makes communicators of some ranks each (`nccl.py`); all ranks of the world call it.
         host_staging: the host's memory that tensors of a device go through where the backend sends from there only
             (`transport/host_staging.py`); None: they are sent directly.
-        together: the context of something that all ranks do in start-up, by its name: `Lobby.together`. With one rank
-            there is nobody to wait for.
+        together: the context of something that all ranks do in start-up, by its name (`launcher/rendezvous.py`). With
+            one rank there is nobody to wait for.
         staging: buffers for messages received through sockets.
     """
 
@@ -68,8 +45,8 @@ class CommContext:
     bucket: int = BUCKET
     ledger: Ledger = field(default_factory=Ledger)
     shared_memory: SharedMemoryTransport | None = None
-    status_slot: StatusSlot | Unseen = field(default_factory=lambda: Unseen())
-    device_queue: DeviceQueue | None = None
+    status_slot: StatusSlot = field(default_factory=lambda: StatusBoard.private().status_slot(0))
+    device_queue: DeviceQueue = field(default_factory=DeviceQueue)
     split_group: Callable[..., dist.ProcessGroup | None] = split_group
     host_staging: Pool | None = None
     together: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
@@ -104,6 +81,6 @@ class CommContext:
         """
         text = f"first {what} of {communicator}"
         self.status_slot.begin(lane, ranks, text)
-        with nullcontext() if self.device_queue is None else self.device_queue.calling(communicator, lane, ranks, text):
+        with self.device_queue.calling(communicator, lane, ranks, text):
             yield
         self.status_slot.end(lane)

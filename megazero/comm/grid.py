@@ -184,19 +184,21 @@ def make_grid(
         tied: see `lay_out`.
 
     Raises:
-        UserError: 106, see `shards_and_replicas`; 311, a rank did not come while the groups were made.
+        UserError: 106, see `shards_and_replicas`.
+        CollectiveError: a rank did not come while the groups were made.
     """
     sizes = {"tensor": tensor, "pipeline": pipeline, "shard_ranks": shard_ranks}
-    grid = lay_out(dist.get_rank(), dist.get_world_size(), comm=comm, tied=tied, **sizes)
+    world = dist.get_world_size()
+    grid = lay_out(dist.get_rank(), world, comm=comm, tied=tied, **sizes)
     with comm.together("axes"):
         groups: dict[str, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
         for axis in (grid[name] for name in ("pipeline", "data", "replica", "shard", "tensor")):
             if axis.size > 1 and axis.name not in groups:
-                groups[axis.name] = _group_of(comm, _lines(axis, grid["world"].size), few_ctas=axis.name == "pipeline")
+                groups[axis.name] = _group_of(comm, lines(axis, world), few_ctas=axis.name == "pipeline")
         if tied and pipeline == 2 and comm.backend == "gloo":  # whose messages have names
             groups["ends"] = groups["pipeline"]
         elif tied and pipeline > 1:
-            groups["ends"] = _group_of(comm, [[ranks[0], ranks[-1]] for ranks in pipelines(grid["pipeline"])])
+            groups["ends"] = _group_of(comm, [[ranks[0], ranks[-1]] for ranks in lines(grid["pipeline"], world)])
         if comm.backend == "nccl":
             for name, group in groups.items():
                 if group is not None:  # this rank is between the ends
@@ -205,7 +207,7 @@ def make_grid(
     return grid.with_groups(groups)
 
 
-def _group_of(comm: CommContext, lines: list[list[int]], *, few_ctas: bool = False) -> dist.ProcessGroup | None:
+def _group_of(comm: CommContext, groups: list[list[int]], *, few_ctas: bool = False) -> dist.ProcessGroup | None:
     """Make a group for each of these lists of ranks, and return this rank's. Every rank of the world calls it.
 
     torch's device mesh would split NCCL's communicators too, but one of a single rank for each axis of size 1.
@@ -214,9 +216,9 @@ def _group_of(comm: CommContext, lines: list[list[int]], *, few_ctas: bool = Fal
         few_ctas: see `nccl.split_group`.
     """
     if comm.backend == "nccl":
-        return comm.split(lines, dist.get_world_size(), few_ctas=few_ctas)
+        return comm.split(groups, dist.get_world_size(), few_ctas=few_ctas)
     own = None
-    for ranks in lines:
+    for ranks in groups:
         whole = len(ranks) == dist.get_world_size()
         made = dist.group.WORLD if whole else dist.new_group(ranks, timeout=comm.timeout)
         if dist.get_rank() in ranks:
@@ -225,14 +227,11 @@ def _group_of(comm: CommContext, lines: list[list[int]], *, few_ctas: bool = Fal
     return own
 
 
-def _lines(axis: Axis, world: int) -> list[list[int]]:
+def lines(axis: Axis, world: int) -> list[list[int]]:
     """Return the ranks of every line of the world in the direction of an axis."""
-    return torch.arange(world).view(-1, axis.size, axis.stride).transpose(1, 2).reshape(-1, axis.size).tolist()
-
-
-def pipelines(pipeline: Axis) -> list[range]:
-    """Return the ranks of every pipeline of the world, which differ in their data and tensor ranks."""
-    return [range(first, first + pipeline.size * pipeline.stride, pipeline.stride) for first in range(pipeline.stride)]
+    block = axis.size * axis.stride
+    firsts = (first + place for first in range(0, world, block) for place in range(axis.stride))
+    return [list(range(first, first + block, axis.stride)) for first in firsts]
 
 
 def _ends(pipeline: Axis) -> Axis:

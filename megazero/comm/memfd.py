@@ -9,13 +9,12 @@ import fcntl
 import mmap
 import os
 import sys
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _SEALS = 0 if sys.platform != "linux" else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-@dataclass(frozen=True)
-class Handle:
+class Handle(NamedTuple):
     """The location of some memory: a file descriptor of a process, and which file that is.
 
     Attributes:

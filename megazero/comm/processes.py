@@ -37,23 +37,16 @@ class Process:
         return fields[_STATE] if fields and int(fields[_STARTED]) == self.started else ""
 
     @property
-    def lives(self) -> bool:
-        return self.state not in ("", "Z", "X", "x")
-
-    @property
     def is_stopped(self) -> bool:
         return self.state in ("T", "t")
-
-    def handles(self, number: int) -> bool:
-        """Return whether the process has a handler for a signal."""
-        return _in_mask(self.pid, "SigCgt", number)
 
     def send(self, number: int) -> bool:
         """Send a signal, if the process lives, is this user's and has a handler for it; return whether it was sent."""
         with contextlib.suppress(OSError):
             handle = os.pidfd_open(self.pid)  # from here on nobody else can get the number unnoticed
             try:
-                if self.lives and os.stat(f"/proc/{self.pid}").st_uid == os.geteuid() and self.handles(number):
+                lives = self.state not in ("", "Z", "X", "x")
+                if lives and os.stat(f"/proc/{self.pid}").st_uid == os.geteuid() and _handles(self.pid, number):
                     signal.pidfd_send_signal(handle, number)
                     return True
             finally:
@@ -61,18 +54,17 @@ class Process:
         return False
 
 
-def boot_id() -> str:
-    """Return the id of this host's last boot. Raises OSError: the system does not report it."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 def host_id() -> str:
     """Return an id that is equal for processes that can share memory: same machine and boot, user and namespaces.
 
     Host names are not enough: containers of one machine have several, and many machines may be called localhost.
+
+    Raises:
+        OSError: the system does not report it.
     """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user", "mnt")]
-    return " ".join([boot_id(), str(os.getuid()), *names])
+    return " ".join([boot, str(os.getuid()), *names])
 
 
 def _stat(pid: int) -> list[str]:
@@ -83,9 +75,10 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def _in_mask(pid: int, name: str, number: int) -> bool:
+def _handles(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:
         return False
-    return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in lines if line.startswith(f"{name}:"))
+    return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in lines if line.startswith("SigCgt:"))

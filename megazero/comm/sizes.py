@@ -3,21 +3,6 @@
 from megazero.base.errors import UserError
 
 
-def data_size(world: int, tensor: int, pipeline: int) -> int:
-    """Return the number of ranks that remain for the data axis.
-
-    Raises:
-        UserError: 106, the world is not divisible.
-    """
-    if world % (tensor * pipeline):
-        what = "expected world % (parallel.tensor * parallel.pipeline) == 0, "
-        what += f"got {world} % ({tensor} * {pipeline}) = {world % (tensor * pipeline)}"
-        least = world // (tensor * pipeline) * tensor * pipeline
-        ranks = " or ".join(str(n) for n in (least, least + tensor * pipeline) if n)
-        raise UserError(106, what, f"start {ranks} ranks, or change parallel.tensor or parallel.pipeline")
-    return world // (tensor * pipeline)
-
-
 def shards_and_replicas(
     world: int, tensor: int, pipeline: int, shard_ranks: int | None, key: str = "zero.shard_ranks"
 ) -> tuple[int, int]:
@@ -30,7 +15,13 @@ def shards_and_replicas(
     Raises:
         UserError: 106, they do not divide the data ranks, or nothing whole remains for these.
     """
-    data = data_size(world, tensor, pipeline)
+    copy = tensor * pipeline
+    data, rest = divmod(world, copy)
+    if rest:
+        what = "expected world % (parallel.tensor * parallel.pipeline) == 0, "
+        what += f"got {world} % ({tensor} * {pipeline}) = {rest}"
+        ranks = " or ".join(str(n) for n in (data * copy, (data + 1) * copy) if n)
+        raise UserError(106, what, f"start {ranks} ranks, or change parallel.tensor or parallel.pipeline")
     shard = data if shard_ranks is None else shard_ranks
     if data % shard:
         what = f"expected data ranks % {key} == 0, got {data} % {shard} = {data % shard}"

@@ -7,39 +7,58 @@ the last operation it began on each axis. That costs about a microsecond per ope
 and no cooperation: any process that is left reads the slots of all (`launcher/diagnosis.py`).
 """
 
+import ctypes
 import hashlib
 import mmap
 import os
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 from megazero.comm import memfd
 from megazero.comm.axes import LANES, P2P
 from megazero.comm.processes import Process, host_id
 
-if TYPE_CHECKING:
-    from megazero.comm.device_queue import Queued
 
-_HEAD = struct.Struct("<BBIq48s64s")  # state, axis of the last operation from 1, pid, step, phase, host
-_IDENTITY, _IDENTITY_AT = struct.Struct("<Q8s"), 128  # start of the process, digest of the host's identity
-_OPERATION = struct.Struct("<QHIII160s")  # number on its axis, how many are open, first rank, stride, size, text
-_OPEN, _OPEN_AT = struct.Struct("<H"), 8
-_OPERATIONS_AT = 192
-_MESSAGE_AT = _OPERATIONS_AT + len(LANES) * _OPERATION.size
-_MESSAGE = struct.Struct("<1000s")
+class _Lane(ctypes.Structure):
+    """The operation that a rank began last on an axis; `open`: how many on that axis have not ended."""
+
+    _fields_ = (
+        ("number", ctypes.c_uint64),
+        ("open", ctypes.c_uint16),
+        ("first", ctypes.c_uint32),
+        ("stride", ctypes.c_uint32),
+        ("size", ctypes.c_uint32),
+        ("text", ctypes.c_char * 160),
+    )
+
+
+class _Page(ctypes.Structure):
+    """The memory of a slot; `last`: the lane of the operation begun last, from 1; `near`: see `_here`."""
+
+    _fields_ = (
+        ("state", ctypes.c_uint8),
+        ("last", ctypes.c_uint8),
+        ("pid", ctypes.c_uint32),
+        ("step", ctypes.c_uint64),
+        ("started", ctypes.c_uint64),
+        ("near", ctypes.c_uint64),
+        ("phase", ctypes.c_char * 48),
+        ("host", ctypes.c_char * 64),
+        ("message", ctypes.c_char * 1000),
+        ("lanes", _Lane * len(LANES)),
+    )
+
+
 SLOT_SIZE = mmap.PAGESIZE
-assert _HEAD.size <= _IDENTITY_AT and _IDENTITY_AT + _IDENTITY.size <= _OPERATIONS_AT
-assert _MESSAGE_AT + _MESSAGE.size <= SLOT_SIZE
+assert ctypes.sizeof(_Page) <= SLOT_SIZE
 
 # Phases before the first step: meeting the others; having a folder; what is built trains.
 START, BUILD, TRAIN = "start", "build", "train"
 
 # States of a rank.
 EMPTY, RUNNING, FAILED, STUCK, DONE, STOPPED = range(6)  # stopped: by a signal, before it trained
-ON_DEVICE = "device"  # the message of a rank that is stuck in what its GPU has queued; else it is an axis
+ON_DEVICE = "device"  # the message of a rank that is stuck in what its GPU has queued; else "AXIS axis: why"
 _NAME = "megazero-board"
 
 
@@ -127,27 +146,26 @@ class StatusBoard:
 
     def status_slot(self, rank: int) -> "StatusSlot":
         """Return the slot of a rank, for that rank to write."""
-        return StatusSlot(self._memory, rank * SLOT_SIZE)
+        return StatusSlot(self, rank)
 
     def read(self, rank: int) -> RankStatus:
         """Return the status that a rank last wrote."""
-        at = rank * SLOT_SIZE
-        state, axis_from_1, pid, step, phase, host = _HEAD.unpack_from(self._memory, at)
+        page = self.page(rank)
         operations = []
-        for i, axis in enumerate(LANES):
-            number, still, first, stride, size, text = _OPERATION.unpack_from(
-                self._memory, at + _OPERATIONS_AT + i * _OPERATION.size
-            )
-            size = min(size, self.size)  # whatever a broken file says
-            ranks = range(first, first + size * max(stride, 1), max(stride, 1))
-            operations.append(Operation(axis, number, still > 0, ranks, _text(text)))
-        (message,) = _MESSAGE.unpack_from(self._memory, at + _MESSAGE_AT)
-        last = operations[axis_from_1 - 1] if 0 < axis_from_1 <= len(LANES) else None
-        started, near = _IDENTITY.unpack_from(self._memory, at + _IDENTITY_AT)
-        here = pid > 0 and started > 0 and near == _here()
-        process = Process(pid, started) if here else None
-        texts = _text(phase), _text(host)
-        return RankStatus(rank, state, pid, step, *texts, tuple(operations), last, _text(message), process)
+        for axis, lane in zip(LANES, page.lanes, strict=True):
+            stride, size = max(lane.stride, 1), min(lane.size, self.size)  # whatever a broken file says
+            ranks = range(lane.first, lane.first + size * stride, stride)
+            operations.append(Operation(axis, lane.number, lane.open > 0, ranks, _text(lane.text)))
+        last = operations[page.last - 1] if 0 < page.last <= len(LANES) else None
+        here = page.pid > 0 and page.started > 0 and page.near == _here()
+        process = Process(page.pid, page.started) if here else None
+        texts = _text(page.phase), _text(page.host)
+        message = _text(page.message)
+        return RankStatus(rank, page.state, page.pid, page.step, *texts, tuple(operations), last, message, process)
+
+    def page(self, rank: int) -> _Page:
+        """Return the memory of a rank's slot."""
+        return _Page.from_buffer(self._memory, rank * SLOT_SIZE)
 
     def read_all(self) -> list[RankStatus]:
         return [self.read(rank) for rank in range(self.size)]
@@ -161,107 +179,110 @@ class StatusBoard:
         self._memory[rank * SLOT_SIZE : (rank + 1) * SLOT_SIZE] = raw[:SLOT_SIZE].ljust(SLOT_SIZE, b"\0")
 
     def introduce(self, rank: int, state: int, host: str, pid: int) -> None:
-        """Set a slot to what is known of a rank that shows nothing itself."""
-        self.fill(rank, _HEAD.pack(state, 0, pid, 0, b"", host.encode()[:64]))
+        """Set an empty slot to what is known of a rank that shows nothing itself."""
+        page = self.page(rank)
+        page.state, page.pid, page.host = state, pid, _bytes(host, 64)
 
 
 class StatusSlot:
     """The slot of one rank on a board.
 
     Attributes:
-        board: the board that it has moved to, which other ranks of the host can read.
+        board: the board that it is on.
     """
 
-    def __init__(self, memory: mmap.mmap, at: int):
-        self._memory, self._at = memory, at
-        self.board: StatusBoard | None = None
-        self._numbers: dict[str, int] = dict.fromkeys(LANES, 0)
+    def __init__(self, board: StatusBoard, rank: int):
+        self._attach(board, rank)
+
+    def _attach(self, board: StatusBoard, rank: int) -> None:
+        self.board, self._page = board, board.page(rank)
+        self._lanes = dict(zip(LANES, self._page.lanes, strict=True))
 
     def take(self, host: str) -> None:
         """Claim the slot for this process, on the host of that name."""
-        self._memory[self._at : self._at + SLOT_SIZE] = bytes(SLOT_SIZE)
-        _HEAD.pack_into(self._memory, self._at, RUNNING, 0, os.getpid(), 0, START.encode(), host.encode()[:64])
-        _IDENTITY.pack_into(self._memory, self._at + _IDENTITY_AT, Process.own().started, _here())
+        own, page = Process.own(), self._page
+        ctypes.memset(ctypes.addressof(page), 0, ctypes.sizeof(page))
+        page.state, page.pid, page.started, page.near = RUNNING, own.pid, own.started, _here()
+        page.phase, page.host = START.encode(), _bytes(host, 64)
 
     def move(self, board: StatusBoard, rank: int) -> None:
         """Move to another board, and copy the slot's content there."""
-        here = self._memory[self._at : self._at + SLOT_SIZE]
-        self.board, self._memory, self._at = board, board._memory, rank * SLOT_SIZE
-        self._memory[self._at : self._at + SLOT_SIZE] = here
+        content = bytes(self._page)
+        self._attach(board, rank)
+        ctypes.memmove(ctypes.addressof(self._page), content, len(content))
 
     def now(self, step: int, phase: str) -> None:
         """Set the step (from 1) and the phase of this rank."""
-        state, axis_from_1, pid, _, _, host = _HEAD.unpack_from(self._memory, self._at)
-        _HEAD.pack_into(self._memory, self._at, state, axis_from_1, pid, step, phase.encode(), host)
+        self._page.step, self._page.phase = step, _bytes(phase, 48)
 
-    def stall(self, unfinished: "Iterable[Queued]") -> None:
-        """Show that this rank's GPU does not go on, and in which operations: their lanes hold the newest of each."""
-        for queued in unfinished:
-            if queued.axis == P2P:
-                self.begin(P2P, queued.ranks, queued.text)
+    def stall(self, unfinished: Iterable[tuple[str, range, str]]) -> None:
+        """Show that this rank's GPU does not go on, and in which operations: (axis, ranks, text) of each.
+
+        A collective's lane holds the newest one of its axis already.
+        """
+        for axis, ranks, text in unfinished:
+            if axis == P2P:
+                self.begin(P2P, ranks, text)
             else:
-                _OPEN.pack_into(self._memory, self._lane(queued.axis) + _OPEN_AT, 1)
+                self._lanes[axis].open = 1
         self.set_state(STUCK, ON_DEVICE)
 
     def set_state(self, state: int, message: str = "") -> None:
         """Set one of the states above; with the user's error line as the message when it is FAILED."""
-        _MESSAGE.pack_into(self._memory, self._at + _MESSAGE_AT, message.encode()[:1000])
-        self._memory[self._at] = state
+        self._page.message = _bytes(message, 1000)
+        self._page.state = state
 
     @property
     def step(self) -> int:
         """Return the step given to `now`; 0 before the first."""
-        return _HEAD.unpack_from(self._memory, self._at)[3]
+        return self._page.step
 
     @property
     def phase(self) -> str:
         """Return the phase given to `now`."""
-        return _text(_HEAD.unpack_from(self._memory, self._at)[4])
+        return _text(self._page.phase)
 
     @property
     def state(self) -> int:
-        return self._memory[self._at]
+        return self._page.state
 
     @property
     def message(self) -> str:
         """Return the message given to `set_state`."""
-        return _text(_MESSAGE.unpack_from(self._memory, self._at + _MESSAGE_AT)[0])
+        return _text(self._page.message)
 
     @property
     def place(self) -> str:
         """Return phase and host, in words."""
-        _, _, _, _, phase, host = _HEAD.unpack_from(self._memory, self._at)
-        return f"in {_text(phase)} on {_text(host)}"
+        return f"in {self.phase} on {_text(self._page.host)}"
 
     def begin(self, axis: str, ranks: range, text: str) -> int:
         """Record the start of an operation; return its number on the axis."""
-        number = self._numbers[axis] = self._numbers[axis] + 1
-        at = self._lane(axis)
-        (still,) = _OPEN.unpack_from(self._memory, at + _OPEN_AT)
-        _OPERATION.pack_into(
-            self._memory, at, number, still + 1, ranks.start, ranks.step, len(ranks), text.encode()[:160]
-        )
-        self._memory[self._at + 1] = LANES.index(axis) + 1
+        lane = self._lanes[axis]
+        lane.number = number = lane.number + 1
+        lane.open += 1
+        lane.first, lane.stride, lane.size, lane.text = ranks.start, ranks.step, len(ranks), _bytes(text, 160)
+        self._page.last = LANES.index(axis) + 1
         return number
 
     def end(self, axis: str) -> None:
         """Record the end of one of the operations begun on the axis."""
-        at = self._lane(axis) + _OPEN_AT
-        (still,) = _OPEN.unpack_from(self._memory, at)
-        _OPEN.pack_into(self._memory, at, still - 1)
-
-    def _lane(self, axis: str) -> int:
-        return self._at + _OPERATIONS_AT + LANES.index(axis) * _OPERATION.size
+        self._lanes[axis].open -= 1
 
 
 @cache
-def _here() -> bytes:
-    """Return a digest that is equal for processes that can see each other; a random one where the system has no id."""
+def _here() -> int:
+    """Return a number that is equal for processes that can see each other; a random one where the system has no id."""
     try:
-        return hashlib.sha256(host_id().encode()).digest()[:8]
+        identity = hashlib.sha256(host_id().encode()).digest()
     except OSError:
-        return os.urandom(8)
+        identity = os.urandom(8)
+    return int.from_bytes(identity[:8], "little")
+
+
+def _bytes(text: str, most: int) -> bytes:
+    return text.encode()[:most]
 
 
 def _text(raw: bytes) -> str:
-    return raw.rstrip(b"\0").decode(errors="replace")
+    return raw.decode(errors="replace")

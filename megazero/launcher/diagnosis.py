@@ -112,7 +112,8 @@ def _lost(statuses: Sequence[RankStatus], blamed: RankStatus, mine: Operation) -
     """Return the error for an operation that all ranks have begun, and that did not end."""
     hosts = sorted({statuses[k].host for k in mine.ranks if k < len(statuses)} - {blamed.host})
     beyond = f" (others of it: {', '.join(hosts[:4])})" if hosts else ""
-    what = f"lost its connection in {mine} {_where(blamed)}{beyond}"
+    reason = " ".join(blamed.message.partition(": ")[2].split())[:80] if blamed.state == STUCK else ""
+    what = f"lost its connection in {mine} {_where(blamed)}{beyond}" + (reason and f" ({reason})")
     return UserError(314, what, "see the network and the other ranks' hosts", **_who(blamed))
 
 
@@ -145,8 +146,8 @@ def _halt(status: RankStatus, waiting: str) -> UserError:
 
 
 def _waits_in(status: RankStatus) -> Operation | None:
-    if status.state == STUCK and status.message != ON_DEVICE:  # its message is the axis
-        return status.on(status.message)
+    if status.state == STUCK and status.message != ON_DEVICE:  # its message begins with the axis
+        return status.on(status.message.partition(" ")[0])
     return status.open if status.state in (RUNNING, STUCK) else None
 
 

@@ -8,16 +8,16 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 
+from megazero.base.answers import tell
 from megazero.base.errors import FailedElsewhere, UserError
 from megazero.base.stop_signals import REQUEUE
 from megazero.comm.collectives import CollectiveError
-from megazero.comm.status_board import DONE, FAILED, STOPPED, STUCK, RankStatus, StatusBoard, StatusSlot
+from megazero.comm.status_board import DONE, FAILED, STOPPED, STUCK, RankStatus, StatusBoard
 from megazero.launcher.diagnosis import stuck
 from megazero.launcher.environment import RankContext
 from megazero.launcher.job_board import JobBoard
-from megazero.launcher.meeting import SLACK, say
+from megazero.launcher.meeting import SLACK
 from megazero.launcher.signals import StoppedEarly
 from megazero.launcher.stacks import ask_for_stacks
 from megazero.launcher.store import deadline
@@ -32,7 +32,7 @@ def outcome(main: Callable[[], int | None], place: RankContext) -> int:
     try:
         code = main()
     except CollectiveError as error:
-        status_slot.set_state(STUCK, error.axis)
+        status_slot.set_state(STUCK, str(error))
         place.stacks.write(error)
         return 1
     except FailedElsewhere as error:
@@ -59,42 +59,40 @@ def say_why(place: RankContext) -> None:
     """Print why the run failed, if this rank knows it and no other says the same. For ranks without a parent."""
     own, board = place.status_slot, place.status_slot.board
     if own.state not in (FAILED, STUCK):
-        return None
+        return
     if not isinstance(board, JobBoard):  # it did not meet the others
-        return say(own.message if own.state == FAILED else "")
-    with suppress(RuntimeError):  # the store has ended with rank 0
-        board.raise_alarm()
-    time.sleep(_GRACE)
-    statuses = board.read_all()
-    if place.world.rank == next((s.rank for s in statuses if s.state == STUCK and s.process is not None), None):
-        ask_for_stacks(statuses)
-    with deadline(SLACK, lambda: _say_alone(place, board.known())):
+        if own.state == FAILED and own.message:
+            tell(own.message)
+        return
+    with deadline(_GRACE + SLACK, lambda: _say_alone(place, board.known())):
         try:
-            _say_once(own, board)
-        except RuntimeError:
+            board.raise_alarm()
+            time.sleep(_GRACE)
+            statuses = board.read_all()
+            if place.world.rank == next((s.rank for s in statuses if s.state == STUCK and s.process is not None), None):
+                ask_for_stacks(statuses)
+            if own.state == FAILED and own.message and board.is_first(own.message):
+                tell(own.message)
+            elif own.state == STUCK and board.is_first("stuck"):
+                _say_stuck(board.gather())
+            elif own.state == STUCK:
+                time.sleep(_TELLING)
+        except RuntimeError:  # the store has ended with rank 0
             _say_alone(place, board.known(ended=True))
-
-
-def _say_once(own: StatusSlot, board: JobBoard) -> None:
-    """Print the fault, if this is the rank that reports for all."""
-    if own.state == FAILED:
-        if own.message and board.is_first(own.message):
-            say(own.message)
-    elif board.is_first("stuck"):
-        say(_line(board.gather()))
-    else:
-        time.sleep(_TELLING)
 
 
 def _say_alone(place: RankContext, known: StatusBoard) -> None:
     """Print the fault without the store, if this is the first rank of its host that has this one."""
     own, statuses = known.read(place.world.rank), known.read_all()
     same = (one for one in statuses if one.process is not None and one.state == own.state)
-    if next(one.rank for one in same if one.message == own.message or own.state == STUCK) == own.rank:
-        say(own.message if own.state == FAILED else _line(statuses))
+    if next(one.rank for one in same if one.message == own.message or own.state == STUCK) != own.rank:
+        return
+    if own.state == STUCK:
+        _say_stuck(statuses)
+    elif own.message:
+        tell(own.message)
 
 
-def _line(statuses: list[RankStatus]) -> str:
-    if any(other.has_said for other in statuses):
-        return ""  # whoever failed says why
-    return str(stuck(statuses, next(other.rank for other in statuses if other.state == STUCK)))
+def _say_stuck(statuses: list[RankStatus]) -> None:
+    if not any(other.has_said for other in statuses):  # whoever failed says why
+        tell(stuck(statuses, next(other.rank for other in statuses if other.state == STUCK)))

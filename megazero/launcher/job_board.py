@@ -10,8 +10,7 @@ import contextlib
 import json
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from megazero.comm.memfd import Handle
 from megazero.comm.status_board import EMPTY, FAILED, RUNNING, RankStatus, StatusBoard
-from megazero.launcher.meeting import Presence, elected
+from megazero.launcher.meeting import Presence
 from megazero.launcher.store import get
 
 _ALARM = "alarm"
@@ -38,14 +37,14 @@ class JobBoard(StatusBoard):
         roll: all ranks, as they described themselves.
     """
 
-    def __init__(self, board: StatusBoard, here: Sequence[int], store: Store, rank: int, roll: Mapping[int, Presence]):
+    def __init__(self, board: StatusBoard, here: Sequence[int], store: Store, rank: int, roll: Sequence[Presence]):
         super().__init__(board._memory, board.size)
         self._here, self._store, self._rank, self._roll = here, store, rank, roll
 
     def listen(self) -> threading.Thread:
         """Wait for an alarm in a thread with a connection of its own, and publish where this rank is when it comes.
 
-        Called when the start is over: until then missing ranks are found by other means (`meeting.py`).
+        A run calls it when its start is over: nobody else may let a process end while a thread waits in the store.
         """
         store: Any = self._store  # torch's description of the class lacks `clone`
         waiting = threading.Thread(target=self._listen, args=(store.clone(),), name="alarm", daemon=True)
@@ -64,7 +63,7 @@ class JobBoard(StatusBoard):
             ended: rank 0 has, and the store with it.
         """
         whole = StatusBoard.private(self.size)
-        for rank, there in self._roll.items():
+        for rank, there in enumerate(self._roll):
             whole.introduce(rank, FAILED if ended and rank == 0 else RUNNING, there.host, there.pid)
         for rank in self._here:
             if self.read(rank).state != EMPTY:
@@ -74,7 +73,7 @@ class JobBoard(StatusBoard):
     def gather(self) -> list[RankStatus]:
         """Return the status of every rank, of those on other hosts as far as they have published it."""
         whole = self.known()
-        for rank in self._roll:
+        for rank in range(self.size):
             key = f"status/{rank}"
             if rank not in self._here and self._store.check([key]):
                 whole.fill(rank, zlib.decompress(self._store.get(key)))
@@ -82,7 +81,7 @@ class JobBoard(StatusBoard):
 
     def is_first(self, text: str) -> bool:
         """Return whether no other rank says the same."""
-        return elected(self._store, f"said/{text}", self._rank) == self._rank
+        return int(self._store.compare_set(f"said/{text}", "", str(self._rank))) == self._rank
 
     def _listen(self, store: Store) -> None:
         while True:
@@ -102,20 +101,20 @@ class JobBoard(StatusBoard):
                 store.set(f"status/{rank}", packed)  # bytes, which torch's description of the method lacks
 
 
-def job_board(store: Store, rank: int, roll: Mapping[int, Presence]) -> JobBoard:
+def job_board(store: Store, rank: int, roll: Sequence[Presence]) -> JobBoard:
     """Return the board of this rank's host, which the host's first rank makes; its own where that is not allowed.
 
     Raises:
         RuntimeError: the store does not answer in time.
     """
     near, size = roll[rank].host_id, len(roll)
-    here = [other for other, there in roll.items() if near and there.host_id == near] or [rank]
+    here = [other for other, there in enumerate(roll) if near and there.host_id == near] or [rank]
     board, handle = None, None
     with contextlib.suppress(OSError):  # a hardened kernel may forbid it
         if rank == here[0]:
             board, handle = StatusBoard.shared(size)
     if rank == here[0]:
-        store.set(f"board/{rank}", json.dumps(handle and astuple(handle)))
+        store.set(f"board/{rank}", json.dumps(handle))
     elif place := json.loads(get(store, [f"board/{here[0]}"])[0]):
         with contextlib.suppress(OSError):
             board = StatusBoard.attached(Handle(*place), size)

@@ -72,7 +72,7 @@ class Monitor:
 
     def give_up(self, stuck: Sequence[Queued]) -> None:
         """Show what this rank is stuck in, write down what is known, report it and end the process."""
-        self._place.status_slot.stall(stuck)
+        self._place.status_slot.stall((one.axis, one.ranks, one.text) for one in stuck)
         self._sleep(1.0 + 2 * self._between)  # until the others, which look as often, have shown the same
         what = f"nothing queued on the GPU has ended for {self._limit:g} s"
         self._place.stacks.write(CollectiveError(stuck[-1].axis, what), "\n".join(flight_recorder()))

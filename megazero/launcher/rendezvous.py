@@ -4,11 +4,13 @@ import contextlib
 import os
 import socket
 import threading
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from megazero.base.answers import flush_output
@@ -18,11 +20,14 @@ from megazero.comm.device_queue import DeviceQueue
 from megazero.comm.ledger import Ledger
 from megazero.comm.nccl import options
 from megazero.comm.processes import Process, host_id
+from megazero.comm.status_board import STUCK
+from megazero.comm.transport.exchange import CollectiveError
 from megazero.comm.transport.host_staging import staging_pool
 from megazero.comm.transport.shared_memory import Outbox, SharedMemoryTransport, supported
 from megazero.launcher.environment import RankContext, host_name, stay_on
+from megazero.launcher.exit_status import say_why
 from megazero.launcher.job_board import job_board
-from megazero.launcher.meeting import SLACK, Lobby, Presence, call_roll, unanswered
+from megazero.launcher.meeting import SLACK, Presence, call_roll, unanswered
 from megazero.launcher.monitor import Monitor
 from megazero.launcher.store import deadline, get, open_store
 from megazero.launcher.world import World
@@ -50,8 +55,8 @@ def connect(
         shared_memory: ranks of one host exchange through memory, where the system allows it; otherwise through sockets.
 
     Raises:
-        UserError: 311, a rank stopped answering; 320, ranks do not come; 321, one runs other code or config; 322, the
-            address cannot be listened on.
+        UserError: 320, ranks do not come; 321, one runs other code or config; 322, the address cannot be listened on.
+        CollectiveError: a rank stopped answering behind the roll call.
     """
     world = place.world
     if world.size == 1:
@@ -63,19 +68,18 @@ def connect(
     # NCCL's own watchdog ends the process without a word about who is missing: it comes after ours.
     group_timeout = 2 * timeout if backend == "nccl" else timeout
     transport = _shared_memory(world, timeout) if shared_memory and backend == "gloo" and supported() else None
-    lobby = _meet(place, start_timeout or timeout, _presence(fingerprint, transport), group_timeout)
-    lobby.store.set_timeout(timeout)  # all ranks are there
-    with lobby.together("shared memory"):
-        if place.store is None:  # else the local parent has made a board for all
-            place.status_slot.move(job_board(lobby.store, world.rank, lobby.roll), world.rank)
-        if transport is not None:
-            _open_outboxes(transport, lobby)
+    store, roll = _meet(place, start_timeout or timeout, _presence(fingerprint, transport))
+    store.set_timeout(timeout)  # all ranks are there
+    together = partial(_together, place, group_timeout.total_seconds())
+    if transport is not None:
+        with together("shared memory"):
+            _open_outboxes(transport, store, roll)
     if on_gpu:
         torch.cuda.set_device(world.device)
-    with lobby.together("process group"):
+    with together("process group"):
         dist.init_process_group(
             backend,
-            store=PrefixStore("group", lobby.store),
+            store=PrefixStore("group", store),
             rank=world.rank,
             world_size=world.size,
             timeout=group_timeout,
@@ -83,24 +87,16 @@ def connect(
             pg_options=options(group_timeout, few_ctas=True) if backend == "nccl" else None,
         )
     ledger = Ledger()
-    queue = DeviceQueue() if backend == "nccl" else None
-    if queue is not None:
+    queue = DeviceQueue()
+    if backend == "nccl":
         Monitor(queue, place, timeout.total_seconds()).start()
     staging = staging_pool(world.device, ledger) if on_gpu and backend == "gloo" else None
-    comm = CommContext(
-        backend,
-        group_timeout,
-        bucket,
-        ledger,
-        transport,
-        place.status_slot,
-        queue,
-        host_staging=staging,
-        together=lobby.together,
-    )
     if transport is not None:
         ledger.hold("staging", Outbox.size(world.size))
-    return comm
+    slot = place.status_slot
+    return CommContext(
+        backend, group_timeout, bucket, ledger, transport, slot, queue, host_staging=staging, together=together
+    )
 
 
 def disconnect() -> None:
@@ -126,22 +122,48 @@ def leave_at_once(code: int) -> None:
     os._exit(code)
 
 
-def _meet(place: RankContext, start_timeout: timedelta, mine: Presence, timeout: timedelta) -> Lobby:
-    """Return the ranks, once all have come to the roll call.
-
-    Args:
-        timeout: for what they do together from then on.
-    """
+def _meet(place: RankContext, start_timeout: timedelta, mine: Presence) -> tuple[Store, Sequence[Presence]]:
+    """Return the store and all ranks, once these have come to the roll call and can see each other's status."""
     rank, size, seconds = place.world.rank, place.world.size, start_timeout.total_seconds()
     try:
         with deadline(seconds + SLACK, lambda: unanswered(place)):
             store = open_store(place, start_timeout)
         with deadline(2 * (seconds + SLACK), lambda: unanswered(place)):
-            return Lobby(place, store, call_roll(store, rank, size, seconds, mine), timeout.total_seconds())
-    except dist.DistError as error:  # rank 0 served the store, and has ended
+            roll = call_roll(store, rank, size, seconds, mine)
+            if place.store is None:  # else the local parent has made a board for all
+                place.status_slot.move(job_board(store, rank, roll), rank)
+            return store, roll
+    except RuntimeError as error:  # torch's: rank 0 served the store, and has ended
         if rank == 0:
             raise UserError(320, f"the meeting broke up: {error}", "see the other ranks' output", rank=0) from None
         raise FailedElsewhere(0, 320) from None
+
+
+@contextlib.contextmanager
+def _together(place: RankContext, seconds: float, what: str) -> Iterator[None]:
+    """Show what all ranks do in the start, each waiting for the others, as an operation of the world.
+
+    Args:
+        seconds: how long an operation waits for the others.
+
+    Raises:
+        CollectiveError: it failed.
+    """
+
+    def give_up() -> None:  # torch waits in C++ without end
+        place.status_slot.set_state(STUCK, "world")
+        if place.world.launcher != "local":  # a parent reads the board itself
+            say_why(place)
+
+    place.status_slot.begin("world", range(place.world.size), what)
+    try:
+        with deadline(2 * seconds + SLACK, give_up):
+            yield
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        raise CollectiveError("world", f"{what}: {error}") from None
+    place.status_slot.end("world")
 
 
 def _shared_memory(world: World, timeout: timedelta) -> SharedMemoryTransport | None:
@@ -161,10 +183,10 @@ def _presence(fingerprint: str, shared_memory: SharedMemoryTransport | None) -> 
     return Presence(host_name(), fingerprint, own.pid, own.started, near, handle)
 
 
-def _open_outboxes(shared_memory: SharedMemoryTransport, lobby: Lobby) -> None:
+def _open_outboxes(shared_memory: SharedMemoryTransport, store: Store, roll: Sequence[Presence]) -> None:
     """Map the outboxes of this host's ranks; use them only if every one of these ranks could map all."""
-    store, roll, own = lobby.store, lobby.roll, lobby.place.world.rank
-    here = {rank: there.handle for rank, there in roll.items() if there.host_id == roll[own].host_id}
+    own = shared_memory.rank
+    here = {rank: there.handle for rank, there in enumerate(roll) if there.host_id == roll[own].host_id}
     try:
         for rank, handle in here.items():
             if handle is None:

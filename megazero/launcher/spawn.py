@@ -18,14 +18,13 @@ from pathlib import Path
 
 import torch
 
-from megazero.base.answers import flush_output
+from megazero.base.answers import flush_output, tell
 from megazero.base.heartbeat import HEART
 from megazero.base.stop_signals import NOTED, REQUEUE, ended_by, handle, restore
 from megazero.comm.status_board import BUILD, DONE, START, STOPPED, STUCK, RankStatus, StatusBoard
 from megazero.launcher.diagnosis import death, disagreement, held_up, stuck, waited_in_vain
 from megazero.launcher.environment import RankContext, host_name, threads_for
 from megazero.launcher.exit_status import outcome
-from megazero.launcher.meeting import say
 from megazero.launcher.signals import TWICE
 from megazero.launcher.stacks import ask_for_stacks
 from megazero.launcher.world import World
@@ -87,7 +86,7 @@ def run_local(
             return stopped(ranks.signalled, board.read_all())
         signalled(ranks.signalled)
     if line:
-        say(line)
+        tell(line)
         clean_up(board.read_all(), line)
     return code
 

@@ -105,6 +105,7 @@ def deadline(seconds: float, last: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join()  # no thread is left behind
 
 
 def address_of(interface: str) -> str:

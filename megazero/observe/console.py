@@ -11,8 +11,9 @@ import math
 from collections.abc import Mapping
 from typing import TextIO
 
-from megazero.base.heartbeat import HEART
+from megazero.base.doing import ACTIVITIES
 from megazero.observe.metrics import VALID_LOSS, Value, valid_losses
+from megazero.observe.sinks import Sink
 
 
 def clock_text(seconds: float) -> str:
@@ -27,7 +28,7 @@ def clock_text(seconds: float) -> str:
     return (f"{days}d " if days else "") + f"{hour}:{minute:02d}:{second:02d}"
 
 
-class ConsoleSink:
+class ConsoleSink(Sink):
     """A sink that writes rows to a stream.
 
     Args:
@@ -42,9 +43,6 @@ class ConsoleSink:
         self._steps = 0
         self._last_step: int | None = None
 
-    def start(self) -> None:
-        """Show nothing: the first row is the first output."""
-
     def row(self, row: Mapping[str, Value]) -> None:
         """Write one row, or nothing once the stream is closed.
 
@@ -54,14 +52,11 @@ class ConsoleSink:
         line = self._text(row, self._time_left(row))
         try:
             if self._stream is not None:
-                with HEART.paused():
+                with ACTIVITIES.paused():
                     print(line, file=self._stream, flush=True)
         except (OSError, ValueError) as error:  # ValueError: the stream object itself was closed
             self._stream = None
             raise OSError(f"standard output is gone ({error})") from error
-
-    def close(self) -> None:
-        """Do nothing: every line is written already."""
 
     def _time_left(self, row: Mapping[str, Value]) -> float:
         """Return the seconds left, from the mean step time so far; a row counts the steps since the one before."""

@@ -9,17 +9,18 @@ go on writing into a deleted file without an error. A row that does not fit on t
 never holds half a line that a later row would run into.
 """
 
-import itertools
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 from megazero.base.files import replace_file
-from megazero.base.reading import MIB, open_regular, parse_object
+from megazero.base.reading import open_regular, parse_object
 from megazero.observe.numbers import Value, finite
+from megazero.observe.sinks import Sink
 
 _LINE_BYTES = 64 << 10
 
@@ -29,14 +30,11 @@ def encode(row: Mapping[str, Value]) -> bytes:
     return (json.dumps(finite(row), allow_nan=False) + "\n").encode("ascii")
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """A sink that appends rows to a file, whose folder must exist."""
 
     def __init__(self, path: Path):
         self.path = path
-
-    def start(self) -> None:
-        """Do nothing: the file is opened for each row."""
 
     def row(self, row: Mapping[str, Value]) -> None:
         """Append one row; it is passed to the system before this returns.
@@ -56,9 +54,6 @@ class JsonlSink:
                 file.truncate(start)
                 raise OSError(f"{self.path}: {written} of {len(line)} bytes written, disk full")
 
-    def close(self) -> None:
-        """Do nothing: no file is held open."""
-
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return all rows of a metrics.jsonl. A torn last line (the run was killed while writing it) is left out.
@@ -67,7 +62,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         ValueError: a line other than the last is no row, or steps do not rise.
         OSError: the file cannot be read, or is no regular file.
     """
-    return [row for row, _ in _rows(path)]
+    rows = [row for row, _ in _rows(path)]
+    for before, row in pairwise(rows):
+        if row["step"] <= before["step"]:
+            raise ValueError(f"expected a step beyond {before['step']}, got {row['step']}")
+    return rows
 
 
 def drop_rows_after(path: Path, step: int, warn: Callable[[str], object]) -> dict[str, Any] | None:
@@ -80,70 +79,35 @@ def drop_rows_after(path: Path, step: int, warn: Callable[[str], object]) -> dic
         warn: called about rows that were between others' in this way.
 
     Raises:
-        ValueError: a line up to the first row beyond `step` is no row.
+        ValueError: a line is no row.
         OSError: the file cannot be read or replaced.
     """
-    if not path.exists():
-        return None
-    try:
-        return _cut(path, step)
-    except NotRisingError:
-        lost = _put_in_order(path)
-        warn(f"{path}: {lost} row{'s' * (lost > 1)} of another job, between those of this run, left out")
-        return _cut(path, step)
-
-
-class NotRisingError(ValueError):
-    """An error for a row whose step is not beyond that of the row before."""
-
-
-def _cut(path: Path, step: int) -> dict[str, Any] | None:
-    last, end = None, 0
-    for row, row_end in _rows(path):
-        if row["step"] > step:
-            break
-        last, end = row, row_end
-    if end != path.stat().st_size:
-        with path.open("rb") as file:
-            replace_file(path, iter(lambda: file.read(min(MIB, end - file.tell())), b""))
-    return last
-
-
-def _put_in_order(path: Path) -> int:
-    """Remove rows that a later row of the same or a lower step replaces; return how many."""
-    kept: list[dict[str, Any]] = []
+    kept: list[tuple[int, bytes]] = []
     lost = 0
-    for row, _ in _rows(path, rising=False):
-        while kept and kept[-1]["step"] >= row["step"]:
+    for row, line in _rows(path) if path.exists() else ():
+        while kept and kept[-1][0] >= row["step"]:
             kept.pop()
             lost += 1
-        kept.append(row)
-    replace_file(path, (json.dumps(row, allow_nan=False).encode("ascii") + b"\n" for row in kept))
-    return lost
+        kept.append((row["step"], line))
+    if lost:
+        warn(f"{path}: {lost} row{'s' * (lost > 1)} of another job, between those of this run, left out")
+    lines = [line for number, line in kept if number <= step]
+    if path.exists() and sum(map(len, lines)) != path.stat().st_size:
+        replace_file(path, lines)
+    return parse_object(lines[-1]) if lines else None
 
 
-def _rows(path: Path, *, rising: bool = True) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each row, and the offset where its line ends; one line at a time, for files of any size.
-
-    Raises:
-        NotRisingError: a step is not beyond the one before, unless that does not matter here.
-        ValueError: a line is no row.
-    """
+def _rows(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yield each row and its line. Raises ValueError: a line is no row."""
     with open_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
-        before, end = 0, 0
-        for number in itertools.count(1):
+        for number in count(1):
             line = file.readline(_LINE_BYTES + 1)
             if not line.endswith(b"\n") and len(line) <= _LINE_BYTES:
                 return  # the end, or a torn line
-            end += len(line)
             try:
-                row = _checked(line)
+                yield _checked(line), line
             except ValueError as error:
                 raise ValueError(f"line {number:,}: {error}") from None
-            if rising and row["step"] <= before:
-                raise NotRisingError(f"line {number:,}: expected a step beyond {before}, got {row['step']}")
-            before = row["step"]
-            yield row, end
 
 
 def _checked(line: bytes) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Define one row of metrics per logged step, and compute its values.
+"""Compute the values of a row of metrics.
 
 A row describes one step; only its rates are means, over the *interval*: the steps since the last logged row.
 
@@ -10,7 +10,7 @@ A row describes one step; only its rates are means, over the *interval*: the ste
 
 Validation and saving are not training: the interval leaves their seconds out. On a GPU the host runs ahead of the
 device, so a single step's host time means nothing; at a logged step the host has just read the loss, so that the
-interval's seconds are the device's too. docs/metrics.md has every key with its unit.
+interval's seconds are the device's too. `Recorder.row` has the keys in order, docs/metrics.md each with its unit.
 """
 
 import resource
@@ -25,52 +25,52 @@ import torch
 from megazero.observe.numbers import Number, Value
 
 # What is another each time the same steps are trained: times, and what the process happened to hold.
-TIMING_KEYS = (
-    "time",
-    "step_time",
-    "tokens_per_second",
-    "tokens_per_second_mean",
-    "tflops_per_device",
-    "mfu",
-    "memory_peak_bytes",
-    "seconds",
-)
+_RATES = ("step_time", "tokens_per_second", "tokens_per_second_mean", "tflops_per_device", "mfu")
+TIMING_KEYS = ("time", *_RATES, "memory_peak_bytes", "seconds")
 VALID_LOSS = "valid_loss"  # of the set without a name; "valid_loss.NAME" of the others
 HALF_LIFE = 50  # steps after which a step's weight in tokens_per_second_mean is half
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """The metrics of one logged step. Field order is the order of the keys in metrics.jsonl.
+@dataclass(frozen=True)
+class Work:
+    """The work of one step, for the rates.
 
-    step counts from 1. time is in seconds since 1970, when the step was done. tokens and samples are those consumed
-    since the start of the run (skipped steps consume too), epoch is samples over those of the data set, epochs the same
-    of each source that has a name (the key is left out where none has). loss is that
-    of this step's batch before its update, in nats per token. grad_norm is unscaled and before the clip, clipped is 1
-    where it was beyond the clip. skipped counts all skipped steps so far. comm_bytes are the bytes this rank sent in
-    the step. seconds are the host's by phase (`phases.py`).
+    Attributes:
+        tokens_per_step: of the global batch.
+        flops_per_token: model FLOPs, forward and backward.
+        peak_flops: dense matmul FLOP/s of one device in the compute dtype; None where not known.
+        device: where this rank runs.
+        num_devices: all devices of the run, on all axes.
+        before: (steps, tokens) done and consumed before, with another batch or length.
     """
 
-    step: int
-    time: float
-    tokens: int
-    samples: int
-    epoch: float
-    epochs: Mapping[str, float] | None
-    loss: float
-    grad_norm: float
-    clipped: int
-    lr: float
-    loss_scale: float
-    skipped: int
-    step_time: float
-    tokens_per_second: float
-    tokens_per_second_mean: float
-    tflops_per_device: float
-    mfu: float | None
-    memory_peak_bytes: int
-    comm_bytes: int
-    seconds: dict[str, float]
+    tokens_per_step: int
+    flops_per_token: float
+    peak_flops: float | None
+    device: torch.device
+    num_devices: int = 1
+    before: tuple[int, int] = (0, 0)
+
+    def tokens(self, steps: int) -> int:
+        """Return the tokens that so many steps of the run consume."""
+        done, tokens = self.before
+        return tokens + (steps - done) * self.tokens_per_step
+
+    def rates(self, steps: int, tokens: int, seconds: float, mean: float) -> dict[str, Value]:
+        """Return the rates over `steps` steps that consumed `tokens` tokens (of all data ranks) in `seconds` seconds.
+
+        Args:
+            mean: see `Smoothed`.
+        """
+        assert steps > 0 and seconds > 0, f"an interval has steps and takes time: {steps} steps, {seconds} s"
+        flops_per_device = tokens / seconds * self.flops_per_token / self.num_devices
+        return {
+            "step_time": seconds / steps,
+            "tokens_per_second": tokens / seconds,
+            "tokens_per_second_mean": mean,
+            "tflops_per_device": flops_per_device / 1e12,
+            "mfu": None if self.peak_flops is None else flops_per_device / self.peak_flops,
+        }
 
 
 def validated(row: Mapping[str, Value], scores: Mapping[str, tuple[float, float | None]]) -> dict[str, Value]:
@@ -103,33 +103,6 @@ def scalars(row: Mapping[str, Value]) -> dict[str, Number]:
         else:
             found[key] = value
     return found
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Rates over an interval; mfu is None where the device's peak is not known."""
-
-    step_time: float
-    tokens_per_second: float
-    tflops_per_device: float
-    mfu: float | None
-
-
-def rates(
-    steps: int, tokens: int, seconds: float, flops_per_token: float, num_devices: int, peak_flops: float | None
-) -> Rates:
-    """Return the rates over `steps` steps that consumed `tokens` tokens (of all data ranks) in `seconds` seconds.
-
-    Args:
-        flops_per_token: model FLOPs of one training token, forward and backward.
-        num_devices: all devices of the run, on all axes.
-        peak_flops: peak dense matmul FLOP/s of one device in the compute dtype, or None.
-    """
-    assert steps > 0 and seconds > 0, f"an interval has steps and takes time: {steps} steps, {seconds} s"
-    tokens_per_second = tokens / seconds
-    flops_per_device = tokens_per_second * flops_per_token / num_devices
-    mfu = None if peak_flops is None else flops_per_device / peak_flops
-    return Rates(seconds / steps, tokens_per_second, flops_per_device / 1e12, mfu)
 
 
 class Interval:

@@ -10,17 +10,27 @@ Value = Number | dict[str, Number]
 
 @dataclass(frozen=True)
 class Numbers:
-    """The results of a step, read from the device; see `Row` for their meaning."""
+    """The results of a step, read from the device, in the order of their keys in metrics.jsonl.
 
+    Attributes:
+        samples: consumed since the start of the run; skipped steps consume too.
+        epoch: samples over those of the data set.
+        epochs: the epoch of each source that has a name; None: none has.
+        loss: of this step's batch before its update, in nats per token.
+        grad_norm: unscaled and before the clip.
+        clipped: 1 where grad_norm was beyond the clip.
+        skipped: all skipped steps so far.
+    """
+
+    samples: int
+    epoch: float
+    epochs: Mapping[str, float] | None
     loss: float
     grad_norm: float
     clipped: int
     lr: float
     loss_scale: float
     skipped: int
-    samples: int
-    epoch: float
-    epochs: Mapping[str, float] | None
 
 
 def finite(row: Mapping[str, Value]) -> dict[str, Value]:
@@ -30,5 +40,5 @@ def finite(row: Mapping[str, Value]) -> dict[str, Value]:
 
 def _finite(value: Value) -> Value:
     if isinstance(value, dict):
-        return {key: number if number is None or math.isfinite(number) else None for key, number in value.items()}
-    return value if value is None or math.isfinite(value) else None
+        return {key: None if number is None or not math.isfinite(number) else number for key, number in value.items()}
+    return None if value is None or not math.isfinite(value) else value

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.profiler import profile, record_function
 
-from megazero.observe.sinks import warn
+from megazero.base.answers import warn
 
 TABLE_ROWS = 25
 

@@ -3,45 +3,17 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
-
-import torch
+from dataclasses import asdict
 
 from megazero.comm.ledger import Ledger
 from megazero.observe.allocations import Allocations
-from megazero.observe.metrics import Interval, Row, Smoothed, memory_peak_bytes, rates, validated
+from megazero.observe.metrics import Interval, Smoothed, Work, memory_peak_bytes, validated
 from megazero.observe.numbers import Numbers, Value
 from megazero.observe.phases import PhaseSeconds, together
 from megazero.observe.profile import Profile
 from megazero.observe.sinks import Sinks
 
 _MEASURED_STEP = 2
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of one step, for the rates.
-
-    Attributes:
-        tokens_per_step: of the global batch.
-        flops_per_token: model FLOPs, forward and backward.
-        peak_flops: of one device in the compute dtype; None where not known.
-        device: where this rank runs.
-        num_devices: of the whole run.
-        before: (steps, tokens) done and consumed before, with another batch or length.
-    """
-
-    tokens_per_step: int
-    flops_per_token: float
-    peak_flops: float | None
-    device: torch.device
-    num_devices: int = 1
-    before: tuple[int, int] = (0, 0)
-
-    def tokens(self, steps: int) -> int:
-        """Return the tokens that so many steps of the run consume."""
-        done, tokens = self.before
-        return tokens + (steps - done) * self.tokens_per_step
 
 
 class Recorder:
@@ -103,25 +75,18 @@ class Recorder:
         return self._interval.excluded()
 
     def row(self, done: int, numbers: Numbers) -> dict[str, Value]:
-        """Return the row of step number `done`, with the rates of the interval that it ends."""
-        work, interval = self._work, self._interval
-        steps, tokens, seconds = interval.steps, interval.tokens, interval.seconds
-        speed = rates(steps, tokens, seconds, work.flops_per_token, work.num_devices, work.peak_flops)
-        row = Row(
-            step=done,
-            time=time.time(),
-            tokens=work.tokens(done),
-            **asdict(numbers),
-            step_time=speed.step_time,
-            tokens_per_second=speed.tokens_per_second,
-            tokens_per_second_mean=self._smoothed.add(steps, tokens, seconds),
-            tflops_per_device=speed.tflops_per_device,
-            mfu=speed.mfu,
-            memory_peak_bytes=memory_peak_bytes(work.device),
-            comm_bytes=self._sent,
-            seconds=self._phases.take(),
-        )
-        return {key: value for key, value in asdict(row).items() if key != "epochs" or value is not None}
+        """Return the row of step number `done` (from 1), with the rates of the interval that it ends.
+
+        time is in seconds since 1970, tokens are those consumed since the start of the run, comm_bytes those that this
+        rank sent in the step, seconds the host's by phase (`phases.py`).
+        """
+        steps, tokens, seconds = self._interval.steps, self._interval.tokens, self._interval.seconds
+        row: dict[str, Value] = {"step": done, "time": time.time(), "tokens": self._work.tokens(done)}
+        row |= {key: value for key, value in asdict(numbers).items() if key != "epochs" or value is not None}
+        row |= self._work.rates(steps, tokens, seconds, self._smoothed.add(steps, tokens, seconds))
+        row |= {"memory_peak_bytes": memory_peak_bytes(self._work.device), "comm_bytes": self._sent}
+        row["seconds"] = dict(self._phases.take())
+        return row
 
     def write(self, row: Mapping[str, Value], scores: Mapping[str, tuple[float, float | None]]) -> None:
         """Pass a row to the sinks, and begin a new interval.

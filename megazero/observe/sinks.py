@@ -6,26 +6,26 @@ each row to every sink, catches what a sink raises, warns once per sink and goes
 because disks get emptied.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
-from megazero.base.errors import one_line
-from megazero.base.heartbeat import HEART
-from megazero.observe.metrics import Value
+from megazero.base.answers import warn
+from megazero.observe.numbers import Value
 
 
-class Sink(Protocol):
-    """A destination of metrics rows (`Row`'s keys in their order, floats possibly not finite).
+class Sink:
+    """A destination of metrics rows, whose floats may not be finite; this one drops them.
 
     Before `start` it writes nothing anywhere: a run that has nothing to do does not start its sinks.
     """
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Prepare for rows; most sinks need not."""
 
-    def row(self, row: Mapping[str, Value]) -> None: ...
+    def row(self, row: Mapping[str, Value]) -> None:
+        """Write one row."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what is left; most sinks hold nothing back."""
 
 
 class Sinks:
@@ -57,19 +57,3 @@ class Sinks:
                     self._warned.add(place)
                     what = f"{type(sink).__name__}: {type(error).__name__}: {error}"
                     warn(f"{what}; training goes on, rows may be missing there")
-
-
-def warn(text: str) -> None:
-    """Write a warning as one line on stderr."""
-    say(f"warning: {text}")
-
-
-def say(text: str) -> None:
-    """Write one line on stderr; a closed stderr is ignored, because it is not worth a run either."""
-    line = one_line(text)
-    try:
-        if sys.stderr is not None:
-            with HEART.paused():
-                print(line, file=sys.stderr, flush=True)
-    except (OSError, ValueError):
-        return

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from megazero.base.packages import refuse_sinks
 from megazero.observe.metrics import Value, scalars
+from megazero.observe.sinks import Sink
 
 
-class TensorboardSink:
+class TensorboardSink(Sink):
     """A sink that writes event files into `folder`, which the first row makes when it is missing.
 
     Raises:
@@ -25,9 +26,6 @@ class TensorboardSink:
 
         self._open: Callable[[], SummaryWriter] = lambda: SummaryWriter(str(folder))
         self._writer: SummaryWriter | None = None
-
-    def start(self) -> None:
-        """Do nothing: the first row opens the folder."""
 
     def row(self, row: Mapping[str, Value]) -> None:
         """Add every number of the row at its step, and flush them."""

@@ -17,6 +17,7 @@ from typing import Protocol, TextIO
 
 from megazero.base.terminal import in_columns
 from megazero.observe.numbers import Value
+from megazero.observe.sinks import Sink
 
 GATHERED, RELEASED, REDUCED = "gathered", "released", "reduced"
 _HEADS = ("unit", GATHERED, RELEASED, REDUCED, "MB now", "seconds waited")
@@ -79,7 +80,7 @@ class UnitEvents:
         return sum(self._seconds.get(unit.name, {}).values())
 
 
-class UnitTableSink:
+class UnitTableSink(Sink):
     """A sink that writes the table with each row.
 
     Args:

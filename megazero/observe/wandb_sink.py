@@ -12,16 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megazero.base.answers import tell, warn
 from megazero.base.packages import refuse_sinks
 from megazero.base.this_copy import ROOT
 from megazero.observe.metrics import Value, scalars
-from megazero.observe.sinks import say, warn
+from megazero.observe.sinks import Sink
 
 INIT_SECONDS = 10.0  # for a server to accept a new run, before the first step
 FINISH_SECONDS = 30.0  # for the last upload, after the last step
 
 
-class WandbSink:
+class WandbSink(Sink):
     """A sink that logs rows to the run `name` of `project`, with its files in `folder`/wandb.
 
     Args:
@@ -68,7 +69,7 @@ class WandbSink:
             folder = self._run.settings.sync_dir
             warn(f"wandb: {obstacle[:120]}; the run is kept on disk, upload it later with `wandb sync {folder}`")
         elif not self._run.offline:
-            say(f"wandb: {self._run.url}")
+            tell(f"wandb: {self._run.url}")
 
     def row(self, row: Mapping[str, Value]) -> None:
         """Pass a row to the library, which does not wait for its server; values that are null are left out."""

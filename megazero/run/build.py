@@ -32,9 +32,10 @@ from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose, for_host
 from megazero.observe.console import ConsoleSink
 from megazero.observe.jsonl import JsonlSink
+from megazero.observe.metrics import Work
 from megazero.observe.phases import PhaseSeconds
 from megazero.observe.profile import Profile
-from megazero.observe.recorder import Recorder, Work
+from megazero.observe.recorder import Recorder
 from megazero.observe.sinks import Sink, Sinks
 from megazero.observe.tensorboard_sink import TensorboardSink
 from megazero.observe.unit_table import UnitEvents, UnitTableSink

@@ -89,12 +89,10 @@ def _train(run: Run, place: RankContext) -> int:
             place.status_slot.now(0, BUILD)  # from here on the folder tells of what happens to the run
             return dead
 
-    with grid.comm.together("run folder"):  # whose board does not tell yet who is missing
-        dead = run.agree(create)
+    dead = run.agree(create)
     if dead:
         warn(f"{folder.path}: taken over from a job that has died ({dead})")
-    with grid.comm.together("logs"):
-        run.agree(lambda: settle_in(run, place.stacks))
+    run.agree(lambda: settle_in(run, place.stacks))
     if isinstance(place.status_slot.board, JobBoard):
         place.status_slot.board.listen()
     return _train_in(run, place)

@@ -13,7 +13,6 @@ An action is what one rank does with one micro-batch of one stage. It prints as 
 What one stage computes comes in the order of micro-batches, so what goes from one stage to another does too.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -45,7 +44,6 @@ COMPUTE = F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BA
 # The message that a computation waits for, and that it makes; how many stages away its other end is.
 RECEIVES = {F: (Kind.RECEIVE_FORWARD, -1), B: (Kind.RECEIVE_BACKWARD, 1), I: (Kind.RECEIVE_BACKWARD, 1)}
 SENDS = {F: (Kind.SEND_FORWARD, 1), B: (Kind.SEND_BACKWARD, -1), I: (Kind.SEND_BACKWARD, -1)}
-_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|TIE|F|B|I|W)(\d+)")
 
 
 @dataclass(frozen=True)
@@ -58,19 +56,6 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.micro_batch}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Action":
-        """Return the action that prints as `text`.
-
-        Raises:
-            ValueError: no action prints so.
-        """
-        found = _TEXT.fullmatch(text.strip())
-        if found is None:
-            raise ValueError(f"expected an action such as 2F5 or 2SEND_F5, got {text!r}")
-        stage, kind, micro_batch = found.groups()
-        return cls(int(stage), Kind(kind), int(micro_batch))
 
 
 @dataclass(frozen=True)
@@ -115,12 +100,6 @@ class Schedule:
     def __str__(self) -> str:
         """Return one line for each rank."""
         return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
-
-    @classmethod
-    def parse(cls, text: str, *, name: str, micro_batches: int, rank_of: Sequence[int]) -> "Schedule":
-        """Return the schedule that prints as `text`. Raises ValueError where a word is no action."""
-        ranks = tuple(tuple(map(Action.parse, line.split())) for line in text.splitlines())
-        return cls(name, micro_batches, tuple(rank_of), ranks)
 
 
 def forwards(stage: int, micro_batches: Iterable[int]) -> Iterator[Action]:

@@ -1,17 +1,24 @@
-"""Check a schedule against what every schedule has to keep, before anything runs.
+"""Check a schedule against what every schedule has to keep, and that it ends, before anything runs.
 
-Each stage does each micro-batch once, in order, on the rank that has it; its backward whole, or in two parts, or not at
-all. With transfers in the lists: outputs are computed before they are sent, receives are posted before waits, and every
-message has a sender and a receiver. Deadlocks are found by `simulate`.
+A rank does its actions in order. An action is done when the rank comes to it and what it needs is there:
+
+    sF m         the output of stage s - 1            sI m, sB m         sF m, and the gradient from stage s + 1
+    sW m         sI m                                 sSEND, sREDUCE     what is sent or reduced
+    sTIE m       sREDUCE m
+
+With transfers in the lists a message is there when it was sent and its receive has been posted. Sending and posting
+never wait, so only these dependencies can hold a rank up, and one pass over them decides: either every action is done,
+or the ranks that are left each wait for something that will never be there.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from megazero.schedules.actions import RECEIVES, Action, B, F, I, Kind, Schedule, W
+from megazero.schedules.actions import RECEIVES, SENDS, Action, B, F, I, Kind, Schedule, W
 
-_SENDS = {Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1), Kind.SEND_BACKWARD: (Kind.RECEIVE_BACKWARD, -1)}
 _AFTER = {
+    B: (F,),
+    I: (F,),
     W: (I,),
     Kind.SEND_FORWARD: (F,),
     Kind.SEND_BACKWARD: (B, I),
@@ -20,6 +27,8 @@ _AFTER = {
 }
 _SPARSE = (Kind.REDUCE, Kind.TIE)  # not done for every micro-batch
 
+_Need = tuple[int, tuple[Kind, ...]]  # a stage, and the kinds of which one must have been done for the micro-batch
+
 
 class ScheduleError(ValueError):
     """An error of a schedule that would not end, or not compute the gradient; its text has all lists of actions."""
@@ -27,64 +36,92 @@ class ScheduleError(ValueError):
 
 def check(schedule: Schedule) -> None:
     """Check a schedule. Raises ScheduleError: the lists, with the culprit marked."""
-    with_transfers = any(a.kind in _SENDS for actions in schedule.ranks for a in actions)
+    for _ in played(schedule):
+        pass
+
+
+def played(schedule: Schedule) -> Iterator[tuple[int, Action, list[tuple[int, Kind]]]]:
+    """Yield (rank, action, the stage and kind of all that it needs) in an order in which actions can be done.
+
+    Raises:
+        ScheduleError: an action is missing, done twice or in another order than micro-batches come, or waits for ever.
+    """
+    _check_lists(schedule)
+    sends = any(action.kind is Kind.SEND_FORWARD for actions in schedule.ranks for action in actions)
+    done: set[tuple[int, Kind, int]] = set()
+    places, moved = [0 for _ in schedule.ranks], True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.ranks):
+            while places[rank] < len(actions):
+                action = actions[places[rank]]
+                needs = list(_needs(schedule, action, sends))
+                m = action.micro_batch
+                found = [(stage, kind) for stage, kinds in needs for kind in kinds if (stage, kind, m) in done]
+                if len(found) < len(needs):
+                    break
+                yield rank, action, found
+                done.add((action.stage, action.kind, m))
+                places[rank] += 1
+                moved = True
+    stuck = {rank: at for rank, at in enumerate(places) if at < len(schedule.ranks[rank])}
+    if stuck:
+        waits = []
+        for rank, place in stuck.items():
+            action = schedule.ranks[rank][place]
+            m, needs = action.micro_batch, _needs(schedule, action, sends)
+            stage, kinds = next((s, kinds) for s, kinds in needs if not any((s, kind, m) in done for kind in kinds))
+            names = " or ".join(f"{stage}{kind.value}{m}" for kind in kinds)
+            waits.append(f"rank {rank} waits in {action} for {names} of rank {schedule.rank_of[stage]}")
+        raise ScheduleError(f"{schedule.name} never ends: {'; '.join(waits)}\n{_marked(schedule, stuck)}")
+
+
+def _needs(schedule: Schedule, action: Action, sends: bool) -> Iterator[_Need]:
+    """Yield what an action needs.
+
+    Args:
+        sends: the lists have transfers.
+    """
+    stage, kind = action.stage, action.kind
+    if kind in _AFTER:
+        yield stage, _AFTER[kind]
+    if kind in RECEIVES:
+        receive, towards = RECEIVES[kind]
+        other, made = stage + towards, (F,) if kind is F else (B, I)
+        if sends and schedule.crosses(stage, other):
+            yield stage, (receive,)
+            yield other, (SENDS[made[0]][0],)
+        elif 0 <= other < schedule.num_stages:
+            yield other, made
+
+
+def _check_lists(schedule: Schedule) -> None:
+    """Check that each stage does each micro-batch once, in order, on its rank; backward whole, or in two parts."""
     for rank, actions in enumerate(schedule.ranks):
         seen: Counter[tuple[int, Kind]] = Counter()  # how many have been done, and of the sparse ones the last, plus 1
         for place, action in enumerate(actions):
-            if reason := next(_wrong(schedule, rank, action, seen, with_transfers), None):
-                raise _broken(schedule, rank, place, reason)
-            seen[action.stage, action.kind] = action.micro_batch + 1
+            stage, kind, m = action.stage, action.kind, action.micro_batch
+            if not (stage < schedule.num_stages and schedule.rank_of[stage] == rank):
+                raise _broken(schedule, rank, place, f"stage {stage} is not on rank {rank}")
+            if m < seen[stage, kind] or (m > seen[stage, kind] and kind not in _SPARSE):
+                raise _broken(schedule, rank, place, f"expected micro-batch {seen[stage, kind]}")
+            seen[stage, kind] = m + 1
         for stage in schedule.stages_of(rank):
             forward, whole, parts = seen[stage, F], seen[stage, B], (seen[stage, I], seen[stage, W])
             m = schedule.micro_batches
             if forward != m or (whole, *parts) not in ((m, 0, 0), (0, m, m), (0, 0, 0)):
                 got = f"stage {stage} has {forward} F, {whole} B, {parts[0]} I and {parts[1]} W"
                 raise _broken(schedule, rank, len(actions), f"{got}, expected {m} F and {m} B, or {m} I and {m} W")
-    _check_messages(schedule)
-
-
-def _wrong(
-    schedule: Schedule, rank: int, action: Action, seen: Counter[tuple[int, Kind]], with_transfers: bool
-) -> Iterator[str]:
-    """Yield the reasons why a rank cannot do an action now."""
-    stage, kind, m = action.stage, action.kind, action.micro_batch
-    if not (stage < schedule.num_stages and schedule.rank_of[stage] == rank):
-        yield f"stage {stage} is not on rank {rank}"
-    if m < seen[stage, kind] or (m > seen[stage, kind] and kind not in _SPARSE):
-        yield f"expected micro-batch {seen[stage, kind]}"
-    if (before := _AFTER.get(kind)) and all(seen[stage, k] <= m for k in before):
-        yield f"{' or '.join(f'{stage}{k.value}{m}' for k in before)} has not been done"
-    if kind in (B, I) and seen[stage, F] <= m:
-        yield f"{stage}F{m} has not been done"
-    if kind in RECEIVES and with_transfers:
-        receive, towards = RECEIVES[kind]
-        if schedule.crosses(stage, stage + towards) and seen[stage, receive] <= m:
-            yield f"{stage}{receive.value}{m} has not been posted"
-
-
-def _check_messages(schedule: Schedule) -> None:
-    """Check that every message is sent and received."""
-    lists = list(enumerate(schedule.ranks))
-    posted = {(a.stage, a.kind, a.micro_batch) for _, actions in lists for a in actions}
-    for rank, actions in lists:
-        for place, action in enumerate(actions):
-            if action.kind in _SENDS:
-                receive, towards = _SENDS[action.kind]
-                if (action.stage + towards, receive, action.micro_batch) not in posted:
-                    raise _broken(schedule, rank, place, f"nobody receives it in stage {action.stage + towards}")
-            for send, (receive, towards) in _SENDS.items():
-                if action.kind is receive and (action.stage - towards, send, action.micro_batch) not in posted:
-                    raise _broken(schedule, rank, place, f"nobody sends it in stage {action.stage - towards}")
 
 
 def _broken(schedule: Schedule, rank: int, place: int, reason: str) -> ScheduleError:
     actions = schedule.ranks[rank]
     at = actions[place] if place < len(actions) else "the end"
     text = f"{schedule.name} is broken at {at} of rank {rank}: {reason}"
-    return ScheduleError(f"{text}\n{marked(schedule, {rank: place})}")
+    return ScheduleError(f"{text}\n{_marked(schedule, {rank: place})}")
 
 
-def marked(schedule: Schedule, culprits: Mapping[int, int]) -> str:
+def _marked(schedule: Schedule, culprits: Mapping[int, int]) -> str:
     """Return a line for each rank, with >action< at the culprit's place in its list, or >< at the list's end."""
     lines = []
     for rank, actions in enumerate(schedule.ranks):

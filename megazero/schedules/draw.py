@@ -11,17 +11,11 @@ from megazero.base.picture import picture
 from megazero.schedules.actions import Kind, Schedule
 from megazero.schedules.simulate import Timeline
 
-COLOURS = {
-    Kind.FORWARD: ("#8fb8de", "#4f86bd"),
-    Kind.BACKWARD: ("#a9d18e", "#6fa84f"),
-    Kind.BACKWARD_INPUT: ("#a9d18e", "#6fa84f"),
-    Kind.BACKWARD_WEIGHT: ("#f2c879", "#d99f3b"),
-}
-WORDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward: input",
-    Kind.BACKWARD_WEIGHT: "backward: weights",
+BOXES = {  # the name of a kind, and its colours in the first chunk of a rank and in later ones
+    Kind.FORWARD: ("forward", "#8fb8de", "#4f86bd"),
+    Kind.BACKWARD: ("backward", "#a9d18e", "#6fa84f"),
+    Kind.BACKWARD_INPUT: ("backward: input", "#a9d18e", "#6fa84f"),
+    Kind.BACKWARD_WEIGHT: ("backward: weights", "#f2c879", "#d99f3b"),
 }
 _MOST_NUMBERS = 600  # boxes; more could not be read
 
@@ -42,7 +36,7 @@ def _draw_on(axes: Any, schedule: Schedule, timeline: Timeline) -> None:
         for timed in row:
             kind, width = timed.action.kind, timed.end - timed.start
             used[kind] = None
-            shade = COLOURS[kind][min(chunks.index(timed.action.stage), 1)]
+            shade = BOXES[kind][1 + min(chunks.index(timed.action.stage), 1)]
             axes.barh(rank, width, 0.8, timed.start, color=shade, edgecolor="white", linewidth=0.4)
             if numbered:
                 place = (timed.start + width / 2, rank)
@@ -54,5 +48,5 @@ def _draw_on(axes: Any, schedule: Schedule, timeline: Timeline) -> None:
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     title = f"{schedule.name}: {len(timeline.ranks)} ranks, {schedule.micro_batches} micro-batches, "
     axes.set_title(title + f"bubble {timeline.bubble:.1%} of the work", fontsize=9, loc="left")
-    handles = [Patch(facecolor=COLOURS[kind][0], label=WORDS[kind]) for kind in COLOURS if kind in used]
+    handles = [Patch(facecolor=BOXES[kind][1], label=BOXES[kind][0]) for kind in BOXES if kind in used]
     axes.legend(handles=handles, frameon=False, fontsize=7, ncols=3, loc="upper left", bbox_to_anchor=(0, 0))

@@ -12,8 +12,8 @@ from functools import cache
 
 from megazero.schedules.actions import Schedule
 from megazero.schedules.catalogue import make
+from megazero.schedules.check import check
 from megazero.schedules.lower import add_reductions, add_transfers
-from megazero.schedules.simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,20 @@ class Layers:
 def cut(schedule: str, ranks: int, chunks: int, blocks: int, head: float) -> Layers:
     """Return the cut of a model of some blocks whose head costs as much as `head` of them."""
     rank_of = make(schedule, ranks, 1, chunks).rank_of
-    return Layers(schedule, ranks, chunks, rank_of, split(blocks, rank_of, embedding=0.0, head=head))
+    return Layers(schedule, ranks, chunks, rank_of, split(blocks, rank_of, head))
 
 
-def split(blocks: int, rank_of: Sequence[int], *, embedding: float, head: float) -> list[range]:
+def split(blocks: int, rank_of: Sequence[int], head: float) -> list[range]:
     """Return for each stage the parts of the model's path that it runs: 0 is the embedding, the last the head.
 
     Args:
         blocks: their number in the model; at least one for each stage.
         rank_of: of each stage the rank that computes it.
-        embedding, head: what they cost, in blocks.
+        head: what it costs, in blocks; the embedding costs nothing.
     """
     stages = range(len(rank_of))
     assert blocks >= len(stages), f"{blocks} blocks in {len(stages)} stages: held by the config"
     costs = [1.0 for _ in stages]
-    costs[0] += embedding
     costs[-1] += head
     counts = [1 for _ in stages]
     work: dict[int, float] = {}
@@ -85,5 +84,5 @@ def lowered(layers: Layers, micro_batches: int, *, each: bool, tied: bool) -> Sc
     """
     schedule = add_transfers(make(layers.schedule, layers.ranks, micro_batches, layers.chunks))
     schedule = add_reductions(schedule, each=each, tied=tied)
-    simulate(schedule)
+    check(schedule)
     return schedule

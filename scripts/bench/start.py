@@ -37,10 +37,8 @@ from megazero.comm.grid import lay_out
 from megazero.comm.processes import Process
 from megazero.comm.status_board import STUCK, StatusBoard, StatusSlot
 from megazero.launcher import meeting
-from megazero.launcher.environment import RankContext
 from megazero.launcher.job_board import JobBoard, job_board
-from megazero.launcher.meeting import Lobby, Presence, Verdict, call_roll, unpacked
-from megazero.launcher.world import World
+from megazero.launcher.meeting import Presence, Verdict, call_roll, unpacked
 from scripts.bench import figures
 from scripts.bench.harness import LAUNCHES
 
@@ -197,9 +195,7 @@ def _be(rank: int, size: int, port: int, begin: float, found: list[Rehearsed]) -
     slot.take(mine.host)
     slot.move(board, rank)
     done.note(counting)
-    place = RankContext(World(rank, size, 0, "srun"), slot)
-    with Lobby(place, store, roll, TIMEOUT.total_seconds()).together("axes"):
-        _exchange(store, rank, size)
+    _exchange(store, rank, size)
     done.note(counting)
     waiting = board.listen()
     if rank == size - 1:

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.context import CommContext, Unseen
+from megazero.comm.context import CommContext
 from megazero.comm.grid import make_grid
+from megazero.comm.status_board import StatusBoard, StatusSlot
 from megazero.model.transformer import Shape
 from megazero.pipeline.transport import Transport
 from megazero.plan.job import Job
@@ -208,11 +209,11 @@ def _communicator(trace: Trace, name: Name) -> Communicator:
     return Communicator(name, trace.rank, launch)
 
 
-class _StatusSlot(Unseen):
+class _StatusSlot(StatusSlot):
     """Learns what the next operation is about."""
 
     def __init__(self, trace: Trace):
-        super().__init__()
+        super().__init__(StatusBoard.private(), 0)
         self._trace = trace
 
     def begin(self, axis: str, ranks: range, text: str) -> int:

@@ -108,8 +108,10 @@ def same_bits(grid: Grid, sockets: bool) -> bool:
     return pool.taken == 10 * sizes and pool.out == 0
 
 
-@pytest.mark.parametrize("sockets", [False, True], ids=["shared", "sockets"])
-@pytest.mark.parametrize("size", [2, 3, 4])
+MORE = [pytest.param(size, sockets, marks=pytest.mark.full) for size, sockets in ((2, 0), (3, 1), (4, 0), (4, 1))]
+
+
+@pytest.mark.parametrize(("size", "sockets"), [(2, True), (3, False), *MORE])
 def test_every_operation_gives_the_same_bits(size: int, sockets: bool) -> None:
     assert all(run_ranks(size, same_bits, sockets))
 
@@ -206,7 +208,7 @@ def test_the_ledger_holds_as_many_pages_as_were_out_at_once() -> None:
     for _ in range(2):
         bounces = [HostStaging(torch.empty(n, dtype=torch.bfloat16), pool) for n in (0, 1, 2047, 2048)]
         for staging in bounces:
-            staging.release()
+            staging.end()
     assert ledger.bytes_as_dict() == {"host_bounce": {"now": 5 * 4096, "peak": 5 * 4096}}
 
 
@@ -233,7 +235,10 @@ def bounced_rank(grid: Grid, *arguments) -> Trained:
     return result
 
 
-@pytest.mark.parametrize("case", FEW, ids=ids(FEW))
+REST = [pytest.param(case, marks=pytest.mark.full) for case in FEW[5:]]
+
+
+@pytest.mark.parametrize("case", [*FEW[:5], *REST], ids=ids(FEW))
 def test_training_gives_the_same_bits(case: tuple) -> None:
     stage, tensor, data, pipeline, dtype, memory = case
     layout = job_on(tensor, data, tensor > 1 and memory == "kept", pipeline, stage, pipeline=pipeline)

@@ -4,7 +4,6 @@ import fcntl
 import os
 import socket
 import textwrap
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import os, sys
 from datetime import timedelta
 from megazero.comm.transport.shared_memory import SharedMemoryTransport
 memory = SharedMemoryTransport(1, 2, timedelta(seconds=1))
-print(*vars(memory.handle).values(), flush=True)
+print(*memory.handle, flush=True)
 sys.stdin.read()
 """
 
@@ -39,9 +38,9 @@ def test_only_the_announced_memory_is_mapped(other: Handle, tmp_path: Path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     mine = [os.open(fifo, os.O_RDWR), socket.socket().detach(), os.open(tmp_path, os.O_RDONLY)]
-    lies = [replace(good, inode=good.inode + 1), replace(good, device=good.device + 1), replace(good, number=0)]
+    lies = [good._replace(inode=good.inode + 1), good._replace(device=good.device + 1), good._replace(number=0)]
     lies += [Handle(os.getpid(), number, os.fstat(number).st_dev, os.fstat(number).st_ino) for number in mine]
-    lies += [replace(good, pid=os.getpid()), replace(good, pid=1 << 22), replace(good, number=9999)]
+    lies += [good._replace(pid=os.getpid()), good._replace(pid=1 << 22), good._replace(number=9999)]
     for lie in lies:
         with pytest.raises(OSError):
             shared_memory().open(1, lie)

@@ -17,7 +17,7 @@ import torch
 from megazero.comm import grid
 from megazero.comm.agreement import agree
 from megazero.comm.status_board import BUILD, StatusSlot
-from megazero.launcher import rendezvous
+from megazero.launcher import exit_status, rendezvous
 from megazero.launcher.environment import RankContext, world_from_environment
 from megazero.launcher.exit_status import outcome, say_why
 from megazero.launcher.spawn import run_local
@@ -28,6 +28,10 @@ WHERE: dict[str, tuple[Any, str]] = {
     "group": (rendezvous.dist, "init_process_group"),
     "axes": (grid, "_group_of"),
 }
+
+
+for module in (rendezvous, exit_status):  # a store that does not answer is given up sooner
+    setattr(module, "SLACK", 1.0)  # noqa: B010 - a constant to the type checker
 
 
 def stop() -> None:
@@ -84,8 +88,7 @@ def be(place: RankContext, case: str, bad_rank: int, timeout: float, log: str = 
         place.stacks.into(path)
     comm = rendezvous.connect(place, timeout=timedelta(seconds=timeout), fingerprint="same")
     made = grid.make_grid(tensor=2, pipeline=1, comm=comm, device_type="cpu")
-    with comm.together("run folder"):
-        agree(made["world"], torch.device("cpu"), lambda: None)
+    agree(made["world"], torch.device("cpu"), lambda: None)
     comm.status_slot.now(0, BUILD)
     if bad and case in LAST:
         LAST[case]()

@@ -78,8 +78,8 @@ def test_a_task_of_srun_that_is_stopped_is_named(cases: list[tuple[str, int]]):
     try:
         for rank, tasks, pids in steps:
             _, err = tasks[1 - rank].communicate()
-            line = rf"MZ-311 rank={rank}: did not answer in the meeting \(.*\) in start on \S+ \(pid {pids[rank]}\); "
-            line += rf"rank {1 - rank} waited[^;]*; it is stopped \(SIGSTOP"
+            line = rf"MZ-311 rank={rank}: did not answer in world #\d .* in start on \S+ \(pid {pids[rank]}\); "
+            line += r"ranks? .* waited; it is stopped \(SIGSTOP"
             if rank == 0:  # it may be stopped before the other has read who it is
                 line += "|MZ-320 rank=0: rank 0 did not answer at the roll call; rank 1 waited; "
             assert re.search(line, err), err
@@ -90,7 +90,9 @@ def test_a_task_of_srun_that_is_stopped_is_named(cases: list[tuple[str, int]]):
             tasks[rank].communicate()
 
 
-@pytest.mark.parametrize(("case", "where"), [("spin", "in spin"), ("lock", "in hold_the_lock")])
+@pytest.mark.parametrize(
+    ("case", "where"), [pytest.param("spin", "in spin", marks=pytest.mark.full), ("lock", "in hold_the_lock")]
+)
 def test_on_a_hang_every_live_rank_writes_its_stacks(tmp_path: Path, case: str, where: str):
     """Also one that holds the interpreter's lock; the one that gave up says where."""
     process = start(case, 1, tmp_path)

@@ -32,9 +32,9 @@ class Job:
         self.store: dist.TCPStore | None = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT
         )
-        self.roll = {
-            rank: Presence(f"node{rank // 2}", "same", own.pid, own.started, f"host {rank // 2}") for rank in range(4)
-        }
+        self.roll = [
+            Presence(f"node{rank // 2}", "same", own.pid, own.started, f"host {rank // 2}") for rank in range(4)
+        ]
         stores = [client(self.store.port) for _ in range(4)]
         self.boards: list[JobBoard] = [job_board(stores[rank], rank, self.roll) for rank in range(4)]
         self.places = [RankContext(World(rank, 4, 0, "srun"), self.slot(rank)) for rank in range(4)]
@@ -119,7 +119,7 @@ def test_the_same_error_is_said_once(job: Job, capfd: pytest.CaptureFixture[str]
 def test_an_empty_slot_says_nothing():
     """Rank 1 could not map the board of rank 0 (hidepid): it has one of its own."""
     store = dist.HashStore()
-    roll = {rank: Presence("node", "same", os.getpid(), 7, "host") for rank in range(3)}
+    roll = [Presence("node", "same", os.getpid(), 7, "host")] * 3
     boards = [JobBoard(StatusBoard.private(3), here, store, rank, roll) for rank, here in ((0, [0, 1]), (1, [1]))]
     for rank, board in enumerate(boards):
         slot = board.status_slot(rank)
@@ -133,7 +133,7 @@ def test_an_empty_slot_says_nothing():
 
 def test_without_memfd_each_rank_has_a_board_of_its_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(memfd.os, "memfd_create")
-    roll = {rank: Presence("node", "same", os.getpid(), 7, "host") for rank in range(3)}
+    roll = [Presence("node", "same", os.getpid(), 7, "host")] * 3
     assert job_board(dist.HashStore(), 0, roll).size == 3
 
 

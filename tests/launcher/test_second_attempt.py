@@ -49,11 +49,11 @@ def agents() -> dist.TCPStore:
 def test_the_roll_is_that_of_the_present_attempt(monkeypatch, agents: dist.TCPStore, tmp_path: Path):
     for number in (0, 1):
         for roll in attempt(monkeypatch, agents.port, number, 3, 3, 10, tmp_path):
-            assert isinstance(roll, dict)
-            assert [there.pid for there in roll.values()] == [1000 * (number + 1) + rank for rank in range(3)]
+            assert isinstance(roll, list)
+            assert [there.pid for there in roll] == [1000 * (number + 1) + rank for rank in range(3)]
 
 
 def test_a_rank_that_was_missing_may_come_to_the_next_attempt(monkeypatch, agents: dist.TCPStore, tmp_path: Path):
     assert all(isinstance(said, UserError) for said in attempt(monkeypatch, agents.port, 0, 2, 3, 0.5, tmp_path))
     said = attempt(monkeypatch, agents.port, 1, 3, 3, 10, tmp_path)
-    assert all(isinstance(roll, dict) for roll in said), [str(one) for one in said]
+    assert all(isinstance(roll, list) for roll in said), [str(one) for one in said]

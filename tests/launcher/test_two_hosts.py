@@ -71,6 +71,7 @@ def task(host: str, rank: int) -> subprocess.Popen[str]:
     return on(host, MEET, "60", "same", "wait", **step)
 
 
+@pytest.mark.full
 def test_two_hosts_meet_on_one_address_each(hosts: tuple[str, str]):
     tasks = [task(host, rank) for rank, host in enumerate(hosts)]
     try:

@@ -6,15 +6,12 @@ import pytest
 
 from megazero.base.errors import LINE_LIMIT
 from megazero.observe.jsonl import JsonlSink, read_rows
-from megazero.observe.sinks import Sinks, warn
+from megazero.observe.sinks import Sink, Sinks, warn
 
 
-class Broken:
+class Broken(Sink):
     def __init__(self):
         self.calls = 0
-
-    def start(self):
-        pass
 
     def row(self, row):
         self.calls += 1
@@ -24,7 +21,7 @@ class Broken:
         raise RuntimeError("cannot close")
 
 
-class Kept:
+class Kept(Sink):
     def __init__(self):
         self.rows = []
         self.closed = 0

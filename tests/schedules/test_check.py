@@ -10,6 +10,7 @@ from megazero.schedules.catalogue import make
 from megazero.schedules.check import ScheduleError
 from megazero.schedules.lower import add_reductions, add_transfers
 from megazero.schedules.simulate import Costs, simulate
+from tests.schedules.parsed import parsed
 
 Edit = Callable[[list[list[Action]]], object]
 
@@ -21,37 +22,38 @@ def edited(schedule: Schedule, edit: Edit) -> Schedule:
 
 
 def remove(rank: int, text: str) -> Edit:
-    return lambda ranks: ranks[rank].remove(Action.parse(text))
+    return lambda ranks: ranks[rank].remove(parsed(text))
 
 
 def swap(rank: int, one: str, other: str) -> Edit:
     def edit(ranks: list[list[Action]]) -> None:
-        i, k = (ranks[rank].index(Action.parse(text)) for text in (one, other))
+        i, k = (ranks[rank].index(parsed(text)) for text in (one, other))
         ranks[rank][i], ranks[rank][k] = ranks[rank][k], ranks[rank][i]
 
     return edit
 
 
 def add(rank: int, text: str) -> Edit:
-    return lambda ranks: ranks[rank].append(Action.parse(text))
+    return lambda ranks: ranks[rank].append(parsed(text))
 
 
 BROKEN: list[tuple[str, Edit, str]] = [
-    ("1f1b", swap(0, "0F0", "0B0"), r"at 0B0 of rank 0: 0F0 has not been done"),
+    ("1f1b", swap(0, "0F0", "0B0"), r"at 0F1 of rank 0: expected micro-batch 0"),
     ("1f1b", swap(1, "1F1", "1F2"), r"at 1F2 of rank 1: expected micro-batch 1"),
     ("1f1b", remove(1, "1B2"), r"at the end of rank 1: stage 1 has 4 F, 2 B|at 1B3 of rank 1: expected micro-batch 2"),
     ("1f1b", add(0, "0F3"), r"at 0F3 of rank 0: expected micro-batch 4"),
     ("1f1b", add(0, "1F4"), r"at 1F4 of rank 0: stage 1 is not on rank 0"),
     ("1f1b", add(0, "7F4"), r"at 7F4 of rank 0: stage 7 is not on rank 0"),
-    ("zb-h1", swap(0, "0I1", "0W1"), r"at 0W1 of rank 0: 0I1 has not been done"),
+    ("zb-h1", swap(0, "0I1", "0W1"), r"rank 0 waits in 0W1 for 0I1 of rank 0"),
     ("zb-h1", remove(0, "0W3"), r"at the end of rank 0: stage 0 has 4 F, 0 B, 4 I and 3 W"),
 ]
 LOWERED: list[tuple[str, Edit, str]] = [
-    ("1f1b", swap(0, "0F1", "0SEND_F1"), r"at 0SEND_F1 of rank 0: 0F1 has not been done"),
-    ("1f1b", remove(1, "1RECV_F0"), r"of rank 1: (1RECV_F0 has not been posted|expected micro-batch 0)"),
-    ("1f1b", remove(0, "0SEND_F3"), r"at 1RECV_F3 of rank 1: nobody sends it in stage 0"),
-    ("1f1b", swap(0, "0B3", "0REDUCE3"), r"at 0REDUCE3 of rank 0: 0B3 or 0W3 has not been done"),
-    ("1f1b", swap(0, "0REDUCE3", "0TIE3"), r"at 0TIE3 of rank 0: 0REDUCE3 has not been done"),
+    ("1f1b", swap(0, "0F1", "0SEND_F1"), r"rank 0 waits in 0SEND_F1 for 0F1 of rank 0"),
+    ("1f1b", remove(1, "1RECV_F0"), r"rank 1: expected micro-batch 0"),
+    ("1f1b", remove(1, "1RECV_F3"), r"rank 1 waits in 1F3 for 1RECV_F3 of rank 1"),
+    ("1f1b", remove(0, "0SEND_F3"), r"rank 1 waits in 1F3 for 0SEND_F3 of rank 0"),
+    ("1f1b", swap(0, "0B3", "0REDUCE3"), r"rank 0 waits in 0REDUCE3 for 0B3 or 0W3 of rank 0"),
+    ("1f1b", swap(0, "0REDUCE3", "0TIE3"), r"rank 0 waits in 0TIE3 for 0REDUCE3 of rank 0"),
 ]
 
 
@@ -60,7 +62,7 @@ def test_broken_orders_are_refused(name: str, edit: Edit, reason: str) -> None:
     with pytest.raises(ScheduleError, match=reason) as caught:
         simulate(edited(make(name, 2, 4, 1), edit))
     lines = str(caught.value).splitlines()
-    assert len(lines) == 3 and sum(">" in line for line in lines[1:]) == 1, "the culprit is marked once"
+    assert len(lines) == 3 and sum(">" in line for line in lines[1:]) in (1, 2), "who is stuck is marked"
 
 
 @pytest.mark.parametrize(("name", "edit", "reason"), LOWERED)
@@ -75,7 +77,7 @@ def test_a_circle_is_found_and_shown() -> None:
     """Each rank's list is in order by itself; together they wait for each other."""
 
     def last_first(ranks: list[list[Action]]) -> None:
-        ranks[1].insert(0, ranks[1].pop(ranks[1].index(Action.parse("3F0"))))
+        ranks[1].insert(0, ranks[1].pop(ranks[1].index(parsed("3F0"))))
 
     with pytest.raises(ScheduleError) as caught:
         simulate(edited(make("interleaved", 2, 2, 2), last_first))

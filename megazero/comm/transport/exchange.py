@@ -8,6 +8,8 @@ Received messages are passed to `consume`, piece by piece, without a copy: none 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from megazero.comm.grid import Axis
 from megazero.comm.pool import same_place
-from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, OtherOperationError, SharedMemoryTransport
+from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, Message, OtherOperationError, SharedMemoryTransport
 
 Consume = Callable[[slice, list[Tensor]], None]
 
@@ -136,15 +138,20 @@ class Exchange:
             raise CollectiveError(self._axis.name, str(error)) from None
 
     def _post(self, shared_memory: SharedMemoryTransport) -> None:
-        axis = self._axis
-        readers = [axis.ranks[k] for k in others(axis)]
-        room = self._piece * self._sends[0].element_size()
+        axis, sends, use = self._axis, self._sends, self._consume
+        room, readers = self._piece * sends[0].element_size(), [axis.ranks[k] for k in others(axis)]
+        starts = [((axis.rank - k) % axis.size - 1) * room if len(sends) > 1 else 0 for k in others(axis)]
+
+        def consume(messages: list[Message], cut: slice) -> None:  # it does not hold the exchange, which holds it
+            like = sends[0][cut]
+            use(cut, [shared_memory.view(message, at, like) for message, at in zip(messages, starts, strict=True)])
+
         for number, cut in enumerate(self._cuts):
             label = Label(self._place + number, self._tag)
-            shared_memory.post(axis.name, label, [send[cut] for send in self._sends], room, readers)
-            round_ = _Round(shared_memory, axis, label, self._sends, cut, room, self._consume)
+            shared_memory.post(axis.name, label, [send[cut] for send in sends], room, readers)
+            round_ = _Round(shared_memory, readers, axis.name, label, partial(consume, cut=cut))
             self._rounds.append(round_)
-            shared_memory.rounds.append(round_)
+            shared_memory.rounds.append(round_.take_in)
 
     def _send_piece(self, cut: slice) -> tuple[list[Tensor], list[dist.Work]]:
         axis, peers = self._axis, others(self._axis)
@@ -179,49 +186,29 @@ class Exchange:
                 self._works.append(self._send_piece(self._cuts[number + _WINDOW]))
 
 
+@dataclass(eq=False)
 class _Round:
     """One piece of an exchange, in the outboxes of the other ranks."""
 
-    def __init__(
-        self,
-        shared_memory: SharedMemoryTransport,
-        axis: Axis,
-        label: Label,
-        sends: Sequence[Tensor],
-        cut: slice,
-        room: int,
-        consume: Consume,
-    ):
-        self._shared_memory, self._axis, self._label, self._cut, self._consume = (
-            shared_memory,
-            axis,
-            label,
-            cut,
-            consume,
-        )
-        self._like, self._room, self._many = sends[0][cut], room, len(sends) > 1
-        self._done = False
+    shared_memory: SharedMemoryTransport
+    senders: Sequence[int]
+    axis: str
+    label: Label
+    consume: Callable[[list[Message]], None]
+    done: bool = False
 
     def take_in(self) -> None:
         """Consume the others' messages if all have come: another sender needs the room."""
-        axis = self._axis
-        if not self._done and all(
-            self._shared_memory.find(axis.ranks[k], axis.name, self._label) for k in others(axis)
-        ):
+        if not self.done and all(self.shared_memory.find(rank, self.axis, self.label) for rank in self.senders):
             self.finish()
 
     def finish(self) -> None:
         """Wait for the others' messages, consume and acknowledge them."""
-        if self._done:
+        if self.done:
             return
-        axis, shared_memory = self._axis, self._shared_memory
-        self._done = True  # from here on nobody else takes them in
-        shared_memory.rounds.remove(self)
-        messages = [shared_memory.wait_for(axis.ranks[k], axis.name, self._label) for k in others(axis)]
-        starts = [((axis.rank - k) % axis.size - 1) * self._room if self._many else 0 for k in others(axis)]
-        self._consume(
-            self._cut,
-            [shared_memory.view(message, at, self._like) for message, at in zip(messages, starts, strict=True)],
-        )
+        self.done = True  # from here on nobody else takes them in
+        self.shared_memory.rounds.remove(self.take_in)
+        messages = [self.shared_memory.wait_for(rank, self.axis, self.label) for rank in self.senders]
+        self.consume(messages)
         for message in messages:
-            shared_memory.acknowledge(message)
+            self.shared_memory.acknowledge(message)

@@ -49,10 +49,8 @@ class HostStaging:
         """Copy x from the device to a slice of as many elements on the host."""
         self.host[place].copy_(x.detach().view(-1))
 
-    def land(self, into: Tensor) -> None:
-        """Copy all elements to a tensor of the device."""
-        into.view(-1).copy_(self.host)
-
-    def release(self) -> None:
-        """Return the memory to the pool."""
+    def end(self, into: Tensor | None = None, first: int = 0) -> None:
+        """Return the memory to the pool, after a copy to a tensor of the device of its elements, from `first` on."""
+        if into is not None:
+            into.view(-1).copy_(self.host[first : first + into.numel()])
         self._pool.give(self._buffer)

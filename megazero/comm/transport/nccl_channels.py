@@ -1,21 +1,16 @@
 """Send messages from one rank to one other through NCCL, a communicator for each channel."""
 
-from __future__ import annotations  # who watches is told from outside
-
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.axes import P2P, Channel
-from megazero.comm.grid import Axis, pipelines
+from megazero.comm.device_queue import Queued
+from megazero.comm.grid import Axis, lines
 from megazero.comm.nccl import synchronize
-
-if TYPE_CHECKING:
-    from megazero.comm.device_queue import Queued
 
 
 class NcclChannels:
@@ -25,15 +20,15 @@ class NcclChannels:
     """
 
     def __init__(self, axis: Axis, channels: list[Channel], everyone: Sequence[Channel], device: torch.device):
-        self._axis = axis
+        self._axis, self._queue = axis, axis.comm.device_queue
         self._groups: dict[int, dist.ProcessGroup] = {}
-        self._works: deque[tuple[dist.Work, Queued | None]] = deque()  # sends
+        self._works: deque[tuple[dist.Work, Queued]] = deque()  # sends
         self._device = device
         for some in _rounds(everyone):
-            pairs = [
-                sorted((ranks[channel.source], ranks[channel.target])) for channel in some for ranks in pipelines(axis)
-            ]
-            group = axis.comm.split(pairs, axis.size * axis.stride, few_ctas=True)
+            world = axis.size * axis.stride  # a pipeline is the slowest axis
+            ends = [(channel.source, channel.target) for channel in some]
+            pairs = [sorted((ranks[one], ranks[other])) for one, other in ends for ranks in lines(axis, world)]
+            group = axis.comm.split(pairs, world, few_ctas=True)
             for channel in some:
                 if axis.rank in (channel.source, channel.target):
                     assert group is not None, "this rank is one of the two"
@@ -65,8 +60,7 @@ class NcclChannels:
     def send(self, channel: Channel, number: int, x: Tensor) -> None:
         while self._works and self._works[0][0].is_completed():
             _, queued = self._works.popleft()  # each keeps what it sends
-            if queued is not None:
-                queued.work = None
+            queued.work = None
         work = dist.isend(x, group=self._groups[channel.index], group_dst=int(channel.target > channel.source))
         assert work is not None, "this process is not on the channel"
         self._works.append((work, self._follow(channel, channel.target, work)))
@@ -79,7 +73,7 @@ class NcclChannels:
 
         def finish() -> Tensor:
             work.wait()  # makes the stream wait, not the host
-            self._waited(queued)
+            self._queue.waited(queued, self._device)
             return into
 
         return finish, lambda: True
@@ -88,19 +82,12 @@ class NcclChannels:
         while self._works:
             work, queued = self._works.popleft()
             work.wait()
-            self._waited(queued)
+            self._queue.waited(queued, self._device)
 
-    def _follow(self, channel: Channel, other: int, work: dist.Work) -> Queued | None:
-        """Show a message to the monitor, if there is one."""
-        queue, rank = self._axis.comm.device_queue, self._axis.ranks[other]
-        if queue is None:
-            return None
-        return queue.put(_communicator(channel), P2P, range(rank, rank + 1), work, channel.name)
-
-    def _waited(self, queued: Queued | None) -> None:
-        """Learn that the current stream waits for a message."""
-        if queued is not None and self._axis.comm.device_queue is not None:
-            self._axis.comm.device_queue.waited(queued, self._device)
+    def _follow(self, channel: Channel, other: int, work: dist.Work) -> Queued:
+        """Show a message to the monitor."""
+        rank = self._axis.ranks[other]
+        return self._queue.put(_communicator(channel), P2P, range(rank, rank + 1), work, channel.name)
 
 
 def _communicator(channel: Channel) -> str:

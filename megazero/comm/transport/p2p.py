@@ -13,7 +13,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -59,21 +58,6 @@ def _broken_is_collective() -> Iterator[None]:
         yield
     except (RuntimeError, TimeoutError) as error:
         raise CollectiveError(P2P, str(error)) from None
-
-
-class Carrier(Protocol):
-    """A way to send messages. `unsent` is the global rank that does not take the next message to be sent; else None."""
-
-    @property
-    def unsent(self) -> int | None: ...
-
-    def send(self, channel: Channel, number: int, x: Tensor) -> None: ...
-
-    def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
-        """Return (a function that waits for the message and returns it, a function that says whether it has come)."""
-        ...
-
-    def finish(self) -> None: ...
 
 
 class PointToPoint:
@@ -137,7 +121,7 @@ class PointToPoint:
                 status_slot.begin(P2P, range(rank, rank + 1), "room for a message to this rank")
             self._carrier.finish()
         while self._sent:
-            self._sent.pop().release()
+            self._sent.pop().end()
         if rank is not None:
             status_slot.end(P2P)
 
@@ -151,14 +135,13 @@ def _landing(finish: Callable[[], Tensor], staging: HostStaging, into: Tensor) -
 
     def landed() -> Tensor:
         finish()
-        staging.land(into)
-        staging.release()
+        staging.end(into)
         return into
 
     return landed
 
 
-def _carrier(axis: Axis, everyone: Sequence[Channel], device: torch.device) -> Carrier:
+def _carrier(axis: Axis, everyone: Sequence[Channel], device: torch.device) -> "_Carrier":
     channels = [channel for channel in everyone if axis.rank in (channel.source, channel.target)]
     if axis.comm.backend == "nccl":
         return NcclChannels(axis, channels, everyone, device)
@@ -175,7 +158,7 @@ class _SharedMemory:
         self._axis, self._shared_memory = axis, shared_memory
         self._sources = sorted({axis.ranks[c.source] for c in channels if c.target == axis.rank})
         self._outgoing: deque[tuple[int, int, Tensor]] = deque()  # target, key, piece
-        shared_memory.rounds.append(self)
+        shared_memory.rounds.append(self.take_in)
 
     @property
     def unsent(self) -> int | None:
@@ -263,3 +246,8 @@ class _Sockets:
 
 def _tag(channel: Channel, number: int, x: Tensor) -> int:
     return zlib.crc32(f"{channel} {number} {x.dtype} {list(x.shape)}".encode()) & 0x7FFFFFFF
+
+
+# `unsent` is the global rank that does not take the next message to be sent; None: nothing waits. `post` returns a
+# function that waits for the message and returns it, and one that says whether it has come.
+_Carrier = NcclChannels | _SharedMemory | _Sockets

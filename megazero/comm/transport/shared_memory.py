@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -128,14 +128,6 @@ class OtherOperationError(RuntimeError):
         self.rank = rank
 
 
-class Round(Protocol):
-    """A set of messages that are expected."""
-
-    def take_in(self) -> None:
-        """Use the messages if all have come, and acknowledge them."""
-        ...
-
-
 class SharedMemoryTransport:
     """The outboxes of this rank and of the ranks that it can reach.
 
@@ -152,7 +144,7 @@ class SharedMemoryTransport:
         self._pids: dict[int, int] = {}
         self._number = 0
         self._awaited: list[tuple[int, Sequence[int]]] = [(0, ())] * SLOTS  # (number, readers) of each slot's message
-        self.rounds: list[Round] = []  # whose messages have not been taken in
+        self.rounds: list[Callable[[], None]] = []  # each uses and acknowledges its messages if all have come
         # Messages for this rank alone, by sender and key: where one belongs, and what came before anybody expected it.
         self.expected: dict[tuple[int, int], Tensor] = {}
         self.early: dict[tuple[int, int], Tensor] = {}
@@ -278,8 +270,8 @@ class SharedMemoryTransport:
         began = rolled = time.monotonic()
         naps = 0
         while (found := ready()) is None:
-            for round_ in list(self.rounds):
-                round_.take_in()
+            for take_in in list(self.rounds):
+                take_in()
             naps += 1
             time.sleep(_NAP if naps < _SHORT_NAPS else _LONG_NAP)
             now = time.monotonic()

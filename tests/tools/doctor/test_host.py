@@ -24,20 +24,8 @@ def tree(root: Path, files: dict[str, str]) -> Path:
         ("0::/\n", {"memory.max": "1000\n", "cpu.max": "150000 100000\n"}, (1.5, 1000)),
         ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "500", "a/b/cpu.max": "max 100000\n"}, (None, 500)),
         ("0::/a/b\n", {"a/b/cpu.max": "300000 100000", "a/cpu.max": "200000 100000"}, (2.0, None)),
-        (
-            "4:memory:/job\n1:cpu,cpuacct:/job\n0::/\n",
-            {
-                "memory/job/memory.limit_in_bytes": "9223372036854771712\n",
-                "memory/memory.limit_in_bytes": "4096\n",
-                "cpu/job/cpu.cfs_quota_us": "50000\n",
-                "cpu/job/cpu.cfs_period_us": "100000\n",
-                "cpu/cpu.cfs_quota_us": "-1\n",
-                "cpu/cpu.cfs_period_us": "100000\n",
-            },
-            (0.5, 4096),
-        ),
     ],
-    ids=["none", "container", "parent", "the-least", "version-1"],
+    ids=["none", "container", "parent", "the-least"],
 )
 def test_limits_of_cgroups(tmp_path: Path, listing: str, files: dict[str, str], expected):
     root = tree(tmp_path, {"proc/self/cgroup": listing, "proc/meminfo": "MemTotal: 8 kB\nMemFree: 1 kB\n"} | files)
