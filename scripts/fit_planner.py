@@ -3,7 +3,7 @@
     python scripts/fit_planner.py            the tables of docs/published.md and docs/planning.md
     python scripts/fit_planner.py --fit      fits the shares and the systems anew first, and prints them
 
-The fit is one set of shares (`megazero/plan/machines.py`, Efficiency) for each kind of device: least squares of the
+The fit is one set of shares (`megazero/plan/machines.yaml`) for each kind of device: least squares of the
 logarithm of predicted over published, by coordinate descent within plausible bounds, every table weighing the same, so
 that 36 rows of one setup do not outvote 10 of ten. A row is never fitted alone. Numbers of a system
 (`megazero/plan/systems.py`) are fitted in the same way to rows of that system alone, which no device's fit sees. *Left
@@ -61,9 +61,9 @@ BOUNDS = {
 # Which shares of which device rows of a system tell apart.
 SYSTEM_FITTED = {"megatron-core": ("h100-80gb", ("matmul",))}
 BY_HAND = (
-    "latencies and the 4 us of a launch (`machines.py`); prices; 4 % and 800 MiB of a device set aside (`search.py`)",
+    "latencies and the 4 us of a launch (`machines.yaml`); prices; 4 % and 800 MiB of a device set aside (`search.py`)",
     "for a system `scattered`, which sums have products beside them, which messages are split (`systems.py`)",
-    "*attention* 0.4 of *matmul* where a machine file does not say (`machine_file.py`)",
+    "*attention* 0.4 of *matmul* where a machine file does not say (`machines.py`)",
 )
 
 

@@ -89,7 +89,7 @@ class Compute:
         if peak is None:
             raise ValueError(f"{machine.name} has no peak for matrix products of {self.item} bytes an element")
         self.peak, self.launch = peak, machine.launch
-        self._rate, self._fused = peak * machine.reached.matmul, peak * machine.reached.attention
+        self._rate, self._fused = peak * machine.reached.matmul, peak * machine.reached.fused_attention
         self._bandwidth = machine.memory_bandwidth * machine.reached.memory
         self.tokens = self.shape.seq_len * job.micro_batch
         self.stream = job.micro.local(self.tokens)

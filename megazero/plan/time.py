@@ -256,7 +256,7 @@ def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, 
         back = 0.0
     if not job.optimizer_away:
         return compute.update(elements), offload
-    update = elements * job.bytes.moved_by_update / machine.host_memory_bandwidth
+    update = elements * job.bytes.moved_by_update / (machine.host_memory_bandwidth or machine.host_link_bandwidth)
     # A disk reads and writes in turns, while the update runs.
     update = max(update, sum(moved.get(f"optimizer {way}", 0.0) for way in ("out", "back")))
     if job.delayed:  # the rest of it is waited for when the next step ends
@@ -268,8 +268,7 @@ def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, 
 def _rate(machine: Machine, flow: Flow) -> float:
     """Return bytes a second of a flow to or from the host or a disk. Raises ValueError: the disks are not known."""
     if flow.axis == "host":
-        return machine.host_bandwidth
-    found = machine.disk_read if flow.purpose.endswith("back") else machine.disk_write
-    if not found:
+        return machine.host_link_bandwidth
+    if machine.disk is None:
         raise ValueError(f"the disks of {machine.name} are not known")
-    return found
+    return machine.disk.read if flow.purpose.endswith("back") else machine.disk.write

@@ -271,8 +271,8 @@ def _row(found: Found) -> dict[str, Any]:
 
 def _check_peak(config: Config, machine: Machine) -> None:
     dtype = config.precision.dtype
-    if dtype not in machine.peaks:
-        what = f"{machine.name} has no peak for matrix products in {dtype}; known are {', '.join(machine.peaks)}"
+    if dtype not in machine.peak_flops:
+        what = f"{machine.name} has no peak for matrix products in {dtype}; known are {', '.join(machine.peak_flops)}"
         raise UserError(118, what, "take another precision.dtype", where="plan")
     if config.uses_disks and not machine.disk_bytes:
         do = "give `disk: {bytes, read, write}` in a machine's file"
