@@ -91,8 +91,7 @@ class Compute:
         self.peak, self.launch = peak, machine.launch
         self._rate, self._fused = peak * machine.reached.matmul, peak * machine.reached.fused_attention
         self._bandwidth = machine.memory_bandwidth * machine.reached.memory
-        self.tokens = self.shape.seq_len * job.micro_batch
-        self.stream = job.micro.local(self.tokens)
+        self.tokens, self.stream = job.tokens, job.local(job.tokens)
 
     def moved(self, size: float) -> float:
         """Return the seconds of an operation that only moves so many bytes through the memory."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from megazero.base.quantized import BITS, BLOCK
-from megazero.plan.model import Micro, Shape
+from megazero.plan.model import Shape
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, ZeroStage
 from megazero.plan.states import Bytes, UnitSize, units
 from megazero.schedules.layers import Layers, cut
@@ -87,9 +87,18 @@ class Job:
         return self.global_batch // (self.micro_batch * self.data)
 
     @property
-    def micro(self) -> Micro:
-        """Return one micro-batch, on one rank."""
-        return Micro(self.micro_batch, self.tensor, self.sequence, self.bytes.parameter, self.mask_eod)
+    def tokens(self) -> int:
+        """Return the tokens of a micro-batch."""
+        return self.shape.seq_len * self.micro_batch
+
+    def local(self, whole: int) -> int:
+        """Return a rank's part of something that is as long as the residual stream."""
+        return whole // self.tensor if self.sequence else whole
+
+    @property
+    def stream(self) -> int:
+        """Return the bytes of a rank's part of the residual stream of one micro-batch."""
+        return self.local(self.tokens) * self.shape.hidden * self.bytes.parameter
 
     @property
     def parameter_bits(self) -> int | None:
@@ -109,6 +118,10 @@ class Job:
     def units(self, parts: Sequence[range] | None = None) -> Sequence[UnitSize]:
         """Return the units of some parts of the model's path, on a tensor rank; see `states.units`."""
         return units(self.shape, self.tensor, None if parts is None else tuple(parts), self.alignment)
+
+    def blocks(self, parts: range) -> int:
+        """Return how many of some parts of the model's path are blocks."""
+        return sum(1 <= part <= self.shape.layers for part in parts)
 
     @property
     def shard(self) -> int:

@@ -74,7 +74,7 @@ def report(job: Job) -> tuple[Report, Schedule, Timeline]:
 def costs_of(job: Job) -> list[Costs]:
     """Return the costs of each stage, in blocks."""
     head, last = job.shape.head_in_blocks(), job.shape.layers + 1
-    blocks = [sum(1.0 for i in parts if 0 < i < last) + (head if last in parts else 0.0) for parts in job.layers.parts]
+    blocks = [float(job.blocks(parts)) + (head if last in parts else 0.0) for parts in job.layers.parts]
     return [Costs(cost, cost, cost) for cost in blocks]
 
 

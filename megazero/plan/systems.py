@@ -122,7 +122,7 @@ def _scores(job: Job, rank: int) -> int:
         return each
     live = liveness(job, rank)
     stages = job.layers.of_rank(rank).items()
-    return each * sum(live.most[stage] * sum(1 <= part <= shape.layers for part in parts) for stage, parts in stages)
+    return each * sum(live.most[stage] * job.blocks(parts) for stage, parts in stages)
 
 
 def _split(job: Job, purpose: str, size: int) -> int:

@@ -19,7 +19,7 @@ from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
 from megazero.plan.links import AWAY, Links, exchanged
 from megazero.plan.machines import Machine
-from megazero.plan.share import RankUnits, Share
+from megazero.plan.share import Share
 from megazero.plan.systems import OURS, System
 from megazero.plan.traffic import Flow, flows
 
@@ -64,9 +64,8 @@ def step_time(job: Job, machine: Machine, system: System = OURS) -> StepTime:
     mean = _mean(job, compute, block, sums)
     m = job.micro_batches
     bubble = waits(job, mean)
-    share = Share(first, True, job.pipeline == 1, 0, 0)
-    own, units = list(flows(job, share)), RankUnits(job, share)
-    gathered, elements = units.gathers, units.updated
+    share = Share(job, first, True, job.pipeline == 1)
+    own, gathered, elements = list(flows(share)), share.gathers, share.updated
     reduced = elements * job.shard * (m if job.shards_gradients else 1)
     coded = compute.codes(own, m * sum(gathered), reduced)
     data, hidden = _data(links, own, gathered, 1 / max(1, share.blocks), busy, system, coded)

@@ -31,17 +31,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs 
 import torch
 
 from megazero.builders.assemble import build
-from megazero.builders.pipeline import model_shape
+from megazero.builders.job import job_of
 from megazero.comm.grid import Grid, single
 from megazero.comm.host import Host
 from megazero.config.schema import Batch, Config, Memory, Model, Offload, Optimizer, Parallel, Zero, resolved
 from megazero.kernels.operations import REFERENCE
 from megazero.kernels.select import choose
 from megazero.observe.allocations import Allocations
-from megazero.plan.activations import kept_by_block
-from megazero.plan.model import Micro
-from megazero.plan.peak import moments
-from megazero.plan.states import Bytes, states, units
+from megazero.plan.memory import memory
 from scripts.bench import figures
 from scripts.bench.harness import Group, add_options, chosen, run
 from scripts.bench.ours import (
@@ -174,24 +171,9 @@ class RankBytes:
 
 
 def predicted(mode: str, tensor: int) -> dict[str, int]:
-    """Return the bytes by formula, but for staging, which is fixed."""
-    config = config_of(mode, tensor)
-    shape, memory = model_shape(config), config.memory
-    item = Bytes(4, 4, 4)
-    found = states(units(shape, tensor), 1, 1, item)
-    if config.zero.offload.optimizer == "cpu":
-        parameters = found["parameters"] // item.parameter
-        del found["optimizer"]
-        found |= {"host_optimizer": 3 * item.master * parameters, "host_gradients": item.gradient * parameters}
-    micro = Micro(MICRO, tensor, False, 4)
-    if memory.recompute == "full":
-        kept = LAYERS * kept_by_block(shape, micro, "full", memory.partition)
-        found["host_inputs" if memory.offload == "cpu" else "inputs"] = kept
-        if memory.partition:  # two of them whole
-            found["inputs"] = found.get("inputs", 0) + 2 * kept_by_block(shape, micro, "full")
+    """Return the bytes by formula."""
     fused = choose("auto", CPU, torch.float32) is not REFERENCE
-    most, _ = max(moments(shape, micro, LAYERS, memory.recompute, head=True, fused=fused, widened=False))
-    return found | {"activations": most}
+    return memory(job_of(config_of(mode, tensor), tensor), 0, fused=fused).held
 
 
 def bytes_table(tensor: int, modes: dict[str, dict[str, int]], formula: dict[str, dict[str, int]]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from megazero.plan.job import Job
 from megazero.plan.links import Links
 from megazero.plan.machines import MACHINES, Link, Machine
 from megazero.plan.model import Shape
-from megazero.plan.share import RankUnits, Share
+from megazero.plan.share import Share
 from megazero.plan.states import Bytes
 from megazero.plan.systems import OURS, System
 from megazero.plan.time import step_time
@@ -226,12 +226,8 @@ def test_codes_are_passes_over_the_memory() -> None:
         quantize_gradients="int4",
     )
     machine = replace(A100, launch=0.0)
-    share = Share(96, True, True, 0, 0)
-    own, gathered, reduced = (
-        list(flows(job, share)),
-        2 * sum(RankUnits(job, share).gathers),
-        2 * 64 * RankUnits(job, share).updated,
-    )
+    share = Share(job, 96, True, True)
+    own, gathered, reduced = list(flows(share)), 2 * sum(share.gathers), 2 * 64 * share.updated
     bandwidth = A100.memory_bandwidth * A100.reached.memory
     parameters, gradients = Compute(job, machine).codes(own, gathered, reduced)
     assert parameters == pytest.approx((2 + 1 + 1 / 64) * gathered * 65 / 64 / bandwidth)

@@ -120,7 +120,7 @@ def test_chunks_are_more_operations_and_no_more_bytes(sequence: bool, recompute:
     of_layers = ("block", "head")
     expected = {
         flow.purpose: (flow.ops, flow.bytes)
-        for flow in flows(plan, share_of(plan, 0))
+        for flow in flows(share_of(plan, 0))
         if flow.purpose.startswith(of_layers) and flow.ops
     }
     for found in run_ranks(2, tensor_axis, layout, shape, precision, tensor=2):

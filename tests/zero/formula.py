@@ -81,8 +81,8 @@ def hybrid() -> Iterator[str]:
     for stage in (1, 2, 3):
         for shard in (ranks, node):
             job = Job(model, Bytes(2, 2, 4), data=ranks, stage=stage, shard_ranks=shard, global_batch=ranks)
-            sizes = units(model, 1)
-            rest = sum(states(sizes, shard, stage, job.bytes).values())
+            share = sum(unit.padded(shard) for unit in units(model, 1)) // shard
+            rest = sum(states(share, shard, stage, job.bytes).values())
             ways = split_by_node(job, traffic(job), node).values()
             gone = [sum(way[where] for way in ways) for where in ("in_node", "cross_node")]
             yield f"| {stage} | {shard} | " + " | ".join(f"{size / 1e9:.4g}" for size in (rest, *gone)) + " |"

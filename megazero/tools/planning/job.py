@@ -69,7 +69,7 @@ class Plan:
     @property
     def logits(self) -> int:
         """Return the bytes of the last pipeline rank's activations that are logits of one micro-batch."""
-        return logits(self.job.shape, self.job.micro)
+        return logits(self.job)
 
     @property
     def communicators(self) -> list[Communicator]:
