@@ -111,7 +111,7 @@ def _groups(job: Job) -> str:
 def _head(plan: Plan) -> Iterator[str]:
     job = plan.job
     trained = "" if plan.system == OURS else f", as {plan.system.name} trains"
-    yield f"{plan.parameters / 1e9:,.3f}B parameters on {job.ranks} {plan.machine.name}{trained}: " + (
+    yield f"{plan.job.shape.parameters() / 1e9:,.3f}B parameters on {job.ranks} {plan.machine.name}{trained}: " + (
         f"tensor {job.tensor}, pipeline {job.pipeline} ({job.schedule}), data {job.data}, "
         f"ZeRO stage {job.stage}{_groups(job)}, {job.micro_batches} micro-batches of {job.micro_batch}"
     )
@@ -165,7 +165,7 @@ def spans(numbers: list[int]) -> str:
 
 def _settings(plan: Plan) -> Iterator[str]:
     yield "GB, recompute  activations    inputs  on device"
-    for words, rank in plan.settings:
+    for words, rank in plan.settings.items():
         kept, inputs = (rank.held.get(category, 0) / 1e9 for category in ("activations", "inputs"))
         too_much = "" if rank.peak <= usable(plan.machine) else "  too much"
         yield f"{words:<14}{kept:>12,.3f}{inputs:>10,.3f}{rank.peak / 1e9:>11,.3f}{too_much}"
