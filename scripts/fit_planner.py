@@ -6,8 +6,8 @@
 The fit is one set of shares (`megazero/plan/machines.yaml`) for each kind of device: least squares of the
 logarithm of predicted over published, by coordinate descent within plausible bounds, every table weighing the same, so
 that 36 rows of one setup do not outvote 10 of ten. A row is never fitted alone. Numbers of a system
-(`megazero/plan/systems.py`) are fitted in the same way to rows of that system alone, which no device's fit sees. *Left
-out*: a table's rows, predicted with shares that were fitted to the other tables of the same device.
+(`megazero/plan/systems.yaml`) are fitted in the same way to rows of that system alone, which no device's fit sees.
+*Left out*: a table's rows, predicted with shares that were fitted to the other tables of the same device.
 
 Beside every error stands that of a baseline: one number for each device, the share of its peak at which all FLOPs are
 done (HFU), fitted to the same rows.
