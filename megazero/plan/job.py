@@ -70,7 +70,8 @@ class Job:
         words += ["sequence"] * self.sequence + [f"tensor-chunks{self.tensor_chunks}"] * (self.tensor_chunks > 1)
         words += [self.schedule] * (self.pipeline > 1)
         words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
-        words += [self.inputs] * self.partition + ["graphs"] * self.cuda_graphs
+        words += ["Pa" if self.offload == "none" else f"Pa+{self.offload}"] * self.partition
+        words += ["graphs"] * self.cuda_graphs
         words += [f"offload-{self.offloaded}"] * (self.offloaded != "none") + ["delayed"] * self.delayed
         words += [f"parameters-{self.quantize_parameters}"] * (self.parameter_bits is not None)
         words += [f"gradients-{self.quantize_gradients}"] * (self.gradient_bits is not None)
@@ -172,13 +173,6 @@ class Job:
         return self.placements.optimizer is Placement.SHARD
 
     @property
-    def inputs(self) -> str:
-        """Return how the inputs of full recompute are split and where they rest, in the paper's words."""
-        if not self.partition:
-            return "whole"
-        return "Pa" if self.offload == "none" else f"Pa+{self.offload}"
-
-    @property
     def uses_disks(self) -> bool:
         """True if anything rests on disks."""
         return "nvme" in (self.offload, self.offload_optimizer, self.offload_parameters)
@@ -223,13 +217,8 @@ class Job:
     @property
     def alone(self) -> "Job":
         """Return the job of this model, precision and batch on one rank, with nothing recomputed or offloaded."""
-        return Job(
-            self.shape,
-            self.bytes,
-            micro_batch=self.micro_batch,
-            global_batch=self.global_batch,
-            mask_eod=self.mask_eod,
-        )
+        same = {"micro_batch": self.micro_batch, "global_batch": self.global_batch, "mask_eod": self.mask_eod}
+        return Job(self.shape, self.bytes, **same)
 
     @cached_property
     def layers(self) -> Layers:
