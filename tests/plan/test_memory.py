@@ -13,7 +13,7 @@ from megazero.plan.activations import kept_by_block
 from megazero.plan.job import Job
 from megazero.plan.memory import memory
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Rank, ids, job_on, pairwise, planned
+from tests.layouts import RECOMPUTED, SHAPES, Rank, ids, job_on, pairwise, planned
 from tests.plan.test_activations import DTYPES, plain
 from tests.ranks import run_ranks
 
@@ -21,14 +21,7 @@ SIZES = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 512, "seq
 FLAVOURS = {"gpt": replace(SHAPES["gpt"], **SIZES), "llama": replace(SHAPES["llama"], **SIZES)}
 GRIDS = [(1, 1, 2), (2, 1, 1), (2, 1, 2), (1, 2, 1), (1, 2, 2), (2, 2, 1)]  # tensor, pipeline, data
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
-MODES = {
-    "none": {},
-    "selective": {"recompute": "selective"},
-    "full": {"recompute": "full"},
-    "Pa": {"recompute": "full", "partition": True},
-    "Pa+cpu": {"recompute": "full", "partition": True, "offload": "cpu"},
-    "Pa+nvme": {"recompute": "full", "partition": True, "offload": "nvme"},
-}
+MODES = {"none": {}, **RECOMPUTED}
 CASES = [
     (flavour, grid, schedule, stage, sequence, mode, dtype)
     for flavour in FLAVOURS

@@ -13,7 +13,7 @@ from megazero.plan.share import share_of
 from megazero.plan.states import Bytes
 from megazero.plan.traffic import flows, fullest, sent, traffic
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Rank, ids, job_on, pairwise, planned
+from tests.layouts import RECOMPUTED, SHAPES, Rank, ids, job_on, pairwise, planned
 from tests.ranks import run_ranks
 
 DTYPES = {
@@ -24,14 +24,7 @@ DTYPES = {
 }
 SCHEDULES = {"none": (1, "1f1b", 1), "gpipe": (2, "gpipe", 1), "1f1b": (2, "1f1b", 1)}
 SCHEDULES |= {"interleaved": (2, "interleaved", 2), "zb-h1": (2, "zb-h1", 1), "zb-v": (2, "zb-v", 2)}
-MODES = {
-    "none": {},
-    "selective": {"recompute": "selective"},
-    "full": {"recompute": "full"},
-    "Pa": {"recompute": "full", "partition": True},
-    "Pa+cpu": {"recompute": "full", "partition": True, "offload": "cpu"},
-    "Pa+nvme": {"recompute": "full", "partition": True, "offload": "nvme"},
-}
+MODES = {"none": {}, **RECOMPUTED}
 WHAT = {"here": {}, "optimizer": {"offload_optimizer": "cpu"}, "parameters": {"offload_parameters": "cpu"}}
 WHAT |= {"both": {"offload_optimizer": "cpu", "offload_parameters": "cpu"}}
 FLAVOURS = ("deep", "deep-untied")
