@@ -21,23 +21,20 @@ from megazero.plan.states import Bytes, UnitSize, states
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY
 from scripts.fit_planner import (
     FITTED,
-    MEMORY,
-    Row,
     constant_hfu,
     constants,
     each_row,
-    every_machine,
     fit,
     fit_systems,
     in_memory,
     never_seen,
     of_machine,
-    rows,
     seen,
     shares,
     skip_output,
     unseen,
 )
+from scripts.published import MEMORY, Row, every_machine, rows
 from tests.tiny_run import ROOT
 from tests.zero.formula import PAPER, agrees, table_1
 
