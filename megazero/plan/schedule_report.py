@@ -54,7 +54,9 @@ def report(job: Job) -> tuple[Report, Schedule, Timeline]:
     """Return the report of a step of a job, and what it was made of."""
     layers = job.layers
     schedule = lowered(layers, job.micro_batches, each=job.shards_gradients, tied=job.shape.tie_embeddings)
-    timeline = simulate(schedule, costs_of(job))
+    head, last = job.shape.head_in_blocks(), job.shape.layers + 1
+    costs = (float(job.blocks(parts)) + (head if last in parts else 0.0) for parts in layers.parts)
+    timeline = simulate(schedule, [Costs(blocks, blocks, blocks) for blocks in costs])
     peaks = peak_live(schedule)
     ranks = [
         RankReport(
@@ -68,13 +70,6 @@ def report(job: Job) -> tuple[Report, Schedule, Timeline]:
     ]
     bubbles = timeline.bubble, timeline.bubble_without_common_end
     return Report(layers.schedule, job.micro_batches, job.data, job.stage, *bubbles, ranks), schedule, timeline
-
-
-def costs_of(job: Job) -> list[Costs]:
-    """Return the costs of each stage, in blocks."""
-    head, last = job.shape.head_in_blocks(), job.shape.layers + 1
-    blocks = [float(job.blocks(parts)) + (head if last in parts else 0.0) for parts in job.layers.parts]
-    return [Costs(cost, cost, cost) for cost in blocks]
 
 
 def as_text(found: Report, columns: int | None = None, *, every: bool = False) -> str:

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from megazero.base.quantized import sent_bytes
 from megazero.plan.activations import kept_by_block
 from megazero.plan.job import Job
-from megazero.plan.links import AWAY, axis_size
+from megazero.plan.links import axis_size
 from megazero.plan.share import Share, share_of
 
 _AXIS = {"cpu": "host", "nvme": "disk"}  # where offloaded state goes, as the ledger names it
@@ -76,16 +76,6 @@ def traffic(job: Job, rank: int = 0, shard_rank: int | None = None) -> dict[str,
             purposes = found.setdefault(flow.axis, {})
             purposes[flow.purpose] = purposes.get(flow.purpose, 0) + flow.bytes
     return found
-
-
-def sent(found: dict[str, dict[str, int]]) -> int:
-    """Return the bytes sent to other ranks, over all axes and purposes."""
-    return sum(size for axis, purposes in found.items() if axis not in AWAY for size in purposes.values())
-
-
-def fullest(job: Job) -> int:
-    """Return the pipeline rank that sends most."""
-    return max(range(job.pipeline), key=lambda rank: sent(traffic(job, rank)))
 
 
 def flows(own: Share, shard_rank: int | None = None) -> Iterator[Flow]:
