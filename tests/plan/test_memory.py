@@ -53,7 +53,7 @@ def held(grid: Grid, layout: Job, shape: Shape, precision: Precision) -> tuple[i
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case in COVER[:6] else pytest.mark.full) for case in SAMPLE],
+    [pytest.param(case, marks=() if case in COVER[:4] else pytest.mark.full) for case in SAMPLE],
     ids=ids(SAMPLE),
 )
 def test_what_a_rank_holds(case: tuple) -> None:

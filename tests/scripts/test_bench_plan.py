@@ -27,6 +27,7 @@ def test_of_two_measurements_the_faster_figures_count():
     assert found == replace(one, host_link_bandwidth=1e15) and plan.faster(other, one).launch == one.launch
 
 
+@pytest.mark.full
 def test_a_layout_trains_and_tells_who_else_worked(forked: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plan, "BASE", ("layers=1", "hidden=32", "heads=2", "vocab=64", "seq_len=16", "dropout=0.0"))
     seconds, size, foreign = plan.train(plan.LAYOUTS[0], steps=2, least=0.0)
