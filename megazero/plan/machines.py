@@ -22,8 +22,8 @@ _Seconds = Annotated[float, Field(ge=1e-12, le=1e3)]
 _Bytes = Annotated[int, Field(ge=1, le=2**60)]
 _Share = Annotated[float, Field(ge=1e-6, le=1)]
 
-# Of the rate of products, what fused attention reaches where a file does not say: between what published runs on an
-# A100 (0.47) and an H100 (0.31) show. Nobody who measures products has measured it with them.
+# The share of the rate of products that fused attention reaches where a file does not say: between those that published
+# runs on an A100 (0.47) and an H100 (0.31) show.
 _ATTENTION = 0.4
 
 

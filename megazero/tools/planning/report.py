@@ -1,6 +1,7 @@
 """Show a plan and a search: tables, and a picture of where a rank's memory and a step's time go."""
 
 from collections.abc import Iterator, Mapping
+from itertools import count, groupby
 from pathlib import Path
 
 from megazero.base.picture import picture
@@ -157,10 +158,8 @@ def _peaks(plan: Plan) -> str:
 
 def spans(numbers: list[int]) -> str:
     """Return ascending numbers in words: 0 to 6, 8."""
-    ends = [n for n in numbers if n - 1 not in numbers or n + 1 not in numbers]
-    starts = [n for n in ends if n - 1 not in numbers]
-    last = [next(end for end in ends if end >= start and end + 1 not in numbers) for start in starts]
-    return ", ".join(f"{a} to {b}" if a < b else f"{a}" for a, b in zip(starts, last, strict=True))
+    runs = (list(run) for _, run in groupby(numbers, lambda number, count=count(): number - next(count)))
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _settings(plan: Plan) -> Iterator[str]:
