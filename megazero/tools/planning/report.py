@@ -1,7 +1,7 @@
 """Show a plan and a search: tables, and a picture of where a rank's memory and a step's time go."""
 
 from collections.abc import Iterator, Mapping
-from itertools import count, groupby
+from itertools import groupby
 from pathlib import Path
 
 from megazero.base.picture import picture
@@ -158,7 +158,8 @@ def _peaks(plan: Plan) -> str:
 
 def spans(numbers: list[int]) -> str:
     """Return ascending numbers in words: 0 to 6, 8."""
-    runs = (list(run) for _, run in groupby(numbers, lambda number, count=count(): number - next(count)))
+    groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = ([number for _, number in group] for _, group in groups)
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
