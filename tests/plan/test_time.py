@@ -215,16 +215,8 @@ def test_an_exchange_crosses_nodes_by_itself() -> None:
 
 def test_codes_are_passes_over_the_memory() -> None:
     """Codes with their scales, a 64th of a byte each, and values, by the bandwidth that training reaches."""
-    job = Job(
-        GPT3,
-        MIXED,
-        data=64,
-        stage=3,
-        micro_batch=1,
-        global_batch=128,
-        quantize_parameters="int8",
-        quantize_gradients="int4",
-    )
+    job = Job(GPT3, MIXED, data=64, stage=3, micro_batch=1, global_batch=128)
+    job = replace(job, quantize_parameters="int8", quantize_gradients="int4")
     machine = replace(A100, launch=0.0)
     share = Share(job, 96, True, True)
     own, gathered, reduced = list(flows(share)), 2 * sum(share.gathers), 2 * 64 * share.updated
