@@ -45,7 +45,7 @@ BOUNDS = {
 }
 BY_HAND = (
     "latencies and the 4 us of a launch (`machines.yaml`); prices; 4 % and 800 MiB of a device set aside (`search.py`)",
-    "for a system `scattered`, which sums have products beside them, which messages are split (`systems.py`)",
+    "for a system `scattered`, which sums have products beside them, which messages are split (`systems.yaml`)",
     "*attention* 0.4 of *matmul* where a machine file does not say (`machines.py`)",
 )
 

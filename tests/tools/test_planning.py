@@ -229,6 +229,13 @@ def test_ranks_of_a_cpu_compute_nothing_while_they_exchange_bytes(tmp_path: Path
     assert alone.step_s == pytest.approx(beside.step_s + beside.hidden["data"])
 
 
+def test_a_field_that_no_machine_has(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(as_yaml(MEASURED) + "\ncolour: red\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"MZ-117 mine\.yaml: colour: unexpected field \(1 faults\)"):
+        machine_of(str(path))
+
+
 @pytest.mark.parametrize("text", ["name: [", "name: mine\n", "- 1\n", "name: 1\nmemory_bytes: -1\n"])
 def test_a_file_that_is_wrong(text: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"

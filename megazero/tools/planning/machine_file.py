@@ -50,7 +50,8 @@ def machine_of(name_or_path: str) -> Machine:
     except ValidationError as error:
         fault = error.errors()[0]
         field = ".".join(map(str, fault["loc"])) or "the file"
-        what = f"{field}: {fault['msg'].lower()} ({len(error.errors())} faults)"
+        words = fault["msg"].lower().replace("keyword argument", "field")
+        what = f"{field}: {words} ({len(error.errors())} faults)"
         raise UserError(117, what, "`megazero doctor --write FILE.yaml` writes one", where=path.name) from None
     except Exception as error:  # YAML's own, and Python's: a 13th month, 5,000 digits, half a character
         what = (str(error) or type(error).__name__).splitlines()[0]
