@@ -48,13 +48,10 @@ def as_text(found: Simulated, name: str, device: str, columns: int | None = None
             lines.append(f"  {axis:<9} {purpose:<20} {sent.ops:>8} {megabytes(sent.bytes_sent):>15}")
     lines += [] if steady.traffic else ["  nothing"]
     lines += ["", *wrapped(_left_out(steady.repeated), columns, "  ")] if steady.repeated.blocks else []
-    lines += [
-        f"  {axis:<9} {purpose:<20} {'planned':>8} {megabytes(size):>15}"
-        for axis, purposes in found.planned_traffic.items()
-        for purpose, size in purposes.items()
-        if size
-        != steady.traffic.get(axis, {}).get(purpose, Sent()).bytes_sent  # other than the planned bytes were sent
-    ]
+    for axis, purposes in found.planned_traffic.items():
+        for purpose, size in purposes.items():
+            if size != steady.traffic.get(axis, {}).get(purpose, Sent()).bytes_sent:
+                lines.append(f"  {axis:<9} {purpose:<20} {'planned':>8} {megabytes(size):>15}")
     return "\n".join(lines)
 
 

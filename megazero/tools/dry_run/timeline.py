@@ -136,9 +136,8 @@ class MemoryTimeline(Allocations):
         What is freed has to have been allocated so. It is freed first: together they are never higher than one by one.
         """
         made: dict[Allocation, list[Allocation]] = {}
-        for number in sorted(
-            _left(self._events[first:last]), reverse=True
-        ):  # frees behind: each takes away one of its module
+        # Frees come last: each takes away one of its module.
+        for number in sorted(_left(self._events[first:last]), reverse=True):
             allocation = self.allocations[abs(number) - 1]
             like = made.setdefault(_kind(allocation), [])
             if number > 0:
