@@ -22,6 +22,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def _schedule(options: argparse.Namespace) -> int:
     from megazero.builders.job import job_of
     from megazero.builders.pipeline import check_world
     from megazero.config.file import load
-    from megazero.plan.schedule_report import as_json, as_text, report
+    from megazero.plan.schedule_report import as_text, report
     from megazero.schedules.draw import draw
     from megazero.tools.planning.micro_batch import with_micro
 
@@ -143,7 +144,7 @@ def _schedule(options: argparse.Namespace) -> int:
     with doing("making the schedule"):
         found, schedule, timeline = report(job_of(config, world))
     _draw(lambda path: draw(schedule, timeline, path), options)
-    answer(json.dumps(as_json(found), indent=1) if options.json else as_text(found, width(), every=options.all))
+    answer(json.dumps(asdict(found), indent=1) if options.json else as_text(found, width(), every=options.all))
     return 0
 
 

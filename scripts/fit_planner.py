@@ -3,47 +3,32 @@
     python scripts/fit_planner.py            the tables of docs/published.md and docs/planning.md
     python scripts/fit_planner.py --fit      fits the shares and the systems anew first, and prints them
 
-The fit is one set of shares (`megazero/plan/machines.py`, Efficiency) for each kind of device: least squares of the
+The fit is one set of shares (`megazero/plan/machines.yaml`) for each kind of device: least squares of the
 logarithm of predicted over published, by coordinate descent within plausible bounds, every table weighing the same, so
 that 36 rows of one setup do not outvote 10 of ten. A row is never fitted alone. Numbers of a system
-(`megazero/plan/systems.py`) are fitted in the same way to rows of that system alone, which no device's fit sees. *Left
-out*: a table's rows, predicted with shares that were fitted to the other tables of the same device.
+(`megazero/plan/systems.yaml`) are fitted in the same way to rows of that system alone, which no device's fit sees.
+*Left out*: a table's rows, predicted with shares that were fitted to the other tables of the same device.
 
 Beside every error stands that of a baseline: one number for each device, the share of its peak at which all FLOPs are
 done (HFU), fitted to the same rows.
 """
 
 import argparse
-import csv
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
 
-from megazero.plan.compute import Compute
-from megazero.plan.job import Job
 from megazero.plan.machines import MACHINES, Efficiency, Machine
-from megazero.plan.model import Shape
-from megazero.plan.states import Bytes
 from megazero.plan.systems import OURS, SYSTEMS, System
-from megazero.plan.time import StepTime, step_time
+from scripts.published import MEMORY, Row, every_machine, rows
 
 T = TypeVar("T")
-FOLDER = Path(__file__).resolve().parents[1] / "tests/plan/published"
-FILES = ("throughput.csv", "systems.csv")
-MEMORY = "memory GiB"
-CONTEXT = 1573 / 1024  # GiB of CUDA's own, which nvidia-smi counts and the planner sets aside: BigScience's log
-QUANTITIES: dict[str, Callable[[StepTime, Job, float], float]] = {
-    "hfu TFLOP/s": lambda found, job, peak: found.hfu * peak / 1e12,
-    "model TFLOP/s": lambda found, job, peak: found.tflops_per_device,
-    "seconds": lambda found, job, peak: found.step_s,
-    "samples/s": lambda found, job, peak: job.global_batch / found.step_s / job.ranks,
-}
 # Which shares published rows of a device can tell apart, and between which bounds they are plausible.
 FITTED = {
     "v100-32gb": ("matmul", "attention", "memory", "in_node", "cross_node"),
@@ -58,92 +43,11 @@ BOUNDS = {
     "cross_node": (0.05, 0.9),
     "allocator": (0.0, 0.5),
 }
-# Which shares of which device rows of a system tell apart.
-SYSTEM_FITTED = {"megatron-core": ("h100-80gb", ("matmul",))}
 BY_HAND = (
-    "latencies and the 4 us of a launch (`machines.py`); prices; 4 % and 800 MiB of a device set aside (`search.py`)",
-    "for a system `scattered`, which sums have products beside them, which messages are split (`systems.py`)",
-    "*attention* 0.4 of *matmul* where a machine file does not say (`machine_file.py`)",
+    "latencies and the 4 us of a launch (`machines.yaml`); prices; 4 % and 800 MiB of a device set aside (`search.py`)",
+    "for a system `scattered`, which sums have products beside them, which messages are split (`systems.yaml`)",
+    "*attention* 0.4 of *matmul* where a machine file does not say (`machines.py`)",
 )
-
-
-@dataclass(frozen=True)
-class Row:
-    """A published figure, and the job that it is of; a fit sees it or not."""
-
-    table: str
-    name: str
-    machine: str
-    job: Job
-    system: System
-    quantity: str
-    published: float
-    fitted: bool
-
-    @property
-    def own_kernels(self) -> bool:
-        """Return whether its system has shares of its own on this device, so that the device's fit does not see it."""
-        return self.machine in self.system.reached
-
-    def predicted(self, machine: Machine, system: System | None = None) -> float:
-        """Return what the planner says, of its own system or of another."""
-        system = system or self.system
-        if self.quantity == MEMORY:
-            ends = {0, self.job.pipeline - 1}
-            return max(system.memory(self.job, rank).peak for rank in ends) / 2**30 + CONTEXT
-        peak = machine.peak(self.job.bytes.parameter)
-        assert peak is not None, "a row is in 16 bits"
-        return QUANTITIES[self.quantity](step_time(self.job, machine, system), self.job, peak)
-
-    def at_hfu(self, hfu: float, machine: Machine) -> float:
-        """Return what the baseline says: all FLOPs of the step at one share of the peak."""
-        compute = Compute(self.job, machine, self.system)
-        model, done = compute.flops()
-        tokens = self.job.global_batch * self.job.shape.seq_len / self.job.ranks
-        seconds = tokens * done / (hfu * compute.peak)
-        rates = {"hfu TFLOP/s": done, "model TFLOP/s": model}
-        if self.quantity in rates:
-            return tokens * rates[self.quantity] / seconds / 1e12
-        return seconds if self.quantity == "seconds" else tokens / self.job.shape.seq_len / seconds
-
-
-def rows() -> list[Row]:
-    """Return the rows of the published tables."""
-    found = []
-    for name in FILES:
-        with (FOLDER / name).open(encoding="utf-8") as file:
-            found += [_row(row) for row in csv.DictReader(line for line in file if not line.startswith("#"))]
-    return found
-
-
-def _row(row: dict[str, str]) -> Row:
-    numbers = {name: int(text) for name, text in row.items() if text.isdigit()}
-    hidden, heads = numbers["hidden"], numbers["heads"]
-    newer = "kv_heads" in numbers
-    shape = Shape(
-        *(numbers["layers"], hidden, heads, numbers.get("kv_heads", heads), 4 * hidden),
-        *(numbers["vocab"], numbers["seq_len"]),
-        position="rotary" if newer else "learned",
-        dropout=0.0 if row["software"] in ("fsdp", "megatron-core") else 0.1,
-        tie_embeddings=not newer,
-    )
-    same = {name: numbers[name] for name in ("tensor", "pipeline", "chunks", "stage", "micro_batch", "global_batch")}
-    yes = {name: bool(numbers[name]) for name in ("sequence", "partition")}
-    data = numbers["devices"] // (numbers["tensor"] * numbers["pipeline"])
-    how: dict[str, Any] = {
-        "schedule": row["schedule"],
-        "recompute": row["recompute"],
-        "offload": "cpu" if numbers["offload"] else "none",
-    }
-    job = Job(shape, Bytes(2, numbers.get("gradient", 2), 4), data=data, **same, **yes, **how)
-    what = (row["quantity"], float(row["published"]), row["fitted"] == "1")
-    return Row(row["table"], row["row"], row["machine"], job, SYSTEMS[row["software"]], *what)
-
-
-def every_machine(machines: Mapping[str, Machine]) -> dict[str, Machine]:
-    """Return the machines with those of rows that no plan is asked for: the A100 with 40 GB, its shares the 80 GB's."""
-    small = {"memory_bytes": 40 * 2**30, "memory_bandwidth": 1555e9}  # NVIDIA A100 data sheet, Jun 2021, SXM
-    return {**machines, "a100-40gb": replace(machines["a100-80gb"], name="a100-40gb", **small)}
 
 
 def descend(start: T, loss: Callable[[T], float], names: Sequence[str], moved: Callable[[T, str, float], T]) -> T:
@@ -193,21 +97,20 @@ def fit(chosen: Sequence[Row], machine: Machine) -> Machine:
 
 def fit_systems(chosen: Sequence[Row], machines: Mapping[str, Machine]) -> dict[str, System]:
     """Return the systems with the numbers under which rows of their own come closest."""
-    found = dict(SYSTEMS)
-    for name, (device, shares) in SYSTEM_FITTED.items():
-        own = [row for row in chosen if row.fitted and row.system.name == name and row.machine == device]
+    core, device = SYSTEMS["megatron-core"], "h100-80gb"
+    own = [row for row in chosen if row.fitted and row.system == core and row.machine == device]
 
-        def moved(system: System, share: str, factor: float, device: str = device) -> System:
-            changed = {share: _bounded(share, system.reached[device][share] * factor)}
-            return replace(system, reached={device: {**system.reached[device], **changed}})
+    def at(matmul: float) -> System:
+        return replace(core, reached={device: {**core.reached[device], "matmul": _bounded("matmul", matmul)}})
 
-        start = replace(
-            SYSTEMS[name], reached={device: {**SYSTEMS[name].reached[device], **dict.fromkeys(shares, 0.5)}}
-        )
-        loss = lambda system, own=own, device=device: _loss(own, machines[device], system)  # noqa: E731
-        found[name] = descend(start, loss, shares, moved)
-    found["deepspeed"] = fit_allocator([row for row in chosen if row.quantity == MEMORY], machines["a100-80gb"])
-    return found
+    best = descend(
+        at(0.5),
+        lambda system: _loss(own, machines[device], system),
+        ["matmul"],
+        lambda system, name, factor: at(system.reached[device][name] * factor),
+    )
+    memory = [row for row in chosen if row.quantity == MEMORY]
+    return {**SYSTEMS, core.name: best, "deepspeed": fit_allocator(memory, machines["a100-80gb"])}
 
 
 def fit_allocator(chosen: Sequence[Row], machine: Machine) -> System:
@@ -261,6 +164,15 @@ def _cells(sizes: Sequence[float]) -> str:
     return f"{statistics.median(sizes):.1%} | {max(sizes):.0%}"
 
 
+def _table(heads: str, rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a table; a cell may hold several with " | " between them."""
+    return [
+        f"| {heads} |",
+        f"|{'---|' * (heads.count(' | ') + 1)}",
+        *(f"| {' | '.join(map(str, row))} |" for row in rows),
+    ]
+
+
 def _by_table(chosen: Sequence[Row], together: str) -> Iterator[tuple[str, Sequence[Row]]]:
     """Yield the rows of each table, and all of them under the name `together`."""
     for table in dict.fromkeys(row.table for row in chosen):
@@ -271,14 +183,15 @@ def _by_table(chosen: Sequence[Row], together: str) -> Iterator[tuple[str, Seque
 def _errors(groups: Sequence[tuple[str, Sequence[Row]]], machines: Mapping[str, Machine]) -> list[str]:
     known = every_machine(machines)
     hfu = constant_hfu(rows(), known)
-    top = "| table | rows | as its system ran: median | worst | as ours: median | worst | one HFU: median | worst |"
-    lines = [top, "|---|---|---|---|---|---|---|---|"]
-    for name, some in groups:
-        own = _cells(_sizes(some, lambda row: row.predicted(known[row.machine])))
-        ours = _cells(_sizes(some, lambda row: row.predicted(known[row.machine], OURS)))
-        base = _cells(_sizes(some, lambda row: row.at_hfu(hfu[row.machine], known[row.machine])))
-        lines.append(f"| {name} | {len(some)} | {own} | {ours} | {base} |")
-    return lines
+    ways: tuple[Callable[[Row], float], ...] = (
+        lambda row: row.predicted(known[row.machine]),
+        lambda row: row.predicted(known[row.machine], OURS),
+        lambda row: row.at_hfu(hfu[row.machine], known[row.machine]),
+    )
+    return _table(
+        "table | rows | as its system ran: median | worst | as ours: median | worst | one HFU: median | worst",
+        ((name, len(some), *(_cells(_sizes(some, way)) for way in ways)) for name, some in groups),
+    )
 
 
 def unseen(chosen: Sequence[Row]) -> tuple[list[Row], list[Row]]:
@@ -304,18 +217,15 @@ def seen(machines: Mapping[str, Machine]) -> list[str]:
 
 def in_memory(machines: Mapping[str, Machine]) -> list[str]:
     """Return a line for each table of memory; *left out*: with the allocator's share fitted to the other table."""
-    top = "| table | rows | as its system ran: median | worst | left out: median | worst | as ours: median | worst |"
-    lines = [top, "|---|---|---|---|---|---|---|---|"]
     every, machine = [row for row in rows() if row.quantity == MEMORY], machines["a100-80gb"]
+    lines = []
     for table in dict.fromkeys(row.table for row in every):
         some = [row for row in every if row.table == table]
-        other = fit_allocator([row for row in every if row.table != table], machine)
-        cells = [
-            _cells(_sizes(some, lambda row, system=system: row.predicted(machine, system)))
-            for system in (None, other, OURS)
-        ]
-        lines.append(f"| {table} | {len(some)} | {' | '.join(cells)} |")
-    return lines
+        ways = (None, fit_allocator([row for row in every if row.table != table], machine), OURS)
+        sizes = ([abs(row.predicted(machine, way) / row.published - 1) for row in some] for way in ways)
+        lines.append((table, len(some), *map(_cells, sizes)))
+    heads = "table | rows | as its system ran: median | worst | left out: median | worst | as ours: median | worst"
+    return _table(heads, lines)
 
 
 def constants(machines: Mapping[str, Machine]) -> list[str]:
@@ -336,30 +246,26 @@ def constants(machines: Mapping[str, Machine]) -> list[str]:
 def each_row(machines: Mapping[str, Machine]) -> list[str]:
     """Return a line for each row; those that no fit has seen first."""
     known = every_machine(machines)
-    lines = ["| table | row | seen | quantity | published | predicted | error |", "|---|---|---|---|---|---|---|"]
+    lines = []
     for row in sorted(rows(), key=lambda row: row.fitted):
         found = row.predicted(known[row.machine])
         cells = (row.table, row.name, "yes" if row.fitted else "no", row.quantity, f"{row.published:g}")
-        lines.append(f"| {' | '.join(cells)} | {found:.3g} | {100 * (found / row.published - 1):+.0f} % |")
-    return lines
+        lines.append((*cells, f"{found:.3g}", f"{100 * (found / row.published - 1):+.0f} %"))
+    return _table("table | row | seen | quantity | published | predicted | error", lines)
 
 
 def shares(machines: Mapping[str, Machine]) -> list[str]:
     """Return a line for each device."""
     names = [field.name for field in fields(Efficiency)]
-    lines = [f"| device | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-    for machine in machines.values():
-        values = (getattr(machine.reached, name) for name in names)
-        lines.append(f"| {machine.name} | {' | '.join(v if isinstance(v, str) else f'{v:.2f}' for v in values)} |")
-    return lines
+    rows = ([getattr(machine.reached, name) for name in names] for machine in machines.values())
+    cells = ((v if isinstance(v, str) else f"{v:.2f}" for v in row) for row in rows)
+    return _table(" | ".join(["device", *names]), ((name, *row) for name, row in zip(machines, cells, strict=True)))
 
 
 def skip_output() -> list[str]:
     """Return a line for each table that is left out of a fit."""
-    lines = ["| left out | device | median | worst |", "|---|---|---|---|"]
-    for device, table, found in left_out(rows()):
-        lines.append(f"| {table} | {device} | {_cells([abs(error) for error in found])} |")
-    return lines
+    found = ((table, device, _cells([abs(error) for error in errors])) for device, table, errors in left_out(rows()))
+    return _table("left out | device | median | worst", found)
 
 
 def main() -> None:

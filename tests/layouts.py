@@ -41,6 +41,13 @@ SHAPES |= {
     "deep": replace(GPT, layers=4, dropout=0.1),
     "deep-untied": replace(LLAMA, layers=4, heads=8, kv_heads=4, dropout=0.1),
 }
+RECOMPUTED = {  # settings of recompute and Pa, by name
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
+    "Pa": {"recompute": "full", "partition": True},
+    "Pa+cpu": {"recompute": "full", "partition": True, "offload": "cpu"},
+    "Pa+nvme": {"recompute": "full", "partition": True, "offload": "nvme"},
+}
 GLOBAL_BATCH = 16
 STEPS, DELAYED_STEPS = 2, 3  # the second one sees what the first has updated; if that comes late, the third
 CPU = torch.device("cpu")

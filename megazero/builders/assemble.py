@@ -200,7 +200,7 @@ def build(
     )
     if model.rotary is not None:
         grid.comm.ledger.hold("angles", model.rotary.table_bytes(precision.parameters))
-    local = job.micro.local(config.model.seq_len)
+    local = job.local(config.model.seq_len)
     chunks = {}
     for (index, parts), gradients in zip(stages.items(), engine.stages, strict=True):
         last = parts.stop == len(model.layers)

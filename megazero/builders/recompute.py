@@ -61,7 +61,7 @@ def recompute(
     for line in _no_ops(job, axis, host):
         _LOG.info(line)
     ledger = grid.comm.ledger
-    shape = job.micro.local(job.shape.seq_len), job.micro_batch, job.shape.hidden
+    shape = job.local(job.shape.seq_len), job.micro_batch, job.shape.hidden
     numel = math.prod(shape)
     kept = liveness(job, grid["pipeline"].rank).most
     pool = Pool(dtype, device, ledger, "inputs")

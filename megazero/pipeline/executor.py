@@ -95,7 +95,7 @@ class Pipeline:
         """Run a whole step; see `begin`. `before` is called with each action."""
         for action in self.begin(batches, feed, look=look):
             before(action)
-            self._run(action)
+            self.run(action)
         self.end()
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
@@ -114,7 +114,7 @@ class Pipeline:
         """Return the token losses of every batch where the last stage is, nothing elsewhere."""
         schedule = self._lowered(self._evaluation, len(batches), Schedule.forward_only)
         for action in self._begin(schedule, batches, feed, None):
-            self._run(action)
+            self.run(action)
         self.end()
         losses, self._losses = self._losses, []
         return losses
@@ -135,7 +135,8 @@ class Pipeline:
         self._before_forward = before_forward(actions)
         return actions
 
-    def _run(self, action: Action) -> None:
+    def run(self, action: Action) -> None:
+        """Compute or communicate as an action of a begun step says."""
         if action.kind is F:
             self.forward(action)
         elif action.kind in BACKWARDS:

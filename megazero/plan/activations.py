@@ -18,30 +18,30 @@ Their 5 a s^2 b for scores is what fused attention never stores. Selective recom
 what documents and rotary add; full recompute keeps T' h e, the input, or with Pa T' h e / t.
 """
 
-from megazero.plan.model import Micro, Shape
+from megazero.plan.job import Job
 
 
-def kept_by_block(shape: Shape, micro: Micro, recompute: str = "none", partition: bool = False) -> int:
-    """Return the bytes that one block keeps of one micro-batch, with `memory.recompute` and Pa."""
-    tokens, t, item = shape.seq_len * micro.sequences, micro.tensor, micro.item
-    stream = micro.local(tokens)
+def kept_by_block(job: Job, recompute: str = "none") -> int:
+    """Return the bytes that one block keeps of one micro-batch, with `memory.recompute` and the job's Pa."""
+    shape, tokens, t, item = job.shape, job.tokens, job.tensor, job.bytes.parameter
+    stream = job.local(tokens)
     if recompute == "full":
-        return stream * shape.hidden * item // (t if partition and not micro.sequence else 1)
+        return job.stream // (t if job.partition and not job.sequence else 1)
     heads = tokens * (shape.hidden + 2 * shape.kv_width + shape.hidden) * item // t
     statistics = 2 * stream * (2 if shape.layernorm else 1) * _wide(item)
     mlp = (3 if shape.gated else 2) * tokens * shape.ffn * item // t
     core = 0
     if recompute == "none":
         core = tokens * shape.heads // t * _wide(item)
-        core += tokens * shape.hidden * item // t if micro.documents else 0
+        core += tokens * shape.hidden * item // t if job.mask_eod else 0
         if not shape.learned_positions:
             core += tokens * (shape.hidden + shape.kv_width) * item // t
     return 4 * stream * shape.hidden * item + heads + core + mlp + statistics
 
 
-def logits(shape: Shape, micro: Micro) -> int:
+def logits(job: Job) -> int:
     """Return the bytes of the logits of one micro-batch, of this rank's part of the vocabulary."""
-    return shape.seq_len * micro.sequences * -(-shape.vocab // micro.tensor) * micro.item
+    return job.tokens * -(-job.shape.vocab // job.tensor) * job.bytes.parameter
 
 
 def _wide(item: int) -> int:

@@ -44,8 +44,7 @@ def waits(job: Job, mean: PassTimes) -> float:
         return bubble_of(job.schedule, p, job.chunks, mean)
     shown = m if m <= 4 * p else 4 * p + m % p
     schedule = make(job.schedule, p, shown, job.chunks)
-    blocks = [sum(1 <= part <= job.shape.layers for part in parts) for parts in job.layers.parts]
-    shares = [count * p / job.shape.layers for count in blocks]
+    shares = [job.blocks(parts) * p / job.shape.layers for parts in job.layers.parts]
     costs = [Costs(s * mean.forward, s * (mean.input + mean.again), s * mean.weight) for s in shares]
     timeline = simulate(schedule, costs)
     return timeline.makespan - max(timeline.work)
@@ -76,6 +75,6 @@ def messages(job: Job, links: Links, system: System) -> float:
     if p == 1:
         return 0.0
     split = job.tensor if job.sequence or system.splits_messages else 1
-    size = job.shape.seq_len * job.micro_batch * job.shape.hidden * job.bytes.parameter / split
+    size = job.tokens * job.shape.hidden * job.bytes.parameter / split
     counts = {"gpipe": 2 * (p - 1), "1f1b": 2 * m, "interleaved": 2 * (p * v - 1), "zb-h1": 4 * (p - 1), "zb-v": 4 * p}
     return counts[job.schedule] * links.message(size)

@@ -89,17 +89,12 @@ class Compute:
         if peak is None:
             raise ValueError(f"{machine.name} has no peak for matrix products of {self.item} bytes an element")
         self.peak, self.launch = peak, machine.launch
-        self._rate, self._fused = peak * machine.reached.matmul, peak * machine.reached.attention
+        self._rate, self._fused = peak * machine.reached.matmul, peak * machine.reached.fused_attention
         self._bandwidth = machine.memory_bandwidth * machine.reached.memory
-        self.tokens = self.shape.seq_len * job.micro_batch
-        self.stream = job.micro.local(self.tokens)
+        self.tokens, self.stream = job.tokens, job.local(job.tokens)
 
-    def moved(self, size: float) -> float:
-        """Return the seconds of an operation that only moves so many bytes through the memory."""
-        return size / self._bandwidth + self.launch
-
-    def passes(self, size: float, kernels: int) -> float:
-        """Return the seconds of so many kernels that together move so many bytes through the memory."""
+    def moved(self, size: float, kernels: int = 1) -> float:
+        """Return the seconds of so many kernels that together only move so many bytes through the memory."""
         return size / self._bandwidth + kernels * self.launch
 
     def block(self) -> PassTimes:
@@ -108,14 +103,10 @@ class Compute:
         core, core_backward = self._attention()
         light, light_backward, biases = self._light()
         forward = sum(products) + core + light
-        again = 0.0
-        if self.job.recompute == "full":
-            again = forward - (0 if self.system.replays_all else products[3] + light / 4)
-        elif self.job.recompute == "selective":
-            again = core
-        columns = (weights[0], weights[2])
+        left_out = 0.0 if self.system.replays_all else products[3] + light / 4
+        again = {"none": 0.0, "selective": core, "full": forward - left_out}[self.job.recompute]
         backward = sum(products) + core_backward + light_backward
-        return PassTimes(forward, backward, sum(weights) + biases, again, columns)
+        return PassTimes(forward, backward, sum(weights) + biases, again, (weights[0], weights[2]))
 
     def products(self, chunks: int = 1) -> list[float]:
         """Return the seconds of a block's four products in forward: qkv, out, up, down; or of one chunk of each."""
@@ -127,9 +118,8 @@ class Compute:
         product, stream = self._product(self.tokens, rows, h), self.stream * h * self.item
         loss = self.moved(self.tokens * rows * _LOGITS)
         weight = self._product(rows, h, self.tokens, grows=True)
-        return PassTimes(
-            product + loss / 2 + self.moved(2 * stream), product + loss / 2 + self.moved(3 * stream), weight
-        )
+        forward, backward = (product + loss / 2 + self.moved(size) for size in (2 * stream, 3 * stream))
+        return PassTimes(forward, backward, weight)
 
     def embedding(self) -> PassTimes:
         stream = self.stream * self.shape.hidden * self.item
@@ -155,13 +145,13 @@ class Compute:
         parameters = gradients = 0.0
         if job.parameter_bits is not None:
             each = _bytes_of_code(job.parameter_bits) + self.item
-            parameters = self.passes(each * gathered * (1 + 1 / ranks), gathers * (ranks + 1))
+            parameters = self.moved(each * gathered * (1 + 1 / ranks), gathers * (ranks + 1))
         if job.gradient_bits is not None:
             code, item = _bytes_of_code(job.gradient_bits), job.bytes.gradient
             each, kernels = 2 * code + 3 * item, 2
             if job.error_feedback:
                 each, kernels = each + code + 10 * item, kernels + 4
-            gradients = self.passes(each * reduced * (ranks - 1) / ranks, reductions * (ranks - 1) * kernels)
+            gradients = self.moved(each * reduced * (ranks - 1) / ranks, reductions * (ranks - 1) * kernels)
         return parameters, gradients
 
     def flops(self) -> tuple[float, float]:
@@ -169,14 +159,10 @@ class Compute:
         shape = self.shape
         model = shape.flops_per_token()
         core = 4 * shape.seq_len * shape.hidden
-        again = 0.0
-        if self.job.recompute == "full":
-            again = (model - 6 * shape.vocab * shape.hidden) / 3
-            if not self.system.replays_all:
-                again -= 2 * shape.layers * shape.hidden * shape.ffn
-        elif self.job.recompute == "selective":
-            again = shape.layers * core
-        return model, model + again
+        again = {"none": 0.0, "selective": shape.layers * core, "full": (model - 6 * shape.vocab * shape.hidden) / 3}
+        left_out = self.job.recompute == "full" and not self.system.replays_all
+        last_products = 2 * shape.layers * shape.hidden * shape.ffn * left_out
+        return model, model + (again[self.job.recompute] - last_products)
 
     def _sizes(self) -> tuple[tuple[float, float], ...]:
         shape, t = self.shape, self.t

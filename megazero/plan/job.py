@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from megazero.base.quantized import BITS, BLOCK
-from megazero.plan.model import Micro, Shape
+from megazero.plan.model import Shape
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, ZeroStage
 from megazero.plan.states import Bytes, UnitSize, units
 from megazero.schedules.layers import Layers, cut
@@ -70,7 +70,8 @@ class Job:
         words += ["sequence"] * self.sequence + [f"tensor-chunks{self.tensor_chunks}"] * (self.tensor_chunks > 1)
         words += [self.schedule] * (self.pipeline > 1)
         words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
-        words += [self.inputs] * self.partition + ["graphs"] * self.cuda_graphs
+        words += ["Pa" if self.offload == "none" else f"Pa+{self.offload}"] * self.partition
+        words += ["graphs"] * self.cuda_graphs
         words += [f"offload-{self.offloaded}"] * (self.offloaded != "none") + ["delayed"] * self.delayed
         words += [f"parameters-{self.quantize_parameters}"] * (self.parameter_bits is not None)
         words += [f"gradients-{self.quantize_gradients}"] * (self.gradient_bits is not None)
@@ -87,9 +88,18 @@ class Job:
         return self.global_batch // (self.micro_batch * self.data)
 
     @property
-    def micro(self) -> Micro:
-        """Return one micro-batch, on one rank."""
-        return Micro(self.micro_batch, self.tensor, self.sequence, self.bytes.parameter, self.mask_eod)
+    def tokens(self) -> int:
+        """Return the tokens of a micro-batch."""
+        return self.shape.seq_len * self.micro_batch
+
+    def local(self, whole: int) -> int:
+        """Return a rank's part of something that is as long as the residual stream."""
+        return whole // self.tensor if self.sequence else whole
+
+    @property
+    def stream(self) -> int:
+        """Return the bytes of a rank's part of the residual stream of one micro-batch."""
+        return self.local(self.tokens) * self.shape.hidden * self.bytes.parameter
 
     @property
     def parameter_bits(self) -> int | None:
@@ -109,6 +119,10 @@ class Job:
     def units(self, parts: Sequence[range] | None = None) -> Sequence[UnitSize]:
         """Return the units of some parts of the model's path, on a tensor rank; see `states.units`."""
         return units(self.shape, self.tensor, None if parts is None else tuple(parts), self.alignment)
+
+    def blocks(self, parts: range) -> int:
+        """Return how many of some parts of the model's path are blocks."""
+        return sum(1 <= part <= self.shape.layers for part in parts)
 
     @property
     def shard(self) -> int:
@@ -159,13 +173,6 @@ class Job:
         return self.placements.optimizer is Placement.SHARD
 
     @property
-    def inputs(self) -> str:
-        """Return how the inputs of full recompute are split and where they rest, in the paper's words."""
-        if not self.partition:
-            return "whole"
-        return "Pa" if self.offload == "none" else f"Pa+{self.offload}"
-
-    @property
     def uses_disks(self) -> bool:
         """True if anything rests on disks."""
         return "nvme" in (self.offload, self.offload_optimizer, self.offload_parameters)
@@ -210,13 +217,8 @@ class Job:
     @property
     def alone(self) -> "Job":
         """Return the job of this model, precision and batch on one rank, with nothing recomputed or offloaded."""
-        return Job(
-            self.shape,
-            self.bytes,
-            micro_batch=self.micro_batch,
-            global_batch=self.global_batch,
-            mask_eod=self.mask_eod,
-        )
+        same = {"micro_batch": self.micro_batch, "global_batch": self.global_batch, "mask_eod": self.mask_eod}
+        return Job(self.shape, self.bytes, **same)
 
     @cached_property
     def layers(self) -> Layers:

@@ -78,10 +78,10 @@ class Links:
     def bandwidth(self, axis: str) -> float:
         """Return the bytes a second that a ring moves through each rank."""
         reached, together = self.machine.reached, self._together(axis)
-        node = self.machine.in_node_bandwidth * reached.in_node
+        node = self.machine.in_node.bandwidth * reached.in_node
         if together == axis_size(self.job, axis):
             return node
-        cross = self.machine.cross_node_bandwidth * reached.cross_node * together
+        cross = self.machine.cross_node.bandwidth * reached.cross_node * together
         return min(node, cross)
 
     def seconds(self, axis: str, size: float, ops: float) -> float:
@@ -97,8 +97,8 @@ class Links:
         if not size:
             return 0.0
         reached, others, together = self.machine.reached, axis_size(self.job, axis) - 1, self._together(axis)
-        inside = (together - 1) / others / (self.machine.in_node_bandwidth * reached.in_node)
-        outside = (others + 1 - together) / others / (self.machine.cross_node_bandwidth * reached.cross_node)
+        inside = (together - 1) / others / (self.machine.in_node.bandwidth * reached.in_node)
+        outside = (others + 1 - together) / others / (self.machine.cross_node.bandwidth * reached.cross_node)
         return size * max(inside, outside) + ops * others * self._latency(axis)
 
     def message(self, size: float) -> float:
@@ -114,5 +114,5 @@ class Links:
         """Return the mean latency of a ring's steps, in seconds."""
         together = self._together(axis)
         if together == axis_size(self.job, axis):
-            return self.machine.in_node_latency
-        return self.machine.in_node_latency * (1 - 1 / together) + self.machine.cross_node_latency / together
+            return self.machine.in_node.latency
+        return self.machine.in_node.latency * (1 - 1 / together) + self.machine.cross_node.latency / together

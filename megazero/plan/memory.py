@@ -36,6 +36,7 @@ from megazero.plan.liveness import Liveness, liveness
 from megazero.plan.machines import Machine
 from megazero.plan.peak import moments
 from megazero.plan.pool import pool
+from megazero.plan.share import share_of
 from megazero.plan.states import states
 
 HOST, DISK = "host_", "nvme_"  # begin the categories of what is offloaded
@@ -71,23 +72,29 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
         fused: the kernels of norms and activations make no copies of their own.
     """
     stages = job.layers.of_rank(rank)
-    sizes = job.units(list(stages.values()))
-    shares = [unit.padded(job.shard) // job.shard for unit in sizes]
-    held = states(sizes, job.shard, job.stage, job.bytes)
+    units = share_of(job, rank).units
+    share = sum(unit.padded * unit.count for unit in units) // job.shard
+    held = states(share, job.shard, job.stage, job.bytes)
     held["pool"] = pool(job, [*stages.values()])
     if job.secondary_ranks is not None:
-        each = sum(sent_bytes(share, job.parameter_bits, job.bytes.parameter) for share in shares)
-        held["secondary"] = each * job.shard // job.secondary_ranks
+        held["secondary"] = (
+            job.shard
+            // job.secondary_ranks
+            * sum(
+                unit.count * sent_bytes(unit.padded // job.shard, job.parameter_bits, job.bytes.parameter)
+                for unit in units
+            )
+        )
     if job.error_feedback:
-        held["residuals"] = (job.shard - 1) * sum(shares) * job.bytes.gradient
+        held["residuals"] = (job.shard - 1) * share * job.bytes.gradient
     if not job.shape.learned_positions:
         held["angles"] = 2 * job.shape.seq_len * job.shape.head_dim * job.bytes.parameter
     live = liveness(job, rank)
     held |= _inputs(job, stages, live)
     if job.cuda_graphs:
-        held["graphs"] = 4 * kept_by_block(job.shape, job.micro, "full")
+        held["graphs"] = 4 * job.stream
     held["activations"], cause = _activations(job, rank, stages, live, fused)
-    return RankMemory(_offloaded(job, sum(shares), held), cause)
+    return RankMemory(_offloaded(job, share, held), cause)
 
 
 def planned(job: Job, rank: int, machine: Machine) -> RankMemory:
@@ -114,13 +121,11 @@ def batch(job: Job) -> int:
 def _inputs(job: Job, stages: dict[int, range], live: Liveness) -> dict[str, int]:
     if job.recompute != "full":
         return {}
-    micro, shape = job.micro, job.shape
-    each = kept_by_block(shape, micro, "full", job.partition)
-    slots = sum(live.most[stage] * _blocks(parts, shape.layers) for stage, parts in stages.items())
+    each = kept_by_block(job, "full")
+    slots = sum(live.most[stage] * job.blocks(parts) for stage, parts in stages.items())
     split = job.partition and not job.sequence and job.tensor > 1
     # One in use and one on its way back, both of one stage.
-    buffers = min(2, max(_blocks(parts, shape.layers) for parts in stages.values()))
-    whole = buffers * kept_by_block(shape, micro, "full") if split or job.offload != "none" else 0
+    whole = min(2, max(map(job.blocks, stages.values()))) * job.stream if split or job.offload != "none" else 0
     if job.offload == "nvme":
         return {f"{DISK}inputs": slots * each, "inputs": whole + each}
     if job.offload == "cpu":
@@ -149,37 +154,34 @@ def _messages(job: Job, rank: int) -> int:
     if job.pipeline == 1:
         return 0
     ends = job.chunks == 1 and rank == job.pipeline - 1
-    return kept_by_block(job.shape, job.micro, "full") * (1 if ends else 2)
+    return job.stream * (1 if ends else 2)
 
 
-@dataclass(frozen=True)
 class _Walk:
-    """The bytes that a micro-batch takes on one stage."""
+    """The bytes that a micro-batch takes on one stage.
 
-    job: Job
-    parts: range
-    fused: bool
+    Attributes:
+        kept: between forward and backward.
+        noted: of the matrix products' inputs and gradients, between backward of inputs and of weights.
+    """
 
-    @property
-    def _blocks(self) -> int:
-        return _blocks(self.parts, self.job.shape.layers)
-
-    @property
-    def _head(self) -> bool:
-        return self.parts.stop == self.job.shape.layers + 2
-
-    @cached_property
-    def kept(self) -> int:
-        """Return the bytes kept between forward and backward."""
-        job, micro = self.job, self.job.micro
-        each = kept_by_block(job.shape, micro, job.recompute) if job.recompute != "full" else 0
-        head = 2 * kept_by_block(job.shape, micro, "full") + logits(job.shape, micro) if self._head else 0
-        return self._blocks * each + head
+    def __init__(self, job: Job, parts: range, fused: bool):
+        self._job, self._fused = job, fused
+        self._blocks, self._head = job.blocks(parts), parts.stop == job.shape.layers + 2
+        shape = job.shape
+        each = kept_by_block(job, job.recompute) if job.recompute != "full" else 0
+        self.kept = self._blocks * each + (2 * job.stream + logits(job) if self._head else 0)
+        widths = 4 * job.tensor * shape.hidden  # of what is whole: inputs of two products, gradients of two
+        widths += 2 * shape.hidden + 2 * shape.kv_width + (1 + shape.num_mlp_inputs) * shape.ffn
+        self._token = job.tokens * job.bytes.parameter  # of a value for each token
+        self._noted_by_block = self._token * widths // job.tensor
+        self._noted_by_head = self._token * shape.hidden + logits(job) if self._head else 0
+        self.noted = self._blocks * self._noted_by_block + self._noted_by_head
 
     @cached_property
     def peak(self) -> tuple[int, str]:
         """Return the peak in its backward, kept activations included, and its cause."""
-        return self._peak(self._blocks, head=self._head)
+        return max(moments(self._job, self._blocks, head=self._head, fused=self._fused))
 
     @cached_property
     def peak_with_notes(self) -> tuple[int, str]:
@@ -188,36 +190,11 @@ class _Walk:
         It is in the block that comes first, beside what the head leaves for it, or in the one that comes last, beside
         what all others do.
         """
-        job = self.job
-        tokens = job.shape.seq_len * job.micro_batch * job.bytes.parameter
-        still_there = tokens * (job.shape.ffn // job.tensor + job.shape.hidden)  # the last product's input, gradient
-        first, last = self._peak(self._blocks, head=False), self._peak(1, head=False)
+        job = self._job
+        still_there = self._token * (job.shape.ffn // job.tensor + job.shape.hidden)  # last product's input, gradient
+        first, last = (max(moments(job, count, head=False, fused=self._fused)) for count in (self._blocks, 1))
         others = self.noted - self._noted_by_block
         return max((self._noted_by_head + first[0] + still_there, first[1]), (others + last[0] + still_there, last[1]))
-
-    @cached_property
-    def noted(self) -> int:
-        """Return the bytes of the matrix products' inputs and gradients between backward of inputs and of weights."""
-        return self._blocks * self._noted_by_block + self._noted_by_head
-
-    @property
-    def _noted_by_head(self) -> int:
-        if not self._head:
-            return 0
-        shape, micro = self.job.shape, self.job.micro
-        return kept_by_block(shape, replace(micro, sequence=False), "full") + logits(shape, micro)
-
-    @property
-    def _noted_by_block(self) -> int:
-        shape, job = self.job.shape, self.job
-        widths = 4 * job.tensor * shape.hidden  # of what is whole: inputs of two products, gradients of two
-        widths += 2 * shape.hidden + 2 * shape.kv_width + (1 + shape.num_mlp_inputs) * shape.ffn
-        return shape.seq_len * job.micro_batch * job.bytes.parameter * widths // job.tensor
-
-    def _peak(self, blocks: int, *, head: bool) -> tuple[int, str]:
-        job = self.job
-        widened = job.bytes.gradient > job.bytes.parameter
-        return max(moments(job.shape, job.micro, blocks, job.recompute, head=head, fused=self.fused, widened=widened))
 
 
 def _offloaded(job: Job, share: int, held: dict[str, int]) -> dict[str, int]:
@@ -237,7 +214,3 @@ def _offloaded(job: Job, share: int, held: dict[str, int]) -> dict[str, int]:
         if rounded or (job.offload_optimizer == "nvme" and not job.parameters_away and job.apart):
             found["host_parameters"] = item.parameter * share
     return {category: size for category, size in found.items() if size}
-
-
-def _blocks(parts: range, layers: int) -> int:
-    return sum(1 <= part <= layers for part in parts)

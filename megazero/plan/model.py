@@ -1,4 +1,4 @@
-"""The size and the arithmetic of a transformer, from its shape alone, and what a micro-batch is to a rank.
+"""The size and the arithmetic of a transformer, from its shape alone.
 
 One model family is described: pre-norm decoder blocks, with the GPT choices (LayerNorm, biases, one up projection,
 learned positions, tied head) or the Llama choices (RMSNorm, no biases, gated MLP, rotary positions, grouped kv heads).
@@ -112,26 +112,3 @@ class Shape:
 
     def _norm(self) -> int:
         return (2 if self.layernorm else 1) * self.hidden
-
-
-@dataclass(frozen=True)
-class Micro:
-    """A micro-batch on one rank.
-
-    Attributes:
-        sequences: their number.
-        tensor: ranks of the tensor axis.
-        sequence: the residual stream is split over these ranks.
-        item: bytes of an activation.
-        documents: attention does not cross the ends of documents, which take another order for it.
-    """
-
-    sequences: int
-    tensor: int
-    sequence: bool
-    item: int
-    documents: bool = False
-
-    def local(self, whole: int) -> int:
-        """Return a rank's part of something that is as long as the residual stream."""
-        return whole // self.tensor if self.sequence else whole

@@ -28,42 +28,31 @@ the arena.
 from collections.abc import Iterator
 
 from megazero.plan.activations import kept_by_block, logits
-from megazero.plan.model import Micro, Shape
+from megazero.plan.job import Job
 
 
-def moments(
-    shape: Shape,
-    micro: Micro,
-    blocks: int,
-    recompute: str,
-    *,
-    head: bool,
-    fused: bool,
-    widened: bool,
-) -> Iterator[tuple[int, str]]:
+def moments(job: Job, blocks: int, *, head: bool, fused: bool) -> Iterator[tuple[int, str]]:
     """Yield (bytes, where in backward) of one micro-batch on a stage; the largest is its peak.
 
     Args:
         blocks: their number on this stage.
         head: the stage has it too.
         fused: operations make no copies of their own.
-        widened: gradients are wider than parameters.
     """
-    tokens, t, item = shape.seq_len * micro.sequences, micro.tensor, micro.item
-    whole = tokens * shape.hidden * item
-    stream = micro.local(whole)
-    gathered, scattered = (whole, stream) if micro.sequence else (0, 0)
+    shape, t, item = job.shape, job.tensor, job.bytes.parameter
+    stream, whole = job.stream, job.tokens * shape.hidden * item
+    gathered, scattered = (whole, stream) if job.sequence else (0, 0)
     wide = 4 * stream * max(item, 4) // item
-    ffn = tokens * shape.ffn * item // t
-    kept = blocks * kept_by_block(shape, micro, recompute) if recompute != "full" else 0
-    matrix = shape.hidden * item // t if widened else 0  # a row of a gradient in the narrow type
+    ffn = job.tokens * shape.ffn * item // t
+    kept = blocks * kept_by_block(job, job.recompute) if job.recompute != "full" else 0
+    matrix = shape.hidden * item // t if job.bytes.gradient > item else 0  # a row of a gradient in the narrow type
     if head:
-        yield kept + 2 * stream + logits(shape, micro) + whole + gathered + scattered + shape.vocab * matrix, "loss"
+        yield kept + 2 * stream + logits(job) + whole + gathered + scattered + shape.vocab * matrix, "loss"
         if not shape.layernorm and not fused:
             yield kept + 2 * stream + wide, "last norm"
     if not blocks:
         return
-    kept += kept_by_block(shape, micro, "none") - stream if recompute == "full" else 0
+    kept += kept_by_block(job) - stream if job.recompute == "full" else 0
     if shape.dropout and not fused:
         yield kept + stream + 8 * stream // item, "mask"
     yield kept + stream + ffn + gathered + (stream if shape.dropout else 0) + shape.ffn * matrix, "down"

@@ -16,7 +16,7 @@ depends on their kind (embedding, block, head, tied weight) and not on their siz
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from megazero.base.quantized import quantized_bytes
@@ -34,65 +34,64 @@ def pool(job: Job, stages: Sequence[range]) -> int:
     """
     shard, item = job.shard, job.bytes
     paths = [_path(job, parts) for parts in stages]
-    ties = [unit for path in paths for part in path for unit in part if unit.name == "tied"]
-    whole, gradients = Counter[int](), Counter[int]()
+    parts = [part for path in paths for part in path]
+    ties = [unit for part in parts for unit in part if unit.name == "tied"]
+    reduced = [moment for path in paths for moment in _reduced(path, ties)]
+    whole: list[list[int]] = []
+    gradients: list[list[int]] = []
+    staged: list[list[int]] = []
     if job.shards_parameters and (shard > 1 or job.parameters_away):
-        for there in ({*part, *after} for path in paths for part, after in pairwise([*path, ()])):
-            whole |= Counter(unit.padded(shard) for unit in there)
+        pairs = (pair for path in paths for pair in pairwise([*path, ()]))
+        whole = [[unit.padded(shard) for unit in {*part, *after}] for part, after in pairs]
     if job.shards_gradients and (shard > 1 or job.optimizer_away):
         shards = shard > 1 and job.optimizer_away
-        for there, on_their_way in (moment for path in paths for moment in _reduced(job, path, ties)):
-            of_shards = Counter(unit.padded(shard) // shard for unit in on_their_way if shards)
-            gradients |= of_shards + Counter(unit.padded(shard) for unit in there)
-    one_tie = job.pipeline > 1 and len(ties) == 1
-    if job.shards_optimizer and not job.shards_gradients and job.gradients_home != "none" and one_tie:
-        gradients[ties[0].padded(shard) // shard] = 1  # summed over the ends of the pipeline
-    if job.gradients_home != "none" and job.replicas > 1:  # summed over the replicas one after the other
-        gradients |= Counter({unit.padded(shard) // shard: 1 for path in paths for part in path for unit in part})
-    staged = _staged(job, paths, ties) if item.summed != item.gradient else Counter[int]()
-    codes = _elements(_codes_gathered(job, paths)) + _elements(_codes_reduced(job, paths, ties))
+        gradients = [
+            [unit.padded(shard) for unit in there] + [unit.padded(shard) // shard for unit in going if shards]
+            for there, going in reduced
+        ]
+    one_tie = ties if job.pipeline > 1 and len(ties) == 1 else ()  # summed over the ends of the pipeline
+    by_itself = [unit for part in parts for unit in part] if job.replicas > 1 else []  # summed over replicas in turn
+    if job.gradients_home != "none":
+        own = [*by_itself, *(one_tie if job.shards_optimizer and not job.shards_gradients else ())]
+        gradients += [[unit.padded(shard) // shard] for unit in own]
+    if item.summed != item.gradient:
+        staged = [[unit.padded(shard) for unit in going] for _, going in reduced] if shard > 1 else []
+        kept = shard if job.shards_optimizer else 1
+        staged += [[unit.padded(shard) // kept] for unit in (*by_itself, *one_tie)]
     return (
-        codes
-        + item.parameter * _elements(whole)
-        + item.gradient * _elements(gradients)
-        + item.summed * _elements(staged)
+        _most(_codes_gathered(job, parts))
+        + _most(_codes_reduced(job, [going for _, going in reduced]))
+        + item.parameter * _most(whole)
+        + item.gradient * _most(gradients)
+        + item.summed * _most(staged)
     )
 
 
-def _staged(job: Job, paths: Sequence[Sequence[StageUnits]], ties: Sequence[UnitSize]) -> Counter[int]:
-    """Return the buffers in which gradients are summed in another dtype, by their elements."""
-    shard, found = job.shard, Counter[int]()
-    parts = shard if job.shards_optimizer else 1
-    if shard > 1:
-        for _, on_their_way in (moment for path in paths for moment in _reduced(job, path, ties)):
-            found |= Counter(unit.padded(shard) for unit in on_their_way)
-    if job.replicas > 1:  # one after the other
-        found |= Counter({unit.padded(shard) // parts: 1 for path in paths for part in path for unit in part})
-    if job.pipeline > 1 and len(ties) == 1:
-        found |= Counter({ties[0].padded(shard) // parts: 1})
-    return found
+def _codes_gathered(job: Job, parts: Sequence[StageUnits]) -> Iterator[list[int]]:
+    """Yield the buffers for codes of parameters that are in use at once, by their bytes."""
+    shard, bits = job.shard, job.parameter_bits
+    if bits is not None and shard > 1:
+        yield from ([shard * quantized_bytes(unit.padded(shard) // shard, bits) for unit in part] for part in parts)
 
 
-def _codes_gathered(job: Job, paths: Sequence[Sequence[StageUnits]]) -> Counter[int]:
-    """Return the buffers for codes of parameters, by their bytes."""
-    found, shard = Counter[int](), job.shard
-    if job.parameter_bits is not None and shard > 1:
-        for part in (part for path in paths for part in path):
-            found |= Counter(shard * quantized_bytes(unit.padded(shard) // shard, job.parameter_bits) for unit in part)
-    return found
+def _codes_reduced(job: Job, reduced: Sequence[set[UnitSize]]) -> Iterator[list[int]]:
+    """Yield the buffers for codes of gradients that are in use at once, by their bytes."""
+    shard, bits = job.shard, job.gradient_bits
+    if bits is None or shard == 1:
+        return
+    for going in reduced:
+        eaches = [quantized_bytes(unit.padded(shard) // shard, bits) for unit in going]
+        yield 2 * [shard * each for each in eaches]
+        if job.gradient_hops is not None:  # the second hop of one at a time
+            yield from (2 * [job.gradient_hops[1] * each] for each in eaches)
 
 
-def _codes_reduced(job: Job, paths: Sequence[Sequence[StageUnits]], ties: Sequence[UnitSize]) -> Counter[int]:
-    """Return the buffers for codes of gradients, by their bytes."""
-    found, shard = Counter[int](), job.shard
-    if job.gradient_bits is not None and shard > 1:
-        for _, on_their_way in (moment for path in paths for moment in _reduced(job, path, ties)):
-            eaches = [quantized_bytes(unit.padded(shard) // shard, job.gradient_bits) for unit in on_their_way]
-            found |= Counter(2 * [shard * each for each in eaches])
-            if job.gradient_hops is not None:  # the second hop of one at a time
-                for each in eaches:
-                    found |= Counter(2 * [job.gradient_hops[1] * each])
-    return found
+def _most(moments: Iterable[Sequence[int]]) -> int:
+    """Return the elements of all buffers of a pool: of each size as many as are ever in use at once."""
+    buffers: Counter[int] = Counter()
+    for sizes in moments:
+        buffers |= Counter(sizes)
+    return sum(numel * count for numel, count in buffers.items())
 
 
 def _path(job: Job, parts: range) -> list[StageUnits]:
@@ -103,9 +102,7 @@ def _path(job: Job, parts: range) -> list[StageUnits]:
     return [job.units([range(i, i + 1)]) for i in kept]
 
 
-def _reduced(
-    job: Job, path: Sequence[StageUnits], ties: Sequence[UnitSize]
-) -> Iterator[tuple[set[UnitSize], set[UnitSize]]]:
+def _reduced(path: Sequence[StageUnits], ties: Sequence[UnitSize]) -> Iterator[tuple[set[UnitSize], set[UnitSize]]]:
     """Yield the sets of units whose gradients are in use at once, and those of them whose reduction has begun.
 
     Args:
@@ -122,7 +119,3 @@ def _reduced(
             there = due[i:] if at_head else [unit]
             yield {*there, *before, *lasting}, {unit, *before}
             before = {unit}
-
-
-def _elements(buffers: Counter[int]) -> int:
-    return sum(numel * count for numel, count in buffers.items())

@@ -4,8 +4,7 @@ Bytes are what one rank sends in a step, as the ledger of a run counts them (`tr
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from megazero.base.terminal import wrapped
 from megazero.plan.job import Job
@@ -53,9 +52,11 @@ class Report:
 
 def report(job: Job) -> tuple[Report, Schedule, Timeline]:
     """Return the report of a step of a job, and what it was made of."""
-    layers, m = job.layers, job.micro_batches
-    schedule = lowered(layers, m, each=job.shards_gradients, tied=job.shape.tie_embeddings)
-    timeline = simulate(schedule, costs_of(job))
+    layers = job.layers
+    schedule = lowered(layers, job.micro_batches, each=job.shards_gradients, tied=job.shape.tie_embeddings)
+    head, last = job.shape.head_in_blocks(), job.shape.layers + 1
+    costs = (float(job.blocks(parts)) + (head if last in parts else 0.0) for parts in layers.parts)
+    timeline = simulate(schedule, [Costs(blocks, blocks, blocks) for blocks in costs])
     peaks = peak_live(schedule)
     ranks = [
         RankReport(
@@ -68,18 +69,7 @@ def report(job: Job) -> tuple[Report, Schedule, Timeline]:
         for rank in range(layers.ranks)
     ]
     bubbles = timeline.bubble, timeline.bubble_without_common_end
-    return Report(layers.schedule, m, job.data, job.stage, *bubbles, ranks), schedule, timeline
-
-
-def costs_of(job: Job) -> list[Costs]:
-    """Return the costs of each stage, in blocks."""
-    head, last = job.shape.head_in_blocks(), job.shape.layers + 1
-    blocks = [sum(1.0 for i in parts if 0 < i < last) + (head if last in parts else 0.0) for parts in job.layers.parts]
-    return [Costs(cost, cost, cost) for cost in blocks]
-
-
-def as_json(found: Report) -> dict[str, Any]:
-    return asdict(found)
+    return Report(layers.schedule, job.micro_batches, job.data, job.stage, *bubbles, ranks), schedule, timeline
 
 
 def as_text(found: Report, columns: int | None = None, *, every: bool = False) -> str:
@@ -95,7 +85,7 @@ def as_text(found: Report, columns: int | None = None, *, every: bool = False) -
         lines += wrapped(f"rank {number} has {stages}", columns, "    ")
     lines += ["", "rank   work  live  sent MB  reduced  gathered     tied"]
     for number, rank in enumerate(found.ranks):
-        sent, reduced, gathered, tied = (rank.bytes[kind] / 1e6 for kind in ("sent", "reduced", "gathered", "tied"))
+        sent, reduced, gathered, tied = (size / 1e6 for size in rank.bytes.values())
         line = f"{number:<5}{rank.work:>6.0f}{rank.peak_live:>6}"
         lines.append(f"{line}{sent:>9.2f}{reduced:>9.2f}{gathered:>10.2f}{tied:>9.2f}")
     for legend in _TABLE_LEGEND:

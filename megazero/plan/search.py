@@ -10,7 +10,7 @@ inputs that recompute keeps (Pa+nvme) where the host has no room for them.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, takewhile
 
 from megazero.plan.bubble import regular
 from megazero.plan.job import Job
@@ -174,14 +174,9 @@ def _least(options: list[Job], machine: Machine, allowed: Callable[[Job], bool])
     for candidate in options:
         if planned(candidate, 0, machine).peak > usable(machine) or not allowed(candidate):
             continue
-        most: RankMemory | None = None
-        for rank in everywhere(candidate, machine):
-            if not fits(rank, machine):
-                break
-            most = rank if most is None or rank.peak > most.peak else most
-        else:
-            assert most is not None, "a pipeline has a rank"
-            return Found(candidate, step_time(candidate, machine), most)
+        ranks = list(takewhile(lambda rank: fits(rank, machine), everywhere(candidate, machine)))
+        if len(ranks) == candidate.pipeline:
+            return Found(candidate, step_time(candidate, machine), max(ranks, key=lambda rank: rank.peak))
     return None
 
 
@@ -195,22 +190,17 @@ def spreads(job: Job, ranks: int, widest: int, node: int) -> Iterator[Job]:
             if job.global_batch % data:
                 continue
             sizes = {"tensor": tensor, "pipeline": pipeline, "data": data}
+            # States are sharded over all data ranks, or over those of one node.
+            groups = (None, node // tensor) if 1 < node // tensor < data and not data % (node // tensor) else (None,)
             sequences = (False, True) if tensor > 1 and not shape.seq_len % tensor else (False,)
             for schedule, chunks in _schedules(pipeline, layers):
                 for micro in _divisors(job.global_batch // data, _MOST_SEQUENCES):
                     cut = replace(job, **sizes, schedule=schedule, chunks=chunks, micro_batch=micro)
                     if not regular(cut):
                         continue
-                    stages = product(sharded, _shard_ranks(data, node // tensor)) if data > 1 else [(0, None)]
+                    stages = product(sharded, groups) if data > 1 else [(0, None)]
                     for (stage, shard_ranks), sequence in product(stages, sequences):
                         yield replace(cut, stage=stage, shard_ranks=shard_ranks, sequence=sequence)
-
-
-def _shard_ranks(data: int, in_node: int) -> Iterator[int | None]:
-    """Yield over how many data ranks states may be sharded: over all, or over those of one node."""
-    yield None
-    if 1 < in_node < data and not data % in_node:
-        yield in_node
 
 
 def savings(layout: Job, tier: Sequence[Mapping[str, object]] = OFFLOAD) -> Iterator[list[Job]]:
@@ -228,11 +218,10 @@ def savings(layout: Job, tier: Sequence[Mapping[str, object]] = OFFLOAD) -> Iter
         ]
 
 
-def _schedules(pipeline: int, layers: int) -> Iterator[tuple[str, int]]:
+def _schedules(pipeline: int, layers: int) -> list[tuple[str, int]]:
     if pipeline == 1:
-        yield "1f1b", 1
-        return
-    yield from ((name, v) for name, counts in _CHUNKS.items() for v in counts if pipeline * v <= layers)
+        return [("1f1b", 1)]
+    return [(name, v) for name, counts in _CHUNKS.items() for v in counts if pipeline * v <= layers]
 
 
 def _divisors(number: int, most: int | None = None) -> list[int]:

@@ -110,14 +110,17 @@ def _norm(shape: Shape) -> tuple[int, ...]:
     return (shape.hidden,) * (2 if shape.layernorm else 1)
 
 
-def states(sizes: Sequence[UnitSize], shard: int, stage: int, bytes_: Bytes) -> dict[str, int]:
-    """Return the bytes that a rank holds between steps, by category, with nothing on the host."""
-    whole = sum(unit.padded(shard) for unit in sizes)
-    share, rests = whole // shard, STAGES[stage]
+def states(share: int, shard: int, stage: int, bytes_: Bytes) -> dict[str, int]:
+    """Return the bytes that a rank holds between steps, by category, with nothing on the host.
+
+    Args:
+        share: padded elements, over the number `shard` of ranks that share them.
+    """
+    rests, sharded = STAGES[stage], Placement.SHARD
     return {
-        "parameters": bytes_.parameter * (share if rests.parameters is Placement.SHARD else whole),
-        "gradients": bytes_.gradient * (share if rests.gradients is Placement.SHARD else whole),
-        "optimizer": bytes_.optimizer * (share if rests.optimizer is Placement.SHARD else whole),
+        "parameters": bytes_.parameter * share * (1 if rests.parameters is sharded else shard),
+        "gradients": bytes_.gradient * share * (1 if rests.gradients is sharded else shard),
+        "optimizer": bytes_.optimizer * share * (1 if rests.optimizer is sharded else shard),
     }
 
 

@@ -1,13 +1,15 @@
 """The systems that a job can be planned for: `plan --system NAME`, and published runs as their own system ran them.
 
-A system differs from ours in overlap, in the rates that its kernels reach, in the bytes that it sends and holds. Each
-figure has its source next to it: a paper, a document of the system, or the published rows that it was fitted to
-(`scripts/fit_planner.py`). Everything else is planned as ours; no figure here is of our own engine.
+A system differs from ours in overlap, in the rates that its kernels reach, in the bytes that it sends and holds. In
+`systems.yaml` each figure has its source next to it: a paper, a document of the system, or the published rows that it
+was fitted to (`scripts/fit_planner.py`). Everything else is planned as ours; no figure here is of our own engine.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from megazero.base.yaml_text import parse_yaml
 from megazero.plan.job import Job
 from megazero.plan.liveness import liveness
 from megazero.plan.machines import MACHINES, Machine
@@ -78,40 +80,8 @@ class System:
 
 
 OURS = System()
-# Megatron-Core on the H100 and the H200, which is the same chip. Matmul: fitted on GPT-3 175B and Nemotron-4 15B on it.
-# Attention: cuDNN's benchmark on an H200, causal, 2,048 tokens, forward 484 and backward 370 TFLOP/s, over the peak.
-_MEGATRON_CORE = {"matmul": 0.78, "attention": 0.40}
-SYSTEMS = {
-    one.name: one
-    for one in (
-        OURS,
-        # SC21 (arXiv 2104.04473), sections 4.1 and 5, as far as the paper says; no number was fitted.
-        System("megatron-2021", stored_scores=True, replays_all=True, overlaps=False, splits_messages=True),
-        # `--tp-comm-overlap`, `--overlap-grad-reduce`, `--overlap-param-gather`: Megatron-LM's README.
-        System(
-            "megatron-core",
-            replays_all=True,
-            sums="all",
-            splits_messages=True,
-            reached={"h100-80gb": _MEGATRON_CORE, "h200": _MEGATRON_CORE},
-        ),
-        # Scattered: rows of SC21's table 2 that wait for the network do so for 3 parameters' bytes at this share of
-        # what other rows reach, whatever the model (174.6B, 529.6B) and the number of ranks (768 to 2,240). Allocator:
-        # fitted on BigScience's memory. Sums: its fork of Megatron-LM is older than the overlap; supposed.
-        System(
-            "deepspeed",
-            stored_scores=True,
-            replays_all=True,
-            sums="none",
-            splits_messages=True,
-            scattered=0.19,
-            allocator=0.25,
-        ),
-        # PyTorch's own data parallelism with fused attention, as LLM-Foundry and flash-attention's scripts ran it; its
-        # volumes are those of ours. No memory of it was found published.
-        System("fsdp", replays_all=True, splits_messages=True),
-    )
-}
+_OTHERS = parse_yaml(Path(__file__).with_name("systems.yaml").read_text())
+SYSTEMS = {one.name: one for one in (OURS, *(System(**fields) for fields in _OTHERS))}
 
 
 def _scores(job: Job, rank: int) -> int:
@@ -122,7 +92,7 @@ def _scores(job: Job, rank: int) -> int:
         return each
     live = liveness(job, rank)
     stages = job.layers.of_rank(rank).items()
-    return each * sum(live.most[stage] * sum(1 <= part <= shape.layers for part in parts) for stage, parts in stages)
+    return each * sum(live.most[stage] * job.blocks(parts) for stage, parts in stages)
 
 
 def _split(job: Job, purpose: str, size: int) -> int:

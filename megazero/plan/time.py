@@ -19,7 +19,7 @@ from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
 from megazero.plan.links import AWAY, Links, exchanged
 from megazero.plan.machines import Machine
-from megazero.plan.share import RankUnits, Share
+from megazero.plan.share import Share
 from megazero.plan.systems import OURS, System
 from megazero.plan.traffic import Flow, flows
 
@@ -64,9 +64,8 @@ def step_time(job: Job, machine: Machine, system: System = OURS) -> StepTime:
     mean = _mean(job, compute, block, sums)
     m = job.micro_batches
     bubble = waits(job, mean)
-    share = Share(first, True, job.pipeline == 1, 0, 0)
-    own, units = list(flows(job, share)), RankUnits(job, share)
-    gathered, elements = units.gathers, units.updated
+    share = Share(job, first, True, job.pipeline == 1)
+    own, gathered, elements = list(flows(share)), share.gathers, share.updated
     reduced = elements * job.shard * (m if job.shards_gradients else 1)
     coded = compute.codes(own, m * sum(gathered), reduced)
     data, hidden = _data(links, own, gathered, 1 / max(1, share.blocks), busy, system, coded)
@@ -106,15 +105,12 @@ def _sums(job: Job, links: Links, compute: Compute, block: PassTimes, system: Sy
     each = compute.tokens * job.shape.hidden * compute.item * (t - 1) / t
     one = links.seconds("tensor", 2 * each, 2)  # an all-reduce, or with sequence parallelism a gather and a sum
     forward = _waits_of_chunks(job, links, compute, each)
-    columns = block.columns
     if system.sums == "all" and job.sequence:
         return _beside_products(one / 2, compute, block)
-    if system.sums == "none":
-        columns = (0.0, 0.0)
-    if job.sequence:
-        backward = one + sum(max(0.0, one - column) for column in columns)  # gathers again and sums while products run
-    else:
-        backward = sum(max(0.0, one - column) for column in columns)
+    columns = (0.0, 0.0) if system.sums == "none" else block.columns
+    backward = sum(max(0.0, one - column) for column in columns)
+    if job.sequence:  # gathers again and sums while products run
+        backward = one + backward
     again = 0.0
     if job.recompute == "full":
         again = sum(forward if system.replays_all else forward[:-1])  # the last product and its sum are left out
@@ -170,8 +166,7 @@ def _busiest(
 ) -> tuple[PassTimes, float]:
     """Return the times of one micro-batch on the busiest rank, and the seconds that it computes once."""
     each = block.plus(sums)
-    begin, end = each.times(first), each.times(last).plus(compute.head())
-    begin = begin.plus(compute.embedding())
+    begin, end = each.times(first).plus(compute.embedding()), each.times(last).plus(compute.head())
     if job.pipeline == 1:
         end = end.plus(compute.embedding())
     at_end = job.pipeline == 1 or end.forward + end.backward > begin.forward + begin.backward
@@ -201,8 +196,7 @@ def _data(
         first: the share of the traffic that nothing hides.
         coded: seconds of the passes that quantise parameters, and gradients.
     """
-    job = links.job
-    m = job.micro_batches
+    job, m = links.job, links.job.micro_batches
 
     def total(axis: str, purpose: str) -> float:
         found = [flow for flow in own if (flow.axis, flow.purpose) == (axis, purpose)]
@@ -222,16 +216,12 @@ def _data(
         return ends, 0.0
     if not system.overlaps:
         return reduces + replicas + parameters + ends, 0.0
-    waited = 0.0
-    times = m if job.shards_gradients else 1
+    times_reduced, times_gathered = m if job.shards_gradients else 1, m if job.shards_parameters else 1
     forward, backward = (part / max(1, sum(gathered)) for part in gathered) if job.shards_parameters else (1.0, 0.0)
-    times_gathered = m if job.shards_parameters else 1
-    beside_forward, beside_backward = parameters * forward / times_gathered, reduces / times
-    in_backward = parameters * backward / times_gathered
+    beside_backward = reduces / times_reduced + parameters * backward / times_gathered
     free = links.machine.reached.beside
-    waited += times_gathered * _rest(beside_forward, free * busy.forward, first)
-    beside = beside_backward + in_backward
-    waited += times * _rest(beside, free * busy.backward, first)
+    waited = times_gathered * _rest(parameters * forward / times_gathered, free * busy.forward, first)
+    waited += times_reduced * _rest(beside_backward, free * busy.backward, first)
     return waited + replicas + ends, reduces + parameters - waited
 
 
@@ -242,8 +232,7 @@ def _rest(traffic: float, computation: float, first: float) -> float:
 
 def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, busy: PassTimes) -> tuple[float, float]:
     """Return the seconds of the update on the device, and the seconds that a step waits for the host or disks."""
-    job = compute.job
-    m = job.micro_batches
+    job, m = compute.job, compute.job.micro_batches
     moved: dict[str, float] = {}
     for flow in own:
         if flow.axis in AWAY:
@@ -256,7 +245,7 @@ def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, 
         back = 0.0
     if not job.optimizer_away:
         return compute.update(elements), offload
-    update = elements * job.bytes.moved_by_update / machine.host_memory_bandwidth
+    update = elements * job.bytes.moved_by_update / (machine.host_memory_bandwidth or machine.host_link_bandwidth)
     # A disk reads and writes in turns, while the update runs.
     update = max(update, sum(moved.get(f"optimizer {way}", 0.0) for way in ("out", "back")))
     if job.delayed:  # the rest of it is waited for when the next step ends
@@ -268,8 +257,7 @@ def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, 
 def _rate(machine: Machine, flow: Flow) -> float:
     """Return bytes a second of a flow to or from the host or a disk. Raises ValueError: the disks are not known."""
     if flow.axis == "host":
-        return machine.host_bandwidth
-    found = machine.disk_read if flow.purpose.endswith("back") else machine.disk_write
-    if not found:
+        return machine.host_link_bandwidth
+    if machine.disk is None:
         raise ValueError(f"the disks of {machine.name} are not known")
-    return found
+    return machine.disk.read if flow.purpose.endswith("back") else machine.disk.write

@@ -37,9 +37,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megazero.base.quantized import sent_bytes
+from megazero.plan.activations import kept_by_block
 from megazero.plan.job import Job
-from megazero.plan.links import AWAY, axis_size
-from megazero.plan.share import RankUnits, Share, Unit, share_of
+from megazero.plan.links import axis_size
+from megazero.plan.share import Share, share_of
 
 _AXIS = {"cpu": "host", "nvme": "disk"}  # where offloaded state goes, as the ledger names it
 WIDE = 8  # bytes of a scalar that ranks sum
@@ -70,46 +71,37 @@ def traffic(job: Job, rank: int = 0, shard_rank: int | None = None) -> dict[str,
         shard_rank: its number on the shard axis; None: the last, whose shards have most of the tails: none sends more.
     """
     found: dict[str, dict[str, int]] = {}
-    for flow in flows(job, share_of(job, rank), shard_rank):
+    for flow in flows(share_of(job, rank), shard_rank):
         if flow.bytes:
             purposes = found.setdefault(flow.axis, {})
             purposes[flow.purpose] = purposes.get(flow.purpose, 0) + flow.bytes
     return found
 
 
-def sent(found: dict[str, dict[str, int]]) -> int:
-    """Return the bytes sent to other ranks, over all axes and purposes."""
-    return sum(size for axis, purposes in found.items() if axis not in AWAY for size in purposes.values())
-
-
-def fullest(job: Job) -> int:
-    """Return the pipeline rank that sends most."""
-    return max(range(job.pipeline), key=lambda rank: sent(traffic(job, rank)))
-
-
-def flows(job: Job, share: Share, shard_rank: int | None = None) -> Iterator[Flow]:
-    """Yield everything that a rank with this share of the model sends in a step, and receives from its host."""
-    own = RankUnits(job, share)
-    yield from _gradients(job, own)
-    yield from _tensor(job, share)
-    yield from _tails(job, own, job.shard - 1 if shard_rank is None else shard_rank)
-    yield from _pipeline(job, share)
-    yield from _scalars(job, own)
-    yield from _gradients_away(job, own)
+def flows(own: Share, shard_rank: int | None = None) -> Iterator[Flow]:
+    """Yield everything that a rank with this share of a job's model sends in a step, and receives from its host."""
+    job = own.job
+    yield from _gradients(own)
+    yield from _tensor(own)
+    yield from _tails(own, job.shard - 1 if shard_rank is None else shard_rank)
+    yield from _pipeline(own)
+    yield from _scalars(own)
+    yield from _gradients_away(own)
     if job.offload_optimizer == "nvme":
-        yield from _update_on_disks(job, own)
+        yield from _update_on_disks(own)
     if job.optimizer_away and (job.offload_optimizer == "cpu" or job.apart) and not job.parameters_away:
         yield Flow("host", "parameters back", own.count, own.updated * job.bytes.parameter)
     if job.shard > 1 and job.shards_parameters:
-        yield from _gathers(job, own)
+        yield from _gathers(own)
     if job.parameters_away:
-        yield from _parameters_away(job, own)
+        yield from _parameters_away(own)
     if job.recompute == "full" and job.offload != "none":
-        yield from _inputs_away(job, share)
+        yield from _inputs_away(own)
 
 
-def _gradients(job: Job, own: RankUnits) -> Iterator[Flow]:
+def _gradients(own: Share) -> Iterator[Flow]:
     """Yield the reductions along the data axis, and the gathers of updated parameters in stages 1 and 2."""
+    job = own.job
     n, axis, item = job.shard, job.shard_axis, job.bytes
     times = job.micro_batches if job.shards_gradients else 1 if job.shards_optimizer else 2
     if n > 1:
@@ -125,12 +117,13 @@ def _gradients(job: Job, own: RankUnits) -> Iterator[Flow]:
         elements = sum(unit.padded * unit.count for unit in own.units)
         yield Flow(axis, "parameters", own.count, elements // n * (n - 1) * item.parameter)
     if job.replicas > 1:
-        elements = sum(unit.count * -(-own.own(unit) // job.replicas) for unit in own.units)
+        elements = sum(unit.count * -(-unit.own // job.replicas) for unit in own.units)
         yield Flow("replica", "gradients", own.count, 2 * (job.replicas - 1) * elements * item.summed)
 
 
-def _gathers(job: Job, own: RankUnits) -> Iterator[Flow]:
+def _gathers(own: Share) -> Iterator[Flow]:
     """Yield the gathers of stage 3 over shard ranks, and those among neighbours with second shards."""
+    job = own.job
     n, m, near = job.shard, job.micro_batches, job.secondary_ranks
     sizes = [
         (unit.count * sent_bytes(unit.padded // n, job.parameter_bits, job.bytes.parameter), unit.times)
@@ -145,13 +138,13 @@ def _gathers(job: Job, own: RankUnits) -> Iterator[Flow]:
     yield Flow("data" if near == n else "shard", "parameters", ops - own.count, again * n // near * (near - 1))
 
 
-def _tensor(job: Job, share: Share) -> Iterator[Flow]:
+def _tensor(own: Share) -> Iterator[Flow]:
+    job = own.job
     t, m, item = job.tensor, job.micro_batches, job.bytes.parameter
     if t == 1:
         return
-    rows = job.shape.seq_len * job.micro_batch
-    n = -(-rows * job.shape.hidden // t) * (t - 1) * item  # of an all-gather; an all-reduce sends twice that
-    blocks, full, sequence = share.blocks * m, job.recompute == "full", job.sequence
+    n = -(-job.tokens * job.shape.hidden // t) * (t - 1) * item  # of an all-gather; an all-reduce sends twice that
+    blocks, full, sequence = own.blocks * m, job.recompute == "full", job.sequence
     chunks = job.tensor_chunks  # which change how many operations there are, and no byte
 
     def flow(purpose: str, ops: int, chunks: int = 1) -> Flow:
@@ -161,48 +154,44 @@ def _tensor(job: Job, share: Share) -> Iterator[Flow]:
     yield flow("block forward", blocks * ((4 if sequence else 2) + again), chunks)
     yield flow("block backward", blocks * (4 if sequence else 2))
     yield flow("block again", blocks * 2 * sequence)
-    if share.embedding:
+    if own.embedding:
         yield flow("embedding forward", m)
         yield flow("embedding backward", m * sequence)
-    if share.head:
+    if own.head:
         yield flow("head forward", m * sequence, chunks)
         yield flow("head again", m * sequence)
         yield flow("head backward", m)
-        yield Flow("tensor", "loss", m, m * 3 * rows * (t - 1) * max(item, 4))
+        yield Flow("tensor", "loss", m, m * 3 * job.tokens * (t - 1) * max(item, 4))
     if job.partition and full and not sequence:
         yield flow("inputs", blocks)
 
 
-def _tails(job: Job, own: RankUnits, shard_rank: int) -> Iterator[Flow]:
+def _tails(own: Share, shard_rank: int) -> Iterator[Flow]:
     """Yield the sums of the tails over the tensor axis, once a step under sequence parallelism."""
+    job = own.job
     if not job.sequence:
         return
     t, item = job.tensor, job.bytes.gradient
     for unit in own.units:
-        length = _tail(job, own, unit, shard_rank)
+        start = shard_rank * unit.own if job.shards_optimizer else 0
+        length = max(0, unit.own - max(0, unit.tail - start))  # of the rank's shard that lies in the tail
         if t > 1 and length:
             yield Flow("tensor", "tail", unit.count, unit.count * 2 * (t - 1) * -(-length // t) * item)
         if job.gradients_home != "none":
             yield from _back_and_out(_AXIS[job.gradients_home], "gradients", unit.count, unit.count * length * item)
 
 
-def _tail(job: Job, own: RankUnits, unit: Unit, shard_rank: int) -> int:
-    """Return the elements of a rank's shard that lie in the unit's tail."""
-    start = shard_rank * own.own(unit) if job.shards_optimizer else 0
-    return max(0, own.own(unit) - max(0, unit.tail - start))
+def _pipeline(own: Share) -> Iterator[Flow]:
+    size, m = own.job.stream, own.job.micro_batches
+    yield Flow("pipeline", "activations", m * own.sends, m * own.sends * size)
+    yield Flow("pipeline", "gradients", m * own.returns, m * own.returns * size)
 
 
-def _pipeline(job: Job, share: Share) -> Iterator[Flow]:
-    rows = job.micro.local(job.shape.seq_len * job.micro_batch)
-    size, m = rows * job.shape.hidden * job.bytes.parameter, job.micro_batches
-    yield Flow("pipeline", "activations", m * share.sends, m * share.sends * size)
-    yield Flow("pipeline", "gradients", m * share.returns, m * share.returns * size)
-
-
-def _scalars(job: Job, own: RankUnits) -> Iterator[Flow]:
+def _scalars(own: Share) -> Iterator[Flow]:
     """Yield the sums of the tied weight's gradient, the norm and the loss."""
+    job = own.job
     for unit in own.tied:
-        yield Flow("ends", "tied", 1, own.own(unit) * job.bytes.summed)
+        yield Flow("ends", "tied", 1, unit.own * job.bytes.summed)
     ends = 2 if job.shape.learned_positions or not job.shape.tie_embeddings else 1  # units without the tied one
     everywhere = job.shape.layers + job.shape.tie_embeddings + ends
     sums = [("tensor", "norm", own.count), ("pipeline", "norm", everywhere), ("world", "loss", TOTALS)]
@@ -213,8 +202,9 @@ def _scalars(job: Job, own: RankUnits) -> Iterator[Flow]:
         yield Flow(axis, purpose, int(size > 1), 2 * (size - 1) * -(-numbers // size) * WIDE)
 
 
-def _gradients_away(job: Job, own: RankUnits) -> Iterator[Flow]:
+def _gradients_away(own: Share) -> Iterator[Flow]:
     """Yield the gradients that go to where they wait for the update, and come back to be summed."""
+    job = own.job
     if job.gradients_home == "none":
         return
     there, item, shard = _AXIS[job.gradients_home], job.bytes.gradient, own.updated
@@ -224,11 +214,12 @@ def _gradients_away(job: Job, own: RankUnits) -> Iterator[Flow]:
     if job.replicas > 1:
         yield from _back_and_out(there, "gradients", own.count, shard * item)
     for unit in own.tied:
-        yield from _back_and_out(there, "gradients", 1, own.own(unit) * item)
+        yield from _back_and_out(there, "gradients", 1, unit.own * item)
 
 
-def _update_on_disks(job: Job, own: RankUnits) -> Iterator[Flow]:
+def _update_on_disks(own: Share) -> Iterator[Flow]:
     """Yield what the norm and the update of a step read from disks, and write back."""
+    job = own.job
     item, gradients, shard = job.bytes, job.gradients_home == "nvme", own.updated
     states = 3 * item.master  # masters and two moments
     if gradients:
@@ -238,8 +229,9 @@ def _update_on_disks(job: Job, own: RankUnits) -> Iterator[Flow]:
     yield Flow("disk", "optimizer out", (3 + rounded) * own.count, shard * (states + rounded * item.parameter))
 
 
-def _parameters_away(job: Job, own: RankUnits) -> Iterator[Flow]:
+def _parameters_away(own: Share) -> Iterator[Flow]:
     """Yield the parameters that come from where they rest, and the updated ones that go there."""
+    job = own.job
     there, item = _AXIS[job.offload_parameters], job.bytes.parameter
     ops = job.micro_batches * sum(unit.count * unit.times for unit in own.units)
     gathered = job.micro_batches * sum(own.gathers)
@@ -251,11 +243,10 @@ def _parameters_away(job: Job, own: RankUnits) -> Iterator[Flow]:
         yield Flow(there, "parameters out", own.count, own.updated * item)
 
 
-def _inputs_away(job: Job, share: Share) -> Iterator[Flow]:
+def _inputs_away(own: Share) -> Iterator[Flow]:
     """Yield the inputs that full recompute keeps elsewhere."""
-    split = job.tensor if job.sequence or job.partition else 1
-    each = job.shape.seq_len * job.micro_batch * job.shape.hidden // split * job.bytes.parameter
-    ops = job.micro_batches * share.blocks
+    job = own.job
+    each, ops = kept_by_block(job, "full"), job.micro_batches * own.blocks
     yield Flow(_AXIS[job.offload], "inputs out", ops, ops * each)
     yield Flow(_AXIS[job.offload], "inputs back", ops, ops * each)
 

@@ -220,42 +220,13 @@ def deepspeed_rank(work: Work, stage: int, rank: int, size: int, store: str) -> 
     """
     deepspeed, model = join_deepspeed(rank, size, store), work.make()
     optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(work, model)), **ADAM)
-    return _deepspeed_step(deepspeed, work, model, optimizer, {"stage": stage}, {}, rank)
-
-
-def deepspeed_on_disks(work: Work, folder: str, depth: int, rank: int, size: int, store: str) -> Step:
-    """Return a step of DeepSpeed's stage 3 with all states on a disk (its NVMe offload, with its Adam of the host).
-
-    Blocks of 1 MiB and pipelined reads and writes, as its tutorial of ZeRO-Infinity advises.
-
-    Args:
-        depth: blocks that are with the disk at a time.
-    """
-    deepspeed, model = join_deepspeed(rank, size, store), work.make()
-    from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore[reportMissingImports]
-
-    own = groups(model.named_parameters(), decaying(work, model))
-    optimizer = DeepSpeedCPUAdam(own, lr=LR, betas=BETAS, eps=EPS, adamw_mode=True)
-    there = {"device": "nvme", "nvme_path": folder, "pin_memory": False}
-    # Buffers hold a block's largest weight each, twelve of them a block and one ahead.
-    parameters = {"buffer_count": 24, "buffer_size": max(each.numel() for each in model.parameters())}
-    states = {"buffer_count": 4, "pipeline_read": True, "pipeline_write": True}
-    zero = {"stage": 3, "offload_param": there | parameters, "offload_optimizer": there | states}
-    disk = {"block_size": 1 << 20, "queue_depth": depth, "single_submit": False, "overlap_events": True}
-    return _deepspeed_step(deepspeed, work, model, optimizer, zero, {"aio": disk}, rank)
-
-
-def _deepspeed_step(
-    deepspeed: Any, work: Work, model: nn.Module, optimizer: Any, zero: dict[str, Any], more: dict[str, Any], rank: int
-) -> Step:
     settings = {
         "train_micro_batch_size_per_gpu": work.micro,
         "gradient_accumulation_steps": work.accumulation,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"overlap_comm": False, **limits_of(work.hidden), **zero},
+        "zero_optimization": {"overlap_comm": False, **limits_of(work.hidden), "stage": stage},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
-        **more,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     batches = work.batches(rank)

@@ -29,8 +29,7 @@ from megazero.builders.assemble import build_model
 from megazero.config.schema import Config, Model, resolved
 from megazero.tools.generate import Sampling, sample
 from scripts.bench import figures
-from scripts.bench.data import rated
-from scripts.bench.harness import AGAIN, Group, Measured, add_options, chosen, measure
+from scripts.bench.harness import AGAIN, Group, Measured, add_options, chosen, measure, rows_of
 from scripts.bench.ours import VOCAB, initial_weights
 from scripts.bench.plain_gpt import PlainGPT
 from scripts.bench.processes import Call, System
@@ -56,7 +55,11 @@ def reports(options: argparse.Namespace) -> Iterator[figures.Report]:
             group = group_of(model, context, options.tokens, threads, options.only)
             measured = measure(group.systems, options.launches, -(-options.pairs // options.launches))
             require_same_tokens(measured)
-            yield rated(group, measured, lambda system: {"tokens": options.tokens})
+            rows = rows_of(group, measured)
+            for row in rows:
+                row["columns"] = {"tokens/s": options.tokens / row["seconds"]}
+            told = {"launches": options.launches, "rounds": len(measured.foreign) // options.launches}
+            yield figures.report_of(group.title, rows, **told, foreign=measured.foreign)
 
 
 def group_of(model: Model, context: int, tokens: int, threads: int, only: list[str]) -> Group:

@@ -9,7 +9,6 @@
                    (whole inputs, partitioned, partitioned and on the host). The reference is ours without. Our host is
                    declared apart, as beside a GPU, so that every copy is made; DeepSpeed's copy to the host is none on
                    a CPU
-    bytes          of each of ours on a rank of tp=2 and tp=4, by category of the ledger, and by formula
 
 The model has 8 blocks of hidden size 512 with 8 heads, vocabulary 8,192 (untied), sequences of 256 tokens, micro-batch
 4, fp32, no dropout; every process has one thread.
@@ -21,44 +20,21 @@ in the place of our kernels.
 
 import argparse
 import importlib.util
-import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
 
 import torch
 
-from megazero.builders.assemble import build
-from megazero.builders.pipeline import model_shape
 from megazero.comm.grid import Grid, single
 from megazero.comm.host import Host
-from megazero.config.schema import Batch, Config, Memory, Model, Offload, Optimizer, Parallel, Zero, resolved
-from megazero.kernels.operations import REFERENCE
+from megazero.config.schema import Batch, Config, Memory, Model, Offload, Parallel, Zero, resolved
 from megazero.kernels.select import choose
-from megazero.observe.allocations import Allocations
-from megazero.plan.activations import kept_by_block
-from megazero.plan.model import Micro
-from megazero.plan.peak import moments
-from megazero.plan.states import Bytes, states, units
-from scripts.bench import figures
 from scripts.bench.harness import Group, add_options, chosen, run
-from scripts.bench.ours import (
-    BETAS,
-    CLIP,
-    CPU,
-    DECAY,
-    EPS,
-    LR,
-    SEQ_LEN,
-    SOCKETS,
-    VARIANTS,
-    VOCAB,
-    feeder,
-    grid_of,
-)
-from scripts.bench.processes import Call, System, on_ranks
+from scripts.bench.ours import CPU, SEQ_LEN, SOCKETS, VARIANTS, VOCAB, engine_step, grid_of
+from scripts.bench.processes import Call, System
 from scripts.bench.recomputing_peers import plain_step, spread_step
 
 LAYERS, HIDDEN, HEADS, MICRO = 8, 512, 8, 4
@@ -77,20 +53,8 @@ PEERS = ("none", "torch", "deepspeed", "deepspeed partitioned", "deepspeed parti
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--bytes", action="store_true", help="only the bytes by category")
     options = parser.parse_args()
-    if not options.bytes:
-        return run(groups_of(options.only), options)
-    held = {tensor: {mode: on_ranks(RankBytes(mode), tensor)[0] for mode in MODES} for tensor in (2, 4)}
-    formula = {tensor: {mode: predicted(mode, tensor) for mode in MODES} for tensor in held}
-    if options.save:
-        figures.keep("memory_bytes", figures.about(sys.argv) | {"title": "bytes", "held": held, "formula": formula})
-    if options.json:
-        print(json.dumps({"bytes": held, "formula": formula}, indent=1))
-        return 0
-    for tensor in held:
-        print("\n".join(bytes_table(tensor, held[tensor], formula[tensor])), end="\n\n")
-    return 0
+    return run(groups_of(options.only), options)
 
 
 def groups_of(only: list[str]) -> Iterator[Group]:
@@ -130,84 +94,21 @@ def config_of(mode: str, tensor: int = 1) -> Config:
             parallel=Parallel(tensor=tensor),
             memory=memory,
             zero=Zero(stage=1, offload=offload),
-            optimizer=Optimizer(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, clip=CLIP),
         )
     )
 
 
 def our_step(mode: str) -> Call:
-    return _step(mode, "auto", single())[0]
+    return _step(mode, "auto", single())
 
 
 def our_rank(mode: str, kernels: str, transport: str, rank: int, size: int, store: str) -> Call:
-    return _step(mode, kernels, grid_of(rank, size, store, tensor=size, transport=transport))[0]
+    return _step(mode, kernels, grid_of(rank, size, store, tensor=size, transport=transport))
 
 
-def _step(mode: str, kernels: str, grid: Grid) -> tuple[Call, Callable[[], dict[str, int]]]:
-    """Return one training step, and what returns the bytes held then."""
-    config, ledger = config_of(mode, grid["tensor"].size), grid.comm.ledger
-    built = build(config, grid, CPU, choose(kernels, CPU, torch.float32), Host(CPU, ledger, apart=True))
-    feed = feeder(config, grid)
-    steps = iter(range(1 << 30))
-
-    def step() -> float:
-        now = next(steps)
-        built.engine.begin_step()
-        built.pipeline.train([feed(now)], lambda batch: batch)
-        return built.engine.finish_step(LR).loss.item()
-
-    return step, lambda: {category: held.peak for category, held in ledger.bytes.items()}
-
-
-class RankBytes:
-    """The bytes that a rank holds, by category; activations as the most that its second step allocates."""
-
-    def __init__(self, mode: str):
-        self.mode = mode
-
-    def __call__(self, rank: int, size: int, store: str) -> dict[str, int]:
-        step, held = _step(self.mode, "auto", grid_of(rank, size, store, tensor=size))
-        step()
-        with Allocations() as counted:
-            step()
-        return held() | {"activations": counted.peak}
-
-
-def predicted(mode: str, tensor: int) -> dict[str, int]:
-    """Return the bytes by formula, but for staging, which is fixed."""
-    config = config_of(mode, tensor)
-    shape, memory = model_shape(config), config.memory
-    item = Bytes(4, 4, 4)
-    found = states(units(shape, tensor), 1, 1, item)
-    if config.zero.offload.optimizer == "cpu":
-        parameters = found["parameters"] // item.parameter
-        del found["optimizer"]
-        found |= {"host_optimizer": 3 * item.master * parameters, "host_gradients": item.gradient * parameters}
-    micro = Micro(MICRO, tensor, False, 4)
-    if memory.recompute == "full":
-        kept = LAYERS * kept_by_block(shape, micro, "full", memory.partition)
-        found["host_inputs" if memory.offload == "cpu" else "inputs"] = kept
-        if memory.partition:  # two of them whole
-            found["inputs"] = found.get("inputs", 0) + 2 * kept_by_block(shape, micro, "full")
-    fused = choose("auto", CPU, torch.float32) is not REFERENCE
-    most, _ = max(moments(shape, micro, LAYERS, memory.recompute, head=True, fused=fused, widened=False))
-    return found | {"activations": most}
-
-
-def bytes_table(tensor: int, modes: dict[str, dict[str, int]], formula: dict[str, dict[str, int]]) -> Iterator[str]:
-    categories = list(dict.fromkeys(category for held in modes.values() for category in held))
-    yield f"MB on a rank of tp={tensor}, by formula in brackets"
-    yield ""
-    yield "| | " + " | ".join(categories) + " | on the device |"
-    yield "|---" * (len(categories) + 2) + "|"
-    for mode, held in modes.items():
-        cells = [_cell(held.get(category, 0), formula[mode].get(category)) for category in categories]
-        device = sum(size for category, size in held.items() if not category.startswith("host_"))
-        yield f"| {mode} | {' | '.join(cells)} | {device / 1e6:,.1f} |"
-
-
-def _cell(measured: int, formula: int | None) -> str:
-    return f"{measured / 1e6:,.1f}" + ("" if formula is None else f" ({formula / 1e6:,.1f})")
+def _step(mode: str, kernels: str, grid: Grid) -> Call:
+    config = config_of(mode, grid["tensor"].size)
+    return engine_step(config, grid, choose(kernels, CPU, torch.float32), host=Host(CPU, grid.comm.ledger, apart=True))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch._C._distributed_c10d import FileStore
 from megazero.builders.assemble import StageInputs, build, build_model, feeds_of
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid, make_grid
+from megazero.comm.host import Host
 from megazero.comm.status_board import StatusBoard
 from megazero.config.schema import Config, Optimizer
 from megazero.data.batch import MicroBatch
@@ -27,6 +29,7 @@ SHARED, SOCKETS = "shared memory", "sockets"  # how bytes go from rank to rank
 # Suffixes of names of our systems, with the kernels that they take and the transport: what each shows is in zero.py.
 VARIANTS = (("", "auto", SHARED), ("-sockets", "auto", SOCKETS), ("-reference", "reference", SHARED))
 LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
+ADAM: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
 
 
 def meet(rank: int, size: int, store: str) -> None:
@@ -62,10 +65,11 @@ def feeder(config: Config, grid: Grid, device: torch.device = CPU) -> Callable[[
     return feed
 
 
-def engine_step(config: Config, grid: Grid, ops: Operations, device: torch.device = CPU) -> Callable[[], float]:
+def engine_step(
+    config: Config, grid: Grid, ops: Operations, device: torch.device = CPU, host: Host | None = None
+) -> Callable[[], float]:
     """Return one training step of the engine on one rank of a grid; it returns the step's loss."""
-    adam = Optimizer(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, clip=CLIP)
-    built = build(config.model_copy(update={"optimizer": adam}), grid, device, ops)
+    built = build(config.model_copy(update={"optimizer": Optimizer(**ADAM, clip=CLIP)}), grid, device, ops, host)
     feed = feeder(config, grid, device)
     micro_batches = config.batch.global_ // (config.batch.rows * grid["data"].size)
     steps = iter(range(1 << 30))

@@ -43,11 +43,9 @@ from scripts.bench.dtensor_gpt import UntiedGPT
 from scripts.bench.harness import Group, add_options, chosen, run
 from scripts.bench.other_tree import checkout, pairs_of, with_before
 from scripts.bench.ours import (
-    BETAS,
+    ADAM,
     CLIP,
     CPU,
-    DECAY,
-    EPS,
     LR,
     SEQ_LEN,
     SOCKETS,
@@ -150,9 +148,8 @@ def torch_rank(name: str, schedule: str, rank: int, size: int, store: str) -> Ca
         tokens, targets = zip(*(next(batches) for _ in range(MICRO_BATCHES)), strict=True)
         return torch.cat(tokens, 1), torch.cat(targets, 1)
 
-    adam = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
     cuts = layers.of_rank(rank)
-    return make_step(model, name, cuts, len(layers.parts), next_step, MICRO_BATCHES, CLIP, adam)
+    return make_step(model, name, cuts, len(layers.parts), next_step, MICRO_BATCHES, CLIP, ADAM)
 
 
 def bounds() -> dict[str, float]:

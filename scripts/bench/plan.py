@@ -32,7 +32,7 @@ from megazero.config.schema import Config
 from megazero.kernels.select import choose
 from megazero.observe.allocations import Allocations
 from megazero.plan.job import Job
-from megazero.plan.machines import Machine
+from megazero.plan.machines import Link, Machine
 from megazero.plan.memory import memory
 from megazero.plan.time import step_time
 from megazero.tools.planning.machine_file import machine_of
@@ -181,13 +181,24 @@ def measured_machine(ranks: int) -> Machine:
 
 def faster(first: Machine, second: Machine) -> Machine:
     """Return the better of two measurements, figure by figure: other work only makes a machine slower."""
-    peaks = {dtype: max(rate, second.peaks[dtype]) for dtype, rate in first.peaks.items()}
-    highest = ("memory_bandwidth", "in_node_bandwidth", "cross_node_bandwidth", "host_bandwidth")
-    lowest = ("in_node_latency", "cross_node_latency", "launch")
-    rates = {name: max(getattr(first, name), getattr(second, name)) for name in highest}
-    times = {name: min(getattr(first, name), getattr(second, name)) for name in lowest}
-    attention = max(one.reached.attention * one.peaks["fp32"] for one in (first, second)) / peaks["fp32"]
-    return replace(first, peaks=peaks, reached=replace(first.reached, attention=attention), **rates, **times)
+    peaks = {dtype: max(rate, second.peak_flops[dtype]) for dtype, rate in first.peak_flops.items()}
+    links = {
+        name: Link(max(a.bandwidth, b.bandwidth), min(a.latency, b.latency))
+        for name, a, b in (
+            ("in_node", first.in_node, second.in_node),
+            ("cross_node", first.cross_node, second.cross_node),
+        )
+    }
+    attention = max(one.reached.fused_attention * one.peak_flops["fp32"] for one in (first, second)) / peaks["fp32"]
+    return replace(
+        first,
+        peak_flops=peaks,
+        memory_bandwidth=max(first.memory_bandwidth, second.memory_bandwidth),
+        host_link_bandwidth=max(first.host_link_bandwidth, second.host_link_bandwidth),
+        launch=min(first.launch, second.launch),
+        reached=replace(first.reached, attention=attention),
+        **links,
+    )
 
 
 def train(layout: Layout, steps: int, least: float = LEAST) -> tuple[float, int, float]:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megazero.config.schema import Config
 from scripts.bench.data_parallel import join_deepspeed
 from scripts.bench.dtensor_gpt import UntiedGPT, complete_and_clip, make_optimizers, spread
-from scripts.bench.ours import BETAS, CLIP, DECAY, EPS, LR, initial_weights, meet, random_batches
+from scripts.bench.ours import ADAM, CLIP, initial_weights, meet, random_batches
 
 Around = Callable[[Callable[[Tensor], Tensor], Tensor], Any]
 
@@ -26,7 +26,7 @@ Around = Callable[[Callable[[Tensor], Tensor], Tensor], Any]
 def plain_step(config: Config, again: bool) -> Callable[[], float]:
     """Return one training step of plain torch in one process."""
     model = _peer(config, _torch_checkpoint if again else None)
-    (optimizer,) = make_optimizers(model, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    (optimizer,) = make_optimizers(model, **ADAM)
     batches = random_batches(config.batch.rows)
 
     def step() -> float:
@@ -53,7 +53,7 @@ def spread_step(config: Config, again: str, rank: int, size: int, store: str) ->
         meet(rank, size, store)
     model = _peer(config, around)
     spread(model, init_device_mesh("cpu", (size,)), sequence=config.parallel.sequence)
-    optimizers = make_optimizers(model, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    optimizers = make_optimizers(model, **ADAM)
     batches = random_batches(config.batch.rows)
 
     def step() -> float:

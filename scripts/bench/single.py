@@ -12,30 +12,21 @@ reference kernels` takes the operations' specification in plain torch in the pla
 
 import argparse
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
 
 import torch
+from torch import nn
 
 from megazero.comm.grid import single
 from megazero.config.schema import Batch, Config, Model, resolved
 from megazero.kernels.select import choose
+from scripts.bench import data_parallel as peers
 from scripts.bench.harness import Group, add_options, chosen, run
-from scripts.bench.ours import (
-    BETAS,
-    CLIP,
-    CPU,
-    DECAY,
-    EPS,
-    LR,
-    SEQ_LEN,
-    VOCAB,
-    engine_step,
-    initial_weights,
-    random_batches,
-)
-from scripts.bench.plain_gpt import PlainGPT
+from scripts.bench.ours import CPU, SEQ_LEN, VOCAB, engine_step
 from scripts.bench.processes import Call, System
 
 SIZES = {"small": (8, 512, 8, 2), "wide": (9, 1024, 16, 1)}  # layers, hidden, heads, micro-batch
@@ -74,29 +65,17 @@ def our_step(model: str, kernels: str) -> Call:
 
 def plain_step(model: str, compiled: bool) -> Call:
     """Return one training step of plain torch, from the same weights on the same tokens."""
-    config = config_of(model)
-    m = config.model
-    plain = PlainGPT(m.layers, m.hidden, m.heads, m.vocab, m.seq_len)
-    plain.take_weights(initial_weights(config))
-    if compiled:
-        for block in plain.blocks:
+    work = peers.gpt(config_of(model), ranks=1)
+    return peers.plain_rank(replace(work, make=partial(_compiled, work)) if compiled else work, 0, 1, "")
+
+
+def _compiled(work: peers.Work) -> nn.Module:
+    """Return the model with torch.compile around each block."""
+    plain = work.make()
+    for block in plain.modules():
+        if isinstance(block, work.blocks):
             block.compile()
-    matrices = [p for n, p in plain.named_parameters() if p.dim() == 2 and "positions" not in n]
-    rest = [p for n, p in plain.named_parameters() if p.dim() != 2 or "positions" in n]
-    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
-    batches = random_batches(config.batch.rows)
-
-    def step() -> float:
-        tokens_SB, targets_SB = next(batches)
-        loss = plain(tokens_SB.T, targets_SB.T)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    return step
+    return plain
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from megazero.model.dropout import Dropout
 from megazero.observe.allocations import Allocations
 from megazero.plan.job import Job
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Rank, Trained, equal, ids, job_on, pairwise, train
+from tests.layouts import RECOMPUTED, SHAPES, Rank, Trained, equal, ids, job_on, pairwise, train
 from tests.ranks import run_ranks
 
 DTYPES = {
@@ -26,13 +26,6 @@ DTYPES = {
 }
 SCHEDULES = {"none": ("1f1b", 1), "gpipe": ("gpipe", 1), "1f1b": ("1f1b", 1), "interleaved": ("interleaved", 2)}
 SCHEDULES |= {"zb-h1": ("zb-h1", 1), "zb-v": ("zb-v", 2)}
-MODES = {
-    "selective": {"recompute": "selective"},
-    "full": {"recompute": "full"},
-    "Pa": {"recompute": "full", "partition": True},
-    "Pa+cpu": {"recompute": "full", "partition": True, "offload": "cpu"},
-    "Pa+nvme": {"recompute": "full", "partition": True, "offload": "nvme"},
-}
 CASES = [
     (flavour, dtype, tensor, sequence, pipeline, data, stage, mode)
     for flavour in ("deep", "deep-untied")
@@ -44,7 +37,7 @@ CASES = [
     for data in (1, 2)
     if tensor * data * (1 if pipeline == "none" else 2) <= 8
     for stage in ((0, 1, 2, 3) if data > 1 else (1,))
-    for mode in MODES
+    for mode in RECOMPUTED
 ]
 COVER = pairwise([case for case in CASES if case[2] * case[5] * (1 if case[4] == "none" else 2) <= 4])
 
@@ -60,7 +53,7 @@ def check(
     schedule, chunks = SCHEDULES[pipeline]
     ranks = 1 if pipeline == "none" else 2
     layout = job_on(tensor, data, sequence, 4, stage, pipeline=ranks, schedule=schedule, chunks=chunks)
-    equal(train(replace(layout, **MODES[mode]), flavour, DTYPES[dtype]), without(flavour, dtype, layout))
+    equal(train(replace(layout, **RECOMPUTED[mode]), flavour, DTYPES[dtype]), without(flavour, dtype, layout))
 
 
 FEW = COVER[:8]  # the first of a cover hold most of its pairs
@@ -86,7 +79,7 @@ def test_it_changes_no_bit_anywhere(case: tuple) -> None:
     check(*case)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", RECOMPUTED)
 def test_other_masks_the_second_time_are_noticed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: a replay that draws other dropout masks gives other gradients, but for selective
     recompute, where there is no dropout.
@@ -96,14 +89,14 @@ def test_other_masks_the_second_time_are_noticed(mode: str, monkeypatch: pytest.
         Dropout, "site", lambda self, x, step: honest(self, x, replace(step, step=step.step + step.recomputing))
     )
     layout = job_on(2, 1, accumulation=2)
-    found, expected = (train(each, "deep", DTYPES["fp64"]) for each in (replace(layout, **MODES[mode]), layout))
+    found, expected = (train(each, "deep", DTYPES["fp64"]) for each in (replace(layout, **RECOMPUTED[mode]), layout))
     same = all(torch.equal(value, expected.gradients[name]) for name, value in found.gradients.items())
     assert found.losses[0] == expected.losses[0] and same == (mode == "selective")
 
 
 def test_a_slot_that_is_taken_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An arena that hands out what somebody keeps makes wrong gradients, and this sees it."""
-    layout, put = replace(job_on(accumulation=4, schedule="gpipe"), **MODES["full"]), Arena.put
+    layout, put = replace(job_on(accumulation=4, schedule="gpipe"), **RECOMPUTED["full"]), Arena.put
 
     def careless(self: Arena, flat: Tensor) -> Tensor:
         slot = put(self, flat)
@@ -155,7 +148,7 @@ def test_kept_inputs_are_the_formula(tensor: int, mode: str) -> None:
     """4 bytes x s b h x blocks / (tensor ranks with Pa), wherever they lie, two whole ones where they are put together
     again, and a part on its way to a disk.
     """
-    layout = replace(job_on(tensor, accumulation=2), **MODES[mode])
+    layout = replace(job_on(tensor, accumulation=2), **RECOMPUTED[mode])
     n, blocks = elements_of(layout), WIDE.layers
     for told in run_ranks(tensor, tell, layout, tensor=tensor):
         kept = 4 * n * blocks // (1 if mode == "full" else tensor)
@@ -170,12 +163,12 @@ def test_kept_inputs_are_the_formula(tensor: int, mode: str) -> None:
 
 def test_sequence_parallelism_has_split_them_already(caplog: pytest.LogCaptureFixture) -> None:
     """Never a double split: Pa changes nothing there, and says so."""
-    layout = replace(job_on(2, sequence=True, accumulation=2), **MODES["full"])
+    layout = replace(job_on(2, sequence=True, accumulation=2), **RECOMPUTED["full"])
     plain, split = (run_ranks(2, tell, each, tensor=2) for each in (layout, replace(layout, partition=True)))
     assert plain == split and plain[0]["inputs"] == 4 * elements_of(layout) * WIDE.layers // 2
     for asked, why in (
         (replace(layout, partition=True), "parallel.sequence has split"),
-        (replace(job_on(), **MODES["Pa"]), "has one rank"),
+        (replace(job_on(), **RECOMPUTED["Pa"]), "has one rank"),
     ):
         assert any(why in line for line in run_ranks(asked.tensor, said, asked, tensor=asked.tensor)[0])
 
@@ -199,7 +192,7 @@ def test_traffic_of_a_block(tensor: int, mode: str, recomputed: int) -> None:
     backward: 12. The last sum of a replay is left out, so here it is 10, and Pa's gather of 1 is a tenth of that; of
     the paper's 12 it is 1/12 (section 8).
     """
-    layout = replace(job_on(tensor, accumulation=2), **MODES.get(mode, {}))
+    layout = replace(job_on(tensor, accumulation=2), **RECOMPUTED.get(mode, {}))
     unit = elements_of(layout) * (tensor - 1) // tensor * WIDE.layers * layout.micro_batches
     for told in run_ranks(tensor, tell, layout, tensor=tensor):
         assert told["tensor block forward"] == (2 + recomputed) * 2 * unit
@@ -212,8 +205,8 @@ def test_traffic_of_a_block(tensor: int, mode: str, recomputed: int) -> None:
 
 def test_activations_shrink() -> None:
     """Each block's are gone but for one at a time: as many blocks more cost next to nothing."""
-    deep = {mode: tell_deep(mode, 4) for mode in ("none", *MODES)}
-    flat = {mode: tell_deep(mode, 2) for mode in ("none", *MODES)}
+    deep = {mode: tell_deep(mode, 4) for mode in ("none", *RECOMPUTED)}
+    flat = {mode: tell_deep(mode, 2) for mode in ("none", *RECOMPUTED)}
     each = {mode: (deep[mode] - flat[mode]) / 2 for mode in deep}
     assert each["selective"] < each["none"]
     assert each["full"] == each["Pa"] == each["Pa+cpu"] == each["Pa+nvme"] == 0
@@ -227,7 +220,7 @@ def tell_deep(mode: str, layers: int) -> int:
             rank.step(1)
         return counted.peak
 
-    return run_ranks(1, peak, replace(job_on(accumulation=2), **MODES.get(mode, {})))[0]
+    return run_ranks(1, peak, replace(job_on(accumulation=2), **RECOMPUTED.get(mode, {})))[0]
 
 
 def test_an_arena_that_is_too_small_says_so() -> None:

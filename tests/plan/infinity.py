@@ -12,7 +12,7 @@ from megazero.plan.job import Job
 from megazero.plan.machines import MACHINES
 from megazero.plan.memory import DISK, HOST, memory
 from megazero.plan.model import Shape
-from megazero.plan.share import RankUnits, Share
+from megazero.plan.share import Share
 from megazero.plan.states import Bytes
 from megazero.plan.traffic import Flow, flows
 
@@ -44,13 +44,12 @@ def intensities(hidden: int, batch: int, layers: int = 4) -> dict[str, float]:
     job = replace(
         job, recompute="full", partition=True, offload="cpu", offload_optimizer="nvme", offload_parameters="nvme"
     )
-    share = Share(layers, False, False, 0, 0)
-    units = RankUnits(job, share)
-    elements = units.updated * RANKS
+    share = Share(job, layers, False, False)
+    elements = share.updated * RANKS
     work = 8 * batch * TOKENS * elements  # forward, forward again, backward
-    item, own = job.bytes, list(flows(job, share))
+    item, own = job.bytes, list(flows(share))
     return {
-        "parameters and gradients": work / (item.parameter * sum(units.gathers) + item.gradient * elements),
+        "parameters and gradients": work / (item.parameter * sum(share.gathers) + item.gradient * elements),
         "optimizer state": work / (item.moved_by_update * elements),
         "block inputs": work / _moved(own, "inputs out", "inputs back"),
     }

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from megazero.builders.assemble import StageInputs
-from megazero.builders.pipeline import model_shape
 from megazero.comm.grid import Grid
 from megazero.observe.allocations import Allocations
 from megazero.pipeline.executor import BACKWARDS
 from megazero.plan.activations import kept_by_block
 from megazero.plan.job import Job
-from megazero.plan.model import Micro, Shape
+from megazero.plan.model import Shape
+from megazero.plan.states import Bytes
 from megazero.schedules.actions import Action
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Rank, config_of, job_on, pairwise
+from tests.layouts import SHAPES, Rank, job_on, pairwise, planned
 from tests.ranks import run_ranks
 
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 256, "seq_len": 32, "vocab": 64}
@@ -66,7 +66,7 @@ DOCUMENTS = [("llama", "none"), ("gpt-dry", "selective")]
 
 @pytest.mark.parametrize(
     ("flavour", "grid", "dtype", "recompute"),
-    [pytest.param(*case, marks=() if case in COVER[:8] else pytest.mark.full) for case in CASES],
+    [pytest.param(*case, marks=() if case in COVER[:4] else pytest.mark.full) for case in CASES],
 )
 def test_what_a_block_keeps(flavour: str, grid: tuple[int, bool], dtype: str, recompute: str) -> None:
     """The difference that two blocks more make. Kept inputs of full recompute lie in the arena, and do not count."""
@@ -76,10 +76,7 @@ def test_what_a_block_keeps(flavour: str, grid: tuple[int, bool], dtype: str, re
         run_ranks(tensor, after_forward, layout, replace(shape, layers=layers), precision, tensor=tensor)[0]
         for layers in (2, 4)
     )
-    micro = Micro(layout.micro_batch, tensor, sequence, precision.parameters.itemsize)
-    expected = (
-        0 if recompute == "full" else kept_by_block(model_shape(config_of(layout, shape, precision)), micro, recompute)
-    )
+    expected = 0 if recompute == "full" else kept_by_block(planned(layout, shape, precision), recompute)
     assert many - few == 2 * expected
 
 
@@ -98,8 +95,7 @@ def test_what_a_block_keeps_of_documents(flavour: str, recompute: str) -> None:
         run_ranks(2, after_forward, layout, replace(shape, layers=layers), precision, True, tensor=2)[0]
         for layers in (2, 4)
     )
-    micro = Micro(layout.micro_batch, 2, False, precision.parameters.itemsize, documents=True)
-    assert many - few == 2 * kept_by_block(model_shape(config_of(layout, shape, precision)), micro, recompute)
+    assert many - few == 2 * kept_by_block(replace(planned(layout, shape, precision), mask_eod=True), recompute)
 
 
 def test_the_paper_s_34() -> None:
@@ -110,8 +106,8 @@ def test_the_paper_s_34() -> None:
     shape = Shape(96, 12288, 96, 96, 4 * 12288, 51200, 2048)
     sbh = 2048 * 12288
     for tensor, sequence, factor in ((1, False, 34.0 - 2), (8, False, 10 - 2 + 24 / 8), (8, True, (34 - 2) / 8)):
-        kept = kept_by_block(shape, Micro(1, tensor, sequence, 2))
+        kept = kept_by_block(Job(shape, Bytes(2, 2, 4), tensor, sequence=sequence))
         statistics = 2048 * (16 // (tensor if sequence else 1) + 4 * 96 // tensor)
         assert kept - statistics == sbh * factor
-    full = kept_by_block(shape, Micro(1, 8, False, 2), "full")
-    assert full == 2 * sbh and kept_by_block(shape, Micro(1, 8, False, 2), "full", True) == 2 * sbh // 8
+    whole = Job(shape, Bytes(2, 2, 4), tensor=8)
+    assert kept_by_block(whole, "full") == 2 * sbh == 8 * kept_by_block(replace(whole, partition=True), "full")

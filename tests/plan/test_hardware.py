@@ -3,6 +3,7 @@
 import pytest
 
 from megazero.plan.hardware import DEVICES, peak_flops
+from megazero.plan.machines import MACHINES
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,21 @@ def test_unknown_is_none(name: str, dtype: str):
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.pattern)
 def test_rows_are_ordered_by_precision_and_have_a_source(device):
-    peaks = device.peaks
+    peaks = device.tflops
     assert peaks["fp16"] == peaks.get("bf16", peaks["fp16"]) > peaks["fp32"] >= peaks["fp64"] > 0
     assert "data sheet" in device.source
+
+
+@pytest.mark.parametrize(
+    ("machine", "name"),
+    [
+        ("v100-32gb", "Tesla V100-SXM3-32GB"),
+        ("a100-80gb", "NVIDIA A100-SXM4-80GB"),
+        ("h100-80gb", "NVIDIA H100 80GB HBM3"),
+        ("h200", "NVIDIA H200"),
+        ("b200", "NVIDIA B200"),
+    ],
+)
+def test_machines_have_the_peaks_of_their_devices(machine: str, name: str):
+    peaks = {dtype: peak_flops(name, dtype) for dtype in ("bf16", "fp16", "fp32", "fp64")}
+    assert MACHINES[machine].peak_flops == {dtype: peak for dtype, peak in peaks.items() if peak is not None}

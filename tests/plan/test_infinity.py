@@ -68,17 +68,18 @@ def test_zero_plus_plus_sends_a_quarter() -> None:
     """
     plain = Job(model(4096, 36), Bytes(2, 2, 4), data=64, stage=3, global_batch=64)
     coded = replace(plain, secondary_ranks=8, quantize_parameters="int8", quantize_gradients="int4")
-    share = Share(36, False, False, 0, 0)
 
     def leaves(job: Job) -> dict[tuple[str, str], float]:
         """What leaves a node, by axis and purpose."""
         found: dict[str, dict[str, int]] = {}
-        for flow in flows(job, share):
+        for flow in flows(Share(job, 36, False, False)):
             found.setdefault(flow.axis, {})[flow.purpose] = flow.bytes
         kept = {(axis, what): {axis: {what: size}} for axis, of in found.items() for what, size in of.items()}
         return {key: 8 * split_by_node(job, one, 8)[key[0]]["cross_node"] for key, one in kept.items()}
 
-    elements = sum(flow.bytes for flow in flows(plain, share) if flow.purpose == "gradients") // 2 * 64 // 63
+    elements = (
+        sum(flow.bytes for flow in flows(Share(plain, 36, False, False)) if flow.purpose == "gradients") // 2 * 64 // 63
+    )
     block, M = plain.units([range(1, 2)])[0], 2 * elements
     padding = coded.units([range(1, 2)])[0].padded(64) / block.padded(64)  # so that parameters have blocks of their own
     assert 36 * block.padded(64) == elements and 1 <= padding < 1.0001

@@ -9,11 +9,10 @@ import pytest
 from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
 from megazero.observe.allocations import Allocations
-from megazero.plan.activations import kept_by_block
 from megazero.plan.job import Job
 from megazero.plan.memory import memory
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Rank, ids, job_on, pairwise, planned
+from tests.layouts import RECOMPUTED, SHAPES, Rank, ids, job_on, pairwise, planned
 from tests.plan.test_activations import DTYPES, plain
 from tests.ranks import run_ranks
 
@@ -21,14 +20,7 @@ SIZES = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 512, "seq
 FLAVOURS = {"gpt": replace(SHAPES["gpt"], **SIZES), "llama": replace(SHAPES["llama"], **SIZES)}
 GRIDS = [(1, 1, 2), (2, 1, 1), (2, 1, 2), (1, 2, 1), (1, 2, 2), (2, 2, 1)]  # tensor, pipeline, data
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
-MODES = {
-    "none": {},
-    "selective": {"recompute": "selective"},
-    "full": {"recompute": "full"},
-    "Pa": {"recompute": "full", "partition": True},
-    "Pa+cpu": {"recompute": "full", "partition": True, "offload": "cpu"},
-    "Pa+nvme": {"recompute": "full", "partition": True, "offload": "nvme"},
-}
+MODES = {"none": {}, **RECOMPUTED}
 CASES = [
     (flavour, grid, schedule, stage, sequence, mode, dtype)
     for flavour in FLAVOURS
@@ -61,7 +53,7 @@ def held(grid: Grid, layout: Job, shape: Shape, precision: Precision) -> tuple[i
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case in COVER[:6] else pytest.mark.full) for case in SAMPLE],
+    [pytest.param(case, marks=() if case in COVER[:4] else pytest.mark.full) for case in SAMPLE],
     ids=ids(SAMPLE),
 )
 def test_what_a_rank_holds(case: tuple) -> None:
@@ -78,7 +70,7 @@ def test_what_a_rank_holds(case: tuple) -> None:
             assert predicted.held.get(category, 0) == measured.get(category, 0), (rank, category)
         on_device = sum(size for category, size in measured.items() if not category.startswith(("host_", "nvme_")))
         # A neighbour that takes a message at once frees its memory before the peak; a slow one does not.
-        on_its_way = kept_by_block(size.shape, size.micro, "full") if pipeline > 1 else 0
+        on_its_way = size.stream if pipeline > 1 else 0
         assert 0.97 * on_device <= predicted.peak <= 1.03 * on_device + on_its_way
 
 

@@ -6,15 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.builders.pipeline import model_shape
 from megazero.comm.grid import Grid
 from megazero.kernels.select import choose
 from megazero.observe.allocations import Allocations
 from megazero.plan.job import Job
-from megazero.plan.model import Micro, Shape
+from megazero.plan.model import Shape
 from megazero.plan.peak import moments
 from megazero.zero.placement import Precision
-from tests.layouts import SHAPES, Rank, config_of, ids, job_on, pairwise
+from tests.layouts import SHAPES, Rank, ids, job_on, pairwise, planned
 from tests.plan.test_activations import DTYPES, plain
 from tests.ranks import run_ranks
 
@@ -47,7 +46,7 @@ def most(grid: Grid, layout: Job, shape: Shape, precision: Precision) -> int:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in COVER[:8] else pytest.mark.full) for c in CASES], ids=ids(CASES)
+    "case", [pytest.param(c, marks=() if c in COVER[:4] else pytest.mark.full) for c in CASES], ids=ids(CASES)
 )
 def test_the_most_is_the_formula(case: tuple) -> None:
     """Token by token numbers of the loss, and gradients of norms before they are delivered, are not in it."""
@@ -71,10 +70,7 @@ def check(case: tuple, *, fused: bool) -> None:
     shape, precision = replace(FLAVOURS[flavour], dropout=dropout, vocab=vocab), DTYPES[dtype]
     layout = job_on(tensor, sequence=sequence, recompute=recompute, stage=0)
     measured = run_ranks(tensor, most, layout, shape, precision, tensor=tensor)[0]
-    micro = Micro(layout.micro_batch, tensor, sequence, precision.parameters.itemsize)
-    size = model_shape(config_of(layout, shape, precision))
-    options = {"head": True, "fused": fused, "widened": dtype == "bf16"}
-    predicted, _ = max(moments(size, micro, shape.layers, recompute, **options))
+    predicted, _ = max(moments(planned(layout, shape, precision), shape.layers, head=True, fused=fused))
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
@@ -82,12 +78,11 @@ def test_every_moment_is_the_most_somewhere() -> None:
     """None is there for nothing."""
     found, names = set(), set()
     for flavour, dropout, vocab, (tensor, sequence), dtype, recompute in CASES:
-        config = config_of(job_on(), replace(FLAVOURS[flavour], dropout=dropout, vocab=vocab), Precision())
-        item = DTYPES[dtype].parameters.itemsize
+        layout = job_on(tensor, sequence=sequence, recompute=recompute)
+        job = planned(layout, replace(FLAVOURS[flavour], dropout=dropout, vocab=vocab), DTYPES[dtype])
         for narrow, head in ((1, True), (16, True), (1, False), (16, False)):
-            size = replace(model_shape(config), ffn=config.model.ffn // narrow)
-            for_micro = (size, Micro(16, tensor, sequence, item), 3, recompute)
-            ends = {"head": head, "fused": False, "widened": dtype == "bf16"}
-            found.add(max(moments(*for_micro, **ends))[1])
-            names |= {name for _, name in moments(*for_micro, **ends)}
+            size = replace(job, shape=replace(job.shape, ffn=job.shape.ffn // narrow), micro_batch=16)
+            walked = list(moments(size, 3, head=head, fused=False))
+            found.add(max(walked)[1])
+            names |= {name for _, name in walked}
     assert found == names

@@ -14,29 +14,27 @@ import pytest
 from megazero.plan.activations import kept_by_block
 from megazero.plan.bubble import bubble_of
 from megazero.plan.compute import Compute, PassTimes
+from megazero.plan.job import Job
 from megazero.plan.machines import MACHINES
-from megazero.plan.model import Micro, Shape
+from megazero.plan.model import Shape
 from megazero.plan.states import Bytes, UnitSize, states
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY
 from scripts.fit_planner import (
     FITTED,
-    MEMORY,
-    Row,
     constant_hfu,
     constants,
     each_row,
-    every_machine,
     fit,
     fit_systems,
     in_memory,
     never_seen,
     of_machine,
-    rows,
     seen,
     shares,
     skip_output,
     unseen,
 )
+from scripts.published import MEMORY, Row, every_machine, rows
 from tests.tiny_run import ROOT
 from tests.zero.formula import PAPER, agrees, table_1
 
@@ -64,16 +62,16 @@ def test_model_states_of_zero() -> None:
     cells = list(table_1())
     for ranks, model, stage, _, printed in cells:
         parameters = int(float(model[:-1]) * {"B": 10**9, "T": 10**12}[model[-1]])
-        ours = states([UnitSize("all", (parameters,))], ranks, PAPER[stage], Bytes(2, 2, 4))
+        ours = states(UnitSize("all", (parameters,)).padded(ranks) // ranks, ranks, PAPER[stage], Bytes(2, 2, 4))
         assert agrees(sum(ours.values()) / 1e9, printed), (ranks, model, stage)
     assert len(cells) == 54
 
 
 def test_the_largest_models_of_zero() -> None:
     """Table 2: what 32 GB hold, 64 ranks of the data axis, cells as the paper rounds them."""
-    one = UnitSize("all", (10**9,))
+    one = UnitSize("all", (10**9,)).padded(64) // 64
     stages = {"baseline": 0, "P_os": 1, "P_os+g": 2, "P_os+g+p": 3}
-    each = {name: sum(states([one], 64, stage, Bytes(2, 2, 4)).values()) / 1e9 for name, stage in stages.items()}
+    each = {name: sum(states(one, 64, stage, Bytes(2, 2, 4)).values()) / 1e9 for name, stage in stages.items()}
     for row in table("zero_table_2"):
         for name, size in each.items():
             first = round(32 / size, 1)  # billions, as in the first row; the others are that times the degree
@@ -92,9 +90,9 @@ def test_activations_of_a_block() -> None:
     for row in table("k22_table_2"):
         t = 1 if "t = 1" in row["scheme"] else 8
         published = float(row["whole"]) + float(row["split"]) / t + float(row["scores"]) * scores / t
-        micro = Micro(1, t, row["sequence"] == "1", 2)
-        masks = 0 if row["recompute"] == "full" else 2 / (t if micro.sequence else 1)
-        ours = kept_by_block(shape, micro, row["recompute"]) / sbh + masks + float(row["scores"]) * scores / t
+        job = Job(shape, Bytes(2, 2, 4), t, sequence=row["sequence"] == "1")
+        masks = 0 if row["recompute"] == "full" else 2 / (t if job.sequence else 1)
+        ours = kept_by_block(job, row["recompute"]) / sbh + masks + float(row["scores"]) * scores / t
         assert ours == pytest.approx(published, rel=0.005), row
 
 
@@ -119,7 +117,7 @@ def test_zero_infinity() -> None:
         parameters = L * shape.block_parameters()
         assert parameters / 1e12 == pytest.approx(float(row["parameters_T"]), rel=0.005, abs=0.005)
         assert 20 * parameters / 2**40 == pytest.approx(float(row["states_TB"]), rel=0.005, abs=0.005)
-        kept = 32 * L * kept_by_block(shape, Micro(1, 1, False, 2), "full")
+        kept = 32 * L * kept_by_block(Job(shape, Bytes(2, 2, 4)), "full")
         assert kept / 2**40 == pytest.approx(float(row["act_checkpoints_TB"]), rel=0.005, abs=0.005)
         if number:
             assert 2 * 2 * h * shape.ffn / 2**30 == pytest.approx(float(row["mswm_GB"]), rel=0.005, abs=0.005)
@@ -182,7 +180,7 @@ def test_one_set_of_shares_for_each_device_and_all_plausible() -> None:
         reached = machine.reached
         values = (reached.matmul, reached.memory, reached.in_node, reached.cross_node)
         assert all(0.3 <= value <= 0.95 for value in values)
-        assert 0.05 <= reached.attention <= reached.matmul and 0 <= reached.beside <= 1
+        assert 0.05 <= reached.fused_attention <= reached.matmul and 0 <= reached.beside <= 1
 
 
 @pytest.mark.full

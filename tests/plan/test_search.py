@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.plan.job import Job
-from megazero.plan.machines import MACHINES, Machine
+from megazero.plan.machines import MACHINES, Disk, Machine
 from megazero.plan.memory import memory
 from megazero.plan.model import Shape
 from megazero.plan.search import OFFLOAD, RECOMPUTE, everywhere, fits, fullest, search, spreads
@@ -48,11 +48,11 @@ def test_the_best_is_the_best_of_all_combinations(shape: Shape, gigabytes: float
 
 def test_what_fits_nowhere_else_goes_to_disks() -> None:
     job = Job(SMALL, HALF, global_batch=8)
-    machine = replace(tight(1.3), host_memory_bytes=1e6, disk_bytes=1e12)
+    machine = replace(tight(1.3), host_memory_bytes=10**6, disk=Disk(10**12, 3e9, 3e9))
     found = search(job, 4, machine, lambda layout: True)
     assert found.best and all(one.job.offload_optimizer == "nvme" and one.fullest.disk for one in found.best)
-    assert not search(job, 4, replace(machine, disk_bytes=0.0), lambda layout: True).best
-    slow = replace(machine, disk_read=1e8, disk_write=1e8)
+    assert not search(job, 4, replace(machine, disk=None), lambda layout: True).best
+    slow = replace(machine, disk=Disk(10**12, 1e8, 1e8))
     assert search(job, 4, slow, lambda layout: True).best[0].time.step_s > found.best[0].time.step_s
 
 

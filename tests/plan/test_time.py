@@ -10,9 +10,9 @@ from megazero.plan.bubble import bubble_of
 from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
 from megazero.plan.links import Links
-from megazero.plan.machines import MACHINES, Machine
+from megazero.plan.machines import MACHINES, Link, Machine
 from megazero.plan.model import Shape
-from megazero.plan.share import RankUnits, Share
+from megazero.plan.share import Share
 from megazero.plan.states import Bytes
 from megazero.plan.systems import OURS, System
 from megazero.plan.time import step_time
@@ -24,6 +24,7 @@ GPT3 = Shape(96, 12288, 96, 96, 4 * 12288, 51200, 2048)
 LLAMA = Shape(32, 4096, 32, 8, 14336, 128256, 8192, "rotary", "rmsnorm", "swiglu", tie_embeddings=False)
 MIXED = Bytes(2, 2, 4)
 A100 = MACHINES["a100-80gb"]
+HOST_MEMORY = 50e9  # bytes a second of an A100 in its node
 WHOLE = System(replays_all=True)
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
 
@@ -82,9 +83,10 @@ def test_parts_add_up_and_no_rate_is_beyond_the_peak(layout: Job, machine: Machi
 
 
 @settings(max_examples=40)
-@given(layouts, machines, st.sampled_from(["memory_bandwidth", "in_node_bandwidth", "cross_node_bandwidth"]))
+@given(layouts, machines, st.sampled_from(["memory", "in_node", "cross_node"]))
 def test_a_faster_machine_is_never_slower(layout: Job, machine: Machine, what: str) -> None:
-    faster = replace(machine, **{what: 2 * getattr(machine, what)})
+    share = getattr(machine.reached, what)
+    faster = replace(machine, reached=replace(machine.reached, **{what: 2 * share}))
     assert step_time(layout, faster).step_s <= step_time(layout, machine).step_s * (1 + 1e-12)
 
 
@@ -117,8 +119,8 @@ def test_rings_are_as_fast_as_their_slowest_link() -> None:
     """8 devices a node: tensor 8 in the node; tensor 16 through two, with the cards of all 8; data with those of as
     many ranks as it has in a node.
     """
-    reached, card = A100.reached, A100.cross_node_bandwidth
-    node = A100.in_node_bandwidth * reached.in_node
+    reached, card = A100.reached, A100.cross_node.bandwidth
+    node = A100.in_node.bandwidth * reached.in_node
 
     def rate(axis: str, **sizes: int) -> float:
         return Links(Job(GPT3, MIXED, **sizes), A100).bandwidth(axis)
@@ -133,7 +135,7 @@ def test_rings_are_as_fast_as_their_slowest_link() -> None:
 def test_traffic_hides_behind_computation() -> None:
     """In stage 3, until there is more of it: SC21's second table, where devices double and micro-batches halve."""
     layout = Job(GPT3, MIXED, data=384, stage=3, micro_batch=4, global_batch=1536, recompute="full")
-    slow = replace(A100, cross_node_bandwidth=A100.cross_node_bandwidth / 4)
+    slow = replace(A100, cross_node=replace(A100.cross_node, bandwidth=A100.cross_node.bandwidth / 4))
     waited = [
         step_time(replace(layout, data=ranks, micro_batch=micro), slow).parts["data traffic"]
         for ranks, micro in ((384, 4), (768, 2), (1536, 1))
@@ -149,8 +151,8 @@ def test_traffic_hides_behind_computation() -> None:
 def test_chunks_hide_forward_s_sums_behind_its_products(sequence: bool) -> None:
     """One n-th is left of what is shorter than the products; of what is longer, all that products do not hide."""
     layout = Job(GPT3, MIXED, tensor=8, sequence=sequence, micro_batch=1, global_batch=1)
-    free = {"in_node_latency": 0.0, "launch": 0.0, "memory_bandwidth": 1e30}
-    ideal = replace(A100, in_node_bandwidth=100 * A100.in_node_bandwidth, **free)
+    node = A100.in_node.bandwidth
+    ideal = replace(A100, in_node=Link(100 * node, 0.0), launch=0.0, memory_bandwidth=1e30)
 
     def waits(machine: Machine) -> list[float]:
         jobs = (replace(layout, tensor_chunks=chunks) for chunks in (1, 2, 4, 16))
@@ -162,11 +164,11 @@ def test_chunks_hide_forward_s_sums_behind_its_products(sequence: bool) -> None:
     sums = 4 if sequence else 2
     each = links.seconds("tensor", 2 * layout.shape.seq_len * layout.shape.hidden * 7 / 8 * (4 / sums), 1)
     assert one - two == pytest.approx(GPT3.layers * sums * each / 2)
-    slow = replace(ideal, in_node_bandwidth=A100.in_node_bandwidth / 100)
+    slow = replace(ideal, in_node=Link(node / 100, 0.0))
     products = Compute(layout, slow).products()
     one, two, *_ = waits(slow)
     assert one - two == pytest.approx(GPT3.layers * sum(products if sequence else products[1::2]) / 2)
-    costs = waits(replace(A100, in_node_bandwidth=1e15))
+    costs = waits(replace(A100, in_node=replace(A100.in_node, bandwidth=1e15)))
     assert costs == sorted(costs), "where there is nothing to hide, pieces only cost: they read their matrices again"
 
 
@@ -175,13 +177,13 @@ def test_what_rests_on_the_host_is_updated_there() -> None:
     there = step_time(replace(layout, offload_optimizer="cpu"), A100)
     here = step_time(layout, A100)
     assert here.parts["offload"] == there.parts["update"] == 0 < here.parts["update"] < there.parts["offload"]
-    states = LLAMA.parameters() / 8 * (2 * 12 + 2 + 2) / A100.host_memory_bandwidth
+    states = LLAMA.parameters() / 8 * (2 * 12 + 2 + 2) / HOST_MEMORY
     assert there.parts["offload"] >= states
 
 
 def test_a_delayed_update_has_the_next_step_beside_it() -> None:
     layout = Job(LLAMA, MIXED, data=8, stage=2, global_batch=8, offload_optimizer="cpu")
-    slow = replace(A100, host_memory_bandwidth=A100.host_memory_bandwidth / 100)
+    slow = replace(A100, host_memory_bandwidth=HOST_MEMORY / 100)
     at_once, delayed = (step_time(replace(layout, delayed=delayed), slow) for delayed in (False, True))
     spared = at_once.parts["offload"] - delayed.parts["offload"]
     assert spared == pytest.approx(at_once.parts["compute"], rel=0.2) and delayed.parts["offload"] > 0
@@ -190,7 +192,7 @@ def test_a_delayed_update_has_the_next_step_beside_it() -> None:
 
 
 def test_an_unknown_peak_is_said() -> None:
-    blind = replace(A100, peaks={"fp32": 1e13})
+    blind = replace(A100, peak_flops={"fp32": 1e13})
     with pytest.raises(ValueError, match="a100-80gb has no peak for matrix products of 2 bytes"):
         step_time(Job(GPT3, MIXED), blind)
 
@@ -198,12 +200,13 @@ def test_an_unknown_peak_is_said() -> None:
 def test_an_exchange_crosses_nodes_by_itself() -> None:
     """Of 64 ranks, 8 in a node: 56 of 63 parts leave through a rank's own link; of a ring, an eighth of all, through
     the links of all 8."""
-    links = Links(Job(GPT3, MIXED, data=64, stage=3), replace(A100, in_node_latency=0.0, cross_node_latency=0.0))
-    card = A100.cross_node_bandwidth * A100.reached.cross_node
+    node, card = (replace(link, latency=0.0) for link in (A100.in_node, A100.cross_node))
+    links = Links(Job(GPT3, MIXED, data=64, stage=3), replace(A100, in_node=node, cross_node=card))
+    card = card.bandwidth * A100.reached.cross_node
     assert links.exchange("data", 63e9, 1) == pytest.approx(56e9 / card)
     assert links.seconds("data", 63e9, 1) == pytest.approx(63e9 / (8 * card))
     near = Links(Job(GPT3, MIXED, data=64, stage=3, secondary_ranks=8), links.machine)
-    node = A100.in_node_bandwidth * A100.reached.in_node
+    node = A100.in_node.bandwidth * A100.reached.in_node
     assert near.exchange("shard", 7e9, 1) == pytest.approx(7e9 / node)
     assert near.exchange("replica", 7e9, 1) == pytest.approx(7e9 / card)
     on_cpus = Links(links.job, replace(links.machine, nccl_channels=0))  # whose messages go from each to each
@@ -212,23 +215,11 @@ def test_an_exchange_crosses_nodes_by_itself() -> None:
 
 def test_codes_are_passes_over_the_memory() -> None:
     """Codes with their scales, a 64th of a byte each, and values, by the bandwidth that training reaches."""
-    job = Job(
-        GPT3,
-        MIXED,
-        data=64,
-        stage=3,
-        micro_batch=1,
-        global_batch=128,
-        quantize_parameters="int8",
-        quantize_gradients="int4",
-    )
+    job = Job(GPT3, MIXED, data=64, stage=3, micro_batch=1, global_batch=128)
+    job = replace(job, quantize_parameters="int8", quantize_gradients="int4")
     machine = replace(A100, launch=0.0)
-    share = Share(96, True, True, 0, 0)
-    own, gathered, reduced = (
-        list(flows(job, share)),
-        2 * sum(RankUnits(job, share).gathers),
-        2 * 64 * RankUnits(job, share).updated,
-    )
+    share = Share(job, 96, True, True)
+    own, gathered, reduced = list(flows(share)), 2 * sum(share.gathers), 2 * 64 * share.updated
     bandwidth = A100.memory_bandwidth * A100.reached.memory
     parameters, gradients = Compute(job, machine).codes(own, gathered, reduced)
     assert parameters == pytest.approx((2 + 1 + 1 / 64) * gathered * 65 / 64 / bandwidth)
@@ -247,7 +238,7 @@ def test_codes_are_passes_over_the_memory() -> None:
 def test_quantised_traffic_costs_less_where_links_are_slow_and_more_where_they_are_not() -> None:
     job = Job(GPT3, MIXED, data=64, stage=3, micro_batch=1, global_batch=64, recompute="full", secondary_ranks=8)
     coded = replace(job, quantize_parameters="int8", quantize_gradients="int4")
-    slow, fast = (replace(A100, cross_node_bandwidth=rate, in_node_bandwidth=1e14) for rate in (1e9, 1e14))
+    slow, fast = (replace(A100, cross_node=Link(rate, 1e-5), in_node=Link(1e14, 1e-5)) for rate in (1e9, 1e14))
     assert step_time(coded, slow).step_s < 0.6 * step_time(job, slow).step_s
     alone = replace(OURS, overlaps=False)
     assert step_time(coded, fast, alone).step_s > step_time(job, fast, alone).step_s

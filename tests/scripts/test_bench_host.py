@@ -10,6 +10,7 @@ with warnings.catch_warnings():
     from scripts.bench import host
 
 
+@pytest.mark.full
 def test_each_group_tells_the_microseconds_of_each_part(forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "LAYERS", 2)
     monkeypatch.setattr(host, "STEPS", 1)

@@ -20,12 +20,14 @@ def test_layouts_are_planned_as_they_are_trained():
 
 def test_of_two_measurements_the_faster_figures_count():
     fast = MACHINES["a100-80gb"]
-    slow = replace(fast, peaks={"fp32": 1e12}, memory_bandwidth=1.0, launch=1.0, in_node_latency=1.0)
-    one, other = replace(fast, peaks={"fp32": 2e12}), replace(slow, host_bandwidth=1e15)
+    link = replace(fast.in_node, latency=1.0)
+    slow = replace(fast, peak_flops={"fp32": 1e12}, memory_bandwidth=1.0, launch=1.0, in_node=link)
+    one, other = replace(fast, peak_flops={"fp32": 2e12}), replace(slow, host_link_bandwidth=1e15)
     found = plan.faster(one, other)
-    assert found == replace(one, host_bandwidth=1e15) and plan.faster(other, one).launch == one.launch
+    assert found == replace(one, host_link_bandwidth=1e15) and plan.faster(other, one).launch == one.launch
 
 
+@pytest.mark.full
 def test_a_layout_trains_and_tells_who_else_worked(forked: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plan, "BASE", ("layers=1", "hidden=32", "heads=2", "vocab=64", "seq_len=16", "dropout=0.0"))
     seconds, size, foreign = plan.train(plan.LAYOUTS[0], steps=2, least=0.0)

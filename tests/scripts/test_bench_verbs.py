@@ -17,6 +17,7 @@ from scripts.bench.harness import Measured, run
 TINY = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 64}
 
 
+@pytest.mark.full
 def test_generation_by_all_systems_gives_the_same_tokens(forked: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(generate, "SMALL", TINY)
     monkeypatch.setattr(generate, "VOCAB", 64)
@@ -34,6 +35,7 @@ def test_other_tokens_are_refused():
     assert generate.sum_of([1, 2]) != generate.sum_of([2, 1])
 
 
+@pytest.mark.full
 def test_a_verb_is_measured_as_a_whole_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tools, "COMMANDS", {"others": {"explain": "explain run", "not this": "explain model"}})
     told = {"tables": ["others"], "only": ["expl*"], "launches": 2}
@@ -44,6 +46,7 @@ def test_a_verb_is_measured_as_a_whole_process(tmp_path: Path, monkeypatch: pyte
     assert table(report).startswith("| system | s | least s | most s | processor s | MB |\n| --- |")
 
 
+@pytest.mark.full
 def test_memory_is_that_of_the_command_and_of_what_it_starts():
     inner = "held = b'x' * 60_000_000"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
@@ -52,6 +55,7 @@ def test_memory_is_that_of_the_command_and_of_what_it_starts():
         tools.used_by([sys.executable, "-c", "raise SystemExit('because')"])
 
 
+@pytest.mark.full
 def test_the_verbs_know_their_options():
     for words in [
         words.format(tokens="tokens").split() for verbs in tools.COMMANDS.values() for words in verbs.values()
@@ -111,6 +115,7 @@ def test_rows_of_operations_say_whose_a_run_takes():
     assert rows == ["layer_norm (auto: ours), of the limit", "layer_norm (auto: ours), of torch's"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_every_operation_is_timed_in_every_size(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(operations, "_keep_freed_memory", lambda: None)

@@ -41,6 +41,7 @@ def built(tree: Path, name: str = "ours, one process, small") -> subprocess.Comp
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.full
 def test_modules_come_from_the_other_tree(tree: Path):
     done = built(tree)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from megazero.base.errors import UserError
 from megazero.builders.job import job_of, options_of
 from megazero.config.file import load
 from megazero.config.flat import spelt
-from megazero.plan.machines import MACHINES, Machine
+from megazero.plan.machines import MACHINES, Disk, Link, Machine
 from megazero.plan.systems import SYSTEMS, TIME_ERROR, UNCERTAINTY
 from megazero.plan.time import step_time
 from megazero.tools.doctor.hardware import as_yaml
@@ -159,7 +159,7 @@ def test_all_that_is_missing_is_said_at_once(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_machine_without_a_peak() -> None:
-    machine = replace(MACHINES["a100-80gb"], peaks={"bf16": 1e14})
+    machine = replace(MACHINES["a100-80gb"], peak_flops={"bf16": 1e14})
     with pytest.raises(UserError, match="MZ-118"):
         plan(load("tiny", ["precision.dtype=fp64"]), 1, machine)
 
@@ -214,8 +214,9 @@ def written(path: Path, **more: Any) -> Machine:
 
 def test_what_doctor_writes_is_read(tmp_path: Path) -> None:
     machine = written(tmp_path / "mine.yaml", launch=3e-6, reached={"attention": 0.3})
-    assert (machine.memory_bytes, machine.peaks, machine.devices_per_node) == (2**34, {"fp32": 1e11}, 2)
-    assert machine.in_node_bandwidth == 1e9 and machine.cross_node_latency == 1e-4 and machine.host_bandwidth == 5e9
+    assert (machine.memory_bytes, machine.peak_flops, machine.devices_per_node) == (2**34, {"fp32": 1e11}, 2)
+    assert (machine.in_node, machine.cross_node) == (Link(1e9, 1e-5), Link(1e8, 1e-4))
+    assert machine.host_link_bandwidth == 5e9
     assert (machine.launch, machine.reached.attention, machine.reached.matmul) == (3e-6, 0.3, 1.0)
     assert machine.name == MEASURED["name"]
     assert plan(load("tiny"), 1, machine).time.step_s > 0
@@ -227,6 +228,13 @@ def test_ranks_of_a_cpu_compute_nothing_while_they_exchange_bytes(tmp_path: Path
     alone = step_time(job, written(tmp_path / "cpu.yaml", nccl_channels=0, reached={"beside": 0.0}))
     assert beside.hidden["data"] > 0 == alone.hidden["data"]
     assert alone.step_s == pytest.approx(beside.step_s + beside.hidden["data"])
+
+
+def test_a_field_that_no_machine_has(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(as_yaml(MEASURED) + "\ncolour: red\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"MZ-117 mine\.yaml: colour: unexpected field \(1 faults\)"):
+        machine_of(str(path))
 
 
 @pytest.mark.parametrize("text", ["name: [", "name: mine\n", "- 1\n", "name: 1\nmemory_bytes: -1\n"])
@@ -268,7 +276,7 @@ def test_a_save_is_as_slow_as_the_disk_and_leads_the_signal(tmp_path: Path) -> N
     assert 152 < saved < 157 and 1.5 * saved + 30 < seconds
     again, later = lead("gpt13b", 16, h200)
     assert again == pytest.approx(saved / 2, rel=0.01) and 120 <= later < seconds
-    faster = replace(h200, name="mine", disk_write=4e9)  # of each device
+    faster = replace(h200, name="mine", disk=Disk(10**12, 4e9, 4e9))  # of each device
     assert lead("gpt13b", 8, faster)[0] < saved / 10
     assert lead("tiny", 1, h200)[1] == 120
 

@@ -14,7 +14,7 @@ from megazero.plan.links import split_by_node
 from megazero.plan.memory import memory
 from megazero.plan.model import Shape
 from megazero.plan.states import Bytes, states, units
-from megazero.plan.traffic import sent, traffic
+from megazero.plan.traffic import traffic
 
 # Bytes per parameter of parameters, gradients and optimizer state: with 16-bit parameters K = 12 (fp32 masters and two
 # moments), with fp32 ones 8 (they are their own masters). The ZeRO paper, section 3.1; docs/zero.md.
@@ -81,8 +81,8 @@ def hybrid() -> Iterator[str]:
     for stage in (1, 2, 3):
         for shard in (ranks, node):
             job = Job(model, Bytes(2, 2, 4), data=ranks, stage=stage, shard_ranks=shard, global_batch=ranks)
-            sizes = units(model, 1)
-            rest = sum(states(sizes, shard, stage, job.bytes).values())
+            share = sum(unit.padded(shard) for unit in units(model, 1)) // shard
+            rest = sum(states(share, shard, stage, job.bytes).values())
             ways = split_by_node(job, traffic(job), node).values()
             gone = [sum(way[where] for way in ways) for where in ("in_node", "cross_node")]
             yield f"| {stage} | {shard} | " + " | ".join(f"{size / 1e9:.4g}" for size in (rest, *gone)) + " |"
@@ -110,7 +110,7 @@ def quantised() -> Iterator[str]:
             parameters,
             gradients,
             str(near or "null"),
-            *(f"{size / 1e9:.4g}" for size in (rest, sent(found), far)),
+            *(f"{size / 1e9:.4g}" for size in (rest, sum(sum(purposes.values()) for purposes in found.values()), far)),
         ]
         yield f"| {' | '.join(cells)} | {far * node / (2 * psi):.3f} |"
 

@@ -50,9 +50,9 @@ class IdleDisk(PagedHome):
         """Yield the first window alone: the others are like it, and no step is skipped."""
         for flat, access in flats:
             if flat.is_meta and access != "write":
-                self._ledger.add(DISK, f"{purpose} back", flat.numel(), flat.element_size())
+                self.start_bring(flat, flat, purpose)
             if flat.is_meta and access != "read":
-                self._ledger.add(DISK, f"{purpose} out", flat.numel(), flat.element_size())
+                self.send(flat, flat, purpose)
         where = slice(0, min(len(flats[0][0]), self.window))
         yield where, [self._windows[flat.dtype][where] if flat.is_meta else flat[where] for flat, _ in flats]
 

@@ -1,6 +1,6 @@
 """Report what a simulated rank found, as text, JSON, or a picture of its memory over a step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 from megazero.base.picture import picture
 from megazero.base.terminal import WIDEST_TABLE, megabytes, wrapped
 from megazero.comm.grid import Grid
+from megazero.comm.ledger import Sent
 from megazero.plan.memory import DISK, HOST
 from megazero.run.planned import NOT_PLANNED
 from megazero.tools.dry_run.dry_run import Simulated, StepRecord
@@ -24,19 +25,14 @@ def as_text(found: Simulated, name: str, device: str, columns: int | None = None
     highest, live = steady.timeline.peak_live()
     there = ", ".join(f"{axis} {place['rank']} of {place['size']}" for axis, place in _places(grid).items())
     lines = [*wrapped(f"{name}: rank {grid['world'].rank} of {grid['world'].size} on {device} ({there})", columns), ""]
-    lines += ["at the peak of a step                      MB"]
-    lines += [f"  {category:<26} {megabytes(size):>15}" for category, size in _sorted(highest)]
-    lines += [f"  {'in all':<26} {megabytes(highest.total):>15}"]
+    lines += _sizes("at the peak of a step", [*_sorted(highest), ("in all", highest.total)])
     off = as_planned(highest) / found.planned.peak - 1
     apart = ", ".join(category for category in highest.bytes if category in NOT_PLANNED and highest.bytes[category])
     words = "by the plan" + f", {apart} apart" * bool(apart)
     lines += [f"  {words:<26} {megabytes(found.planned.peak):>15}  {off:+.1%}", ""]
     first = found.first.timeline.peak_live()[0]
-    for sentence in (
-        f"the peak is in {_where(highest)}",
-        f"(of the first step, {megabytes(first.total)} MB: {_where(first)})",
-    ):
-        lines += wrapped(sentence, columns, "  ")
+    lines += wrapped(f"the peak is in {_where(highest)}", columns, "  ")
+    lines += wrapped(f"(of the first step, {megabytes(first.total)} MB: {_where(first)})", columns, "  ")
     lines += ["", "         MB  the largest that the step has made then"]
     for size, count, module, operation in by_origin(live)[:_SHOWN]:
         line = f"  {megabytes(size):>11}  {count:>4} x {module}"
@@ -45,19 +41,23 @@ def as_text(found: Simulated, name: str, device: str, columns: int | None = None
     for where, prefix in (("on the host", HOST), ("on disks", DISK)):
         away = {name: held.peak for name, held in found.ledger.bytes.items() if name.startswith(prefix)}
         if away:
-            lines += ["", f"{where:<12}                               MB"]
-            lines += [f"  {name.removeprefix(prefix):<26} {megabytes(size):>15}" for name, size in away.items()]
+            lines += ["", *_sizes(where, ((name.removeprefix(prefix), size) for name, size in away.items()))]
     lines += ["", "sent in a step                       times              MB"]
     for axis, purposes in steady.traffic.items():
         for purpose, sent in purposes.items():
             lines.append(f"  {axis:<9} {purpose:<20} {sent.ops:>8} {megabytes(sent.bytes_sent):>15}")
     lines += [] if steady.traffic else ["  nothing"]
     lines += ["", *wrapped(_left_out(steady.repeated), columns, "  ")] if steady.repeated.blocks else []
-    lines += [
-        f"  {axis:<9} {purpose:<20} {'planned':>8} {megabytes(size):>15}"
-        for axis, purpose, size in _not_as_planned(found)
-    ]
+    for axis, purposes in found.planned_traffic.items():
+        for purpose, size in purposes.items():
+            if size != steady.traffic.get(axis, {}).get(purpose, Sent()).bytes_sent:
+                lines.append(f"  {axis:<9} {purpose:<20} {'planned':>8} {megabytes(size):>15}")
     return "\n".join(lines)
+
+
+def _sizes(title: str, sizes: Iterable[tuple[str, int]]) -> list[str]:
+    """Return the lines of a table of bytes by name."""
+    return [f"{title:<43}MB", *(f"  {name:<26} {megabytes(size):>15}" for name, size in sizes)]
 
 
 def _left_out(repeated: Repeated) -> str:
@@ -112,15 +112,6 @@ def draw(found: Simulated, name: str, path: Path) -> None:
 def as_planned(moment: MemoryMoment) -> int:
     """Return the bytes of the categories that a plan has."""
     return sum(size for category, size in moment.bytes.items() if category not in NOT_PLANNED)
-
-
-def _not_as_planned(found: Simulated) -> Iterator[tuple[str, str, int]]:
-    """Yield (axis, purpose, planned bytes) where other than the planned bytes were sent."""
-    sent = {axis: {p: s.bytes_sent for p, s in of.items()} for axis, of in found.steady.traffic.items()}
-    for axis, purposes in found.planned_traffic.items():
-        for purpose, size in purposes.items():
-            if size != sent.get(axis, {}).get(purpose, 0):
-                yield axis, purpose, size
 
 
 def _step(record: StepRecord) -> dict[str, Any]:

@@ -11,7 +11,7 @@ which is known afterwards.
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -36,6 +36,9 @@ class AllocationSite(NamedTuple):
         return found[0] if found else ""
 
 
+_NOWHERE = AllocationSite("", "")
+
+
 class Allocation(NamedTuple):
     """An allocation of a step.
 
@@ -50,14 +53,6 @@ class Allocation(NamedTuple):
     size: int
     operation: str
     place: AllocationSite
-
-
-class _Kind(NamedTuple):
-    """The common properties of allocations that differ in their place only."""
-
-    category: str
-    size: int
-    operation: str
 
 
 @dataclass(frozen=True)
@@ -94,9 +89,9 @@ class MemoryTimeline(Allocations):
         self._held = {category: size for category, size in held.items() if size}
         # Number from 1, negative when it goes; where; operation.
         self._events: list[tuple[int, AllocationSite, str]] = []
-        self._place, self._operation = AllocationSite("", ""), ""
+        self._place, self._operation = _NOWHERE, ""
         self._counted: list[int] = []  # sizes that the ledger was told of, and that have not been seen yet
-        self._repeated: dict[_Kind, list[int]] = {}  # numbers of what `repeat` counted and has not freed yet
+        self._repeated: dict[Allocation, list[int]] = {}  # numbers of what `repeat` counted and has not freed yet
 
     def at(self, action: str | None = None, module: str = "") -> None:
         """Set the place of what follows; None keeps the action."""
@@ -128,9 +123,9 @@ class MemoryTimeline(Allocations):
         """Return how many allocations and frees there were."""
         return len(self._events)
 
-    def change(self, first: int, last: int) -> Counter[_Kind]:
+    def change(self, first: int, last: int) -> Counter[Allocation]:
         """Return what the events from `first` to before `last` leave of each kind, negative where they free more."""
-        change: Counter[_Kind] = Counter()
+        change: Counter[Allocation] = Counter()
         for number, _, _ in self._events[first:last]:
             change[_kind(self.allocations[abs(number) - 1])] += 1 if number > 0 else -1
         return change
@@ -140,13 +135,9 @@ class MemoryTimeline(Allocations):
 
         What is freed has to have been allocated so. It is freed first: together they are never higher than one by one.
         """
-        there: dict[int, None] = {}
-        for number, _, _ in self._events[first:last]:
-            there[number] = None
-            if -number in there:  # it was allocated there, too
-                del there[number], there[-number]
-        made: dict[_Kind, list[Allocation]] = {}
-        for number in sorted(there, reverse=True):  # frees behind: each takes away one of its module
+        made: dict[Allocation, list[Allocation]] = {}
+        # Frees come last: each takes away one of its module.
+        for number in sorted(_left(self._events[first:last]), reverse=True):
             allocation = self.allocations[abs(number) - 1]
             like = made.setdefault(_kind(allocation), [])
             if number > 0:
@@ -166,27 +157,14 @@ class MemoryTimeline(Allocations):
     def stretches(self) -> Iterator[Stretch]:
         """Yield the stretches of the step from its beginning to its end."""
         for _, moments in groupby(self._moments(), lambda moment: (moment.place.action, moment.place.part)):
-            highest, end = None, 0
-            for moment in moments:
-                end = moment.total
-                if highest is None or end > highest.total:
-                    highest = MemoryMoment(moment.place, moment.operation, dict(moment.bytes))
-            assert highest is not None, "a group is not empty"
-            yield Stretch(highest, end)
+            own = list(moments)
+            yield Stretch(max(own, key=lambda moment: moment.total), own[-1].total)
 
     def peak_live(self) -> tuple[MemoryMoment, list[Allocation]]:
         """Return the peak, and the allocations live then that the ledger does not count."""
-        highest, when = MemoryMoment(AllocationSite("", ""), "", dict(self._held)), 0
-        for index, moment in enumerate(self._moments(), 1):
-            if moment.total > highest.total:
-                highest, when = MemoryMoment(moment.place, moment.operation, dict(moment.bytes)), index
-        live: dict[int, None] = {}
-        for number, _, _ in self._events[:when]:
-            if number > 0:
-                live[number] = None
-            else:
-                del live[-number]
-        there = (self.allocations[number - 1] for number in live)
+        moments = (MemoryMoment(_NOWHERE, "", self._held), *self._moments())
+        when, highest = max(enumerate(moments), key=lambda pair: pair[1].total)
+        there = (self.allocations[number - 1] for number in _left(self._events[:when]))
         return highest, [allocation for allocation in there if not allocation.category]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -201,13 +179,13 @@ class MemoryTimeline(Allocations):
         return len(self.allocations)
 
     def _moments(self) -> Iterator[MemoryMoment]:
-        """Yield the memory after every event; all share one dictionary."""
+        """Yield the memory after every event."""
         categories = self._categories()
         now = dict(self._held)
         for number, place, operation in self._events:
             allocation, category = self.allocations[abs(number) - 1], categories[abs(number) - 1]
             now[category] = now.get(category, 0) + (allocation.size if number > 0 else -allocation.size)
-            yield MemoryMoment(place, operation, now)
+            yield MemoryMoment(place, operation, dict(now))
 
     def _categories(self) -> list[str]:
         ends = {-number: place.action for number, place, _ in self._events if number < 0}
@@ -217,17 +195,26 @@ class MemoryTimeline(Allocations):
         ]
 
 
+def _left(events: Sequence[tuple[int, AllocationSite, str]]) -> dict[int, None]:
+    """Return, in order, the events that others among them do not undo."""
+    left: dict[int, None] = {}
+    for number, _, _ in events:
+        left[number] = None
+        if -number in left:
+            del left[number], left[-number]
+    return left
+
+
 def by_origin(live: list[Allocation]) -> list[tuple[int, int, str, str]]:
     """Return (bytes, count, module or action without numbers, operation) of the allocations, the largest first."""
-    sizes: Counter[tuple[str, str]] = Counter()
-    counts: Counter[tuple[str, str]] = Counter()
+    origins: dict[tuple[str, str], list[int]] = {}
     for allocation in live:
         place = allocation.place.module or allocation.place.action
-        origin = re.sub(r"\d+", "*", place), allocation.operation
-        sizes[origin] += allocation.size
-        counts[origin] += 1
-    return [(size, counts[origin], *origin) for origin, size in sizes.most_common()]
+        origins.setdefault((re.sub(r"\d+", "*", place), allocation.operation), []).append(allocation.size)
+    found = [(sum(sizes), len(sizes), *origin) for origin, sizes in origins.items()]
+    return sorted(found, key=lambda row: -row[0])
 
 
-def _kind(allocation: Allocation) -> _Kind:
-    return _Kind(allocation.category, allocation.size, allocation.operation)
+def _kind(allocation: Allocation) -> Allocation:
+    """Return what allocations have in common that differ in their place only."""
+    return allocation._replace(place=_NOWHERE)

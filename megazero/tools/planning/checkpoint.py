@@ -33,10 +33,10 @@ class Checkpoint:
 def checkpoint_of(job: Job, machine: Machine, step_s: float) -> Checkpoint:
     """Return the checkpoint of a job, whose state all ranks write, each an equal part."""
     size = 3 * job.bytes.master * job.shape.parameters()
-    measured = machine.disk_write > 0 and machine.name not in MACHINES
     in_node = min(job.ranks, machine.devices_per_node)
-    rate = machine.disk_write * in_node if measured else SHARED_RATE
+    measured = None if machine.name in MACHINES else machine.disk
+    rate = SHARED_RATE if measured is None else measured.write * in_node
     part = size / job.ranks
-    save_s = part / machine.host_bandwidth + part * in_node / rate
+    save_s = part / machine.host_link_bandwidth + part * in_node / rate
     seconds = _STEPS * step_s + _SAVES * save_s + _MARGIN_SECONDS
-    return Checkpoint(size, rate, measured, save_s, max(LEAST_LEAD, 10 * math.ceil(seconds / 10)))
+    return Checkpoint(size, rate, measured is not None, save_s, max(LEAST_LEAD, 10 * math.ceil(seconds / 10)))

@@ -5,8 +5,8 @@ with published ones (docs/planning.md).
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from megazero.base.errors import UserError
@@ -36,31 +36,49 @@ class Plan:
     """The plan of a job.
 
     Attributes:
-        ranks: memory of each rank of a pipeline.
-        settings: (recompute and Pa as words, memory of the fullest rank with them instead).
-        traffic: bytes of the rank that sends most, by axis and purpose.
-        by_node: bytes by axis, in the node and across.
-        tokens, steps: the budget, and the steps that it takes.
         system: the software that trains.
+        ranks: memory of each rank of a pipeline.
+        tokens, steps: the budget, and the steps that it takes.
         stage: the stage that is planned, in words; "": there are none.
     """
 
     job: Job
     machine: Machine
-    parameters: int
+    system: System
     ranks: list[RankMemory]
-    settings: list[tuple[str, RankMemory]]
-    traffic: dict[str, dict[str, int]]
-    by_node: dict[str, dict[str, int]]
-    time: StepTime
     tokens: float
     steps: int
-    system: System = OURS
-    stage: str = ""
+    stage: str
 
     @property
     def fullest(self) -> RankMemory:
-        return max(self.ranks, key=lambda rank: rank.peak)
+        return _fullest(self.ranks)
+
+    @cached_property
+    def settings(self) -> dict[str, RankMemory]:
+        """Return the memory of the fullest rank with each setting of recompute and Pa that changes something."""
+        plain = replace(self.job, recompute="none", partition=False, offload="none")
+        return {
+            f"{one.recompute}{', Pa' * one.partition}{'+cpu' * (one.offload == 'cpu')}": _fullest(
+                _ranks(one, self.machine, self.system)
+            )
+            for one in next(savings(plain))
+        }
+
+    @cached_property
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """Return the bytes of the rank that sends most, by axis and purpose."""
+        ranks = (self.system.sent(self.job, traffic(self.job, rank)) for rank in range(self.job.pipeline))
+        return max(ranks, key=lambda sent: sum(sum(purposes.values()) for purposes in sent.values()))
+
+    @property
+    def by_node(self) -> dict[str, dict[str, int]]:
+        """Return the bytes by axis, in the node and across."""
+        return split_by_node(self.job, self.traffic, self.machine.devices_per_node)
+
+    @cached_property
+    def time(self) -> StepTime:
+        return step_time(self.job, self.machine, self.system)
 
     @property
     def fits(self) -> bool:
@@ -69,7 +87,7 @@ class Plan:
     @property
     def logits(self) -> int:
         """Return the bytes of the last pipeline rank's activations that are logits of one micro-batch."""
-        return logits(self.job.shape, self.job.micro)
+        return logits(self.job)
 
     @property
     def communicators(self) -> list[Communicator]:
@@ -114,25 +132,11 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
     """
     _check_peak(config, machine)
     course = Course(with_micro(config, ranks, machine))
-    planned = [(part, job := job_of(part.config, ranks), list(_ranks(job, machine, system))) for part in course.parts]
-    part, job, found = max(planned, key=lambda each: max(rank.peak for rank in each[2]))
+    planned = [(part, job := job_of(part.config, ranks), _ranks(job, machine, system)) for part in course.parts]
+    part, job, found = max(planned, key=lambda each: _fullest(each[2]).peak)
     words = f"{part.name or 'behind the last stage'}, which needs most memory" if len(planned) > 1 else ""
-    sent = max((system.sent(job, traffic(job, rank)) for rank in range(job.pipeline)), key=_total)
     whole = float(course.tokens(config.run.steps)) if tokens is None else tokens
-    return Plan(
-        job,
-        machine,
-        job.shape.parameters(),
-        found,
-        list(_settings(job, machine, system)),
-        sent,
-        split_by_node(job, sent, machine.devices_per_node),
-        step_time(job, machine, system),
-        whole,
-        _steps(course, whole),
-        system,
-        words,
-    )
+    return Plan(job, machine, system, found, whole, _steps(course, whole), words)
 
 
 def _steps(course: Course, tokens: float) -> int:
@@ -174,7 +178,7 @@ def as_json(found: Plan) -> dict[str, Any]:
     """Return the contract's object; bytes, seconds."""
     time = asdict(found.time)
     return {
-        "parameters": found.parameters,
+        "parameters": found.job.shape.parameters(),
         "machine": found.machine.name,
         "system": found.system.name,
         **({"stage": found.stage} if found.stage else {}),
@@ -186,7 +190,7 @@ def as_json(found: Plan) -> dict[str, Any]:
             "logits_bytes": found.logits,
             "communicators": [asdict(one) for one in found.communicators],
             "ranks": [_memory(rank) for rank in found.ranks],
-            "settings": {words: _memory(rank) for words, rank in found.settings},
+            "settings": {words: _memory(rank) for words, rank in found.settings.items()},
         },
         "traffic": found.traffic,
         "traffic_by_node": found.by_node,
@@ -227,17 +231,13 @@ def why(found: Found, machine: Machine) -> str:
     return f"{(room - need) / 1e9:.1f} GB free" + (f"; waits for {', '.join(lost)}" if lost else "")
 
 
-def _ranks(job: Job, machine: Machine, system: System) -> Iterator[RankMemory]:
-    """Yield the memory of every rank of a pipeline."""
-    for rank in range(job.pipeline):
-        yield with_uncounted(system.memory(job, rank), job, rank, machine)
+def _ranks(job: Job, machine: Machine, system: System) -> list[RankMemory]:
+    """Return the memory of every rank of a pipeline."""
+    return [with_uncounted(system.memory(job, rank), job, rank, machine) for rank in range(job.pipeline)]
 
 
-def _settings(job: Job, machine: Machine, system: System) -> Iterator[tuple[str, RankMemory]]:
-    """Yield every setting of recompute and Pa that changes something."""
-    for one in next(savings(replace(job, recompute="none", partition=False, offload="none"))):
-        words = f"{one.recompute}{', Pa' * one.partition}{'+cpu' * (one.offload == 'cpu')}"
-        yield words, max(_ranks(one, machine, system), key=lambda found: found.peak)
+def _fullest(ranks: list[RankMemory]) -> RankMemory:
+    return max(ranks, key=lambda rank: rank.peak)
 
 
 def _memory(rank: RankMemory) -> dict[str, Any]:
@@ -271,13 +271,9 @@ def _row(found: Found) -> dict[str, Any]:
 
 def _check_peak(config: Config, machine: Machine) -> None:
     dtype = config.precision.dtype
-    if dtype not in machine.peaks:
-        what = f"{machine.name} has no peak for matrix products in {dtype}; known are {', '.join(machine.peaks)}"
+    if dtype not in machine.peak_flops:
+        what = f"{machine.name} has no peak for matrix products in {dtype}; known are {', '.join(machine.peak_flops)}"
         raise UserError(118, what, "take another precision.dtype", where="plan")
     if config.uses_disks and not machine.disk_bytes:
         do = "give `disk: {bytes, read, write}` in a machine's file"
         raise UserError(118, f"the disks of {machine.name} are not known", do, where="plan")
-
-
-def _total(sent: dict[str, dict[str, int]]) -> int:
-    return sum(sum(purposes.values()) for purposes in sent.values())

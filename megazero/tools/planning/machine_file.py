@@ -21,70 +21,13 @@ off. A file of data sheet figures says in `reached` how much of them training ge
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from megazero.base.errors import UserError
 from megazero.base.reading import exists, looked_up, read_file
 from megazero.base.yaml_text import MOST_BYTES, parse_yaml
-from megazero.plan.machines import MACHINES, Efficiency, Machine
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-# Bounds far beyond any machine, within which the formulas neither overflow nor divide by what rounds to zero.
-_Rate = Annotated[float, Field(ge=1, le=1e24)]  # FLOP/s or bytes/s
-_Seconds = Annotated[float, Field(ge=1e-12, le=1e3)]
-_Bytes = Annotated[int, Field(ge=1, le=2**60)]
-
-
-class _Link(_Strict):
-    bandwidth: _Rate
-    latency: _Seconds
-
-
-_Share = Annotated[float, Field(ge=1e-6, le=1)]
-
-
-# Of the rate of products, what fused attention reaches where a file does not say: between what published runs on an
-# A100 (0.47) and an H100 (0.31) show. Nobody who measures products has measured it with them.
-_ATTENTION = 0.4
-
-
-class _Reached(_Strict):
-    matmul: _Share = 1.0
-    attention: _Share | None = None
-    memory: _Share = 1.0
-    in_node: _Share = 1.0
-    cross_node: _Share = 1.0
-    beside: Annotated[float, Field(ge=0, le=1)] = 1.0
-
-
-class _Disk(_Strict):
-    bytes: _Bytes
-    read: _Rate
-    write: _Rate
-
-
-class _MachineFile(_Strict):
-    name: Annotated[str, Field(pattern=r"^[^\p{C}]{1,100}$")]
-    memory_bytes: _Bytes
-    peak_flops: dict[Literal["bf16", "fp16", "fp32", "fp64"], _Rate]
-    memory_bandwidth: _Rate
-    devices_per_node: Annotated[int, Field(ge=1, le=2**20)]
-    in_node: _Link
-    cross_node: _Link
-    host_link_bandwidth: _Rate
-    host_memory_bytes: _Bytes
-    host_memory_bandwidth: _Rate | None = None
-    disk: _Disk | None = None
-    price_per_hour: Annotated[float, Field(gt=0, le=1e9)] | None = None
-    launch: _Seconds = 4e-6
-    nccl_channels: Annotated[int, Field(ge=0, le=64)] = 24
-    reached: _Reached = _Reached()
+from megazero.plan.machines import MACHINES, Machine
 
 
 def machine_of(name_or_path: str) -> Machine:
@@ -101,30 +44,15 @@ def machine_of(name_or_path: str) -> Machine:
         what = f"no machine and no file of that name{looked_up(path)}; known are {known}"
         raise UserError(116, what, "write a file with `megazero doctor --write`", where=name_or_path)
     try:
-        read = _MachineFile.model_validate(parse_yaml(read_file(path, MOST_BYTES).decode()))
+        return TypeAdapter(Machine).validate_python(parse_yaml(read_file(path, MOST_BYTES).decode()))
     except OSError as error:
         raise UserError(117, f"not readable: {error.strerror}", "give a regular file", where=path.name) from None
     except ValidationError as error:
         fault = error.errors()[0]
         field = ".".join(map(str, fault["loc"])) or "the file"
-        what = f"{field}: {fault['msg'].lower()} ({len(error.errors())} faults)"
+        words = fault["msg"].lower().replace("keyword argument", "field")
+        what = f"{field}: {words} ({len(error.errors())} faults)"
         raise UserError(117, what, "`megazero doctor --write FILE.yaml` writes one", where=path.name) from None
     except Exception as error:  # YAML's own, and Python's: a 13th month, 5,000 digits, half a character
         what = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(117, f"not readable: {what}", "correct the file", where=path.name) from None
-    return _machine(read)
-
-
-def _machine(read: _MachineFile) -> Machine:
-    values = read.model_dump(exclude_none=True)
-    for part in ("in_node", "cross_node", "disk"):
-        values |= {f"{part}_{field}": value for field, value in values.pop(part, {}).items()}
-    peaks, link, reached = (values.pop(name) for name in ("peak_flops", "host_link_bandwidth", "reached"))
-    reached.setdefault("attention", _ATTENTION * reached["matmul"])
-    optional = {"host_memory_bandwidth": link, "price_per_hour": None}
-    return Machine(
-        **(optional | values),
-        peaks=peaks,
-        host_bandwidth=link,
-        reached=Efficiency(**reached, fitted="from a file"),
-    )

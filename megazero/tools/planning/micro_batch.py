@@ -7,7 +7,7 @@ from math import gcd, isqrt
 from megazero.builders.job import job_of
 from megazero.config.schema import Config
 from megazero.config.stages import Course
-from megazero.plan.machines import MACHINES, Machine
+from megazero.plan.machines import MACHINES, Disk, Machine
 from megazero.plan.search import everywhere, fits
 
 TOKENS = 2048  # in a micro-batch where a device's memory is not known: more make a CPU no faster
@@ -48,9 +48,8 @@ def with_micro(config: Config, ranks: int, machine: Machine | None = None) -> Co
 
 def gpu(memory_bytes: int) -> Machine:
     """Return a machine of which a GPU's memory is known, and nothing else matters to a micro-batch."""
-    plenty = 2**62
-    known = MACHINES["a100-80gb"]
-    return replace(known, memory_bytes=memory_bytes, host_memory_bytes=plenty, disk_bytes=plenty)
+    known, plenty = MACHINES["a100-80gb"], 2**62
+    return replace(known, memory_bytes=memory_bytes, host_memory_bytes=plenty, disk=Disk(plenty, 1.0, 1.0))
 
 
 def _with(config: Config, micro: int) -> Config:

@@ -1,6 +1,7 @@
 """Show a plan and a search: tables, and a picture of where a rank's memory and a step's time go."""
 
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 
 from megazero.base.picture import picture
@@ -111,7 +112,7 @@ def _groups(job: Job) -> str:
 def _head(plan: Plan) -> Iterator[str]:
     job = plan.job
     trained = "" if plan.system == OURS else f", as {plan.system.name} trains"
-    yield f"{plan.parameters / 1e9:,.3f}B parameters on {job.ranks} {plan.machine.name}{trained}: " + (
+    yield f"{plan.job.shape.parameters() / 1e9:,.3f}B parameters on {job.ranks} {plan.machine.name}{trained}: " + (
         f"tensor {job.tensor}, pipeline {job.pipeline} ({job.schedule}), data {job.data}, "
         f"ZeRO stage {job.stage}{_groups(job)}, {job.micro_batches} micro-batches of {job.micro_batch}"
     )
@@ -157,15 +158,14 @@ def _peaks(plan: Plan) -> str:
 
 def spans(numbers: list[int]) -> str:
     """Return ascending numbers in words: 0 to 6, 8."""
-    ends = [n for n in numbers if n - 1 not in numbers or n + 1 not in numbers]
-    starts = [n for n in ends if n - 1 not in numbers]
-    last = [next(end for end in ends if end >= start and end + 1 not in numbers) for start in starts]
-    return ", ".join(f"{a} to {b}" if a < b else f"{a}" for a, b in zip(starts, last, strict=True))
+    groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = ([number for _, number in group] for _, group in groups)
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _settings(plan: Plan) -> Iterator[str]:
     yield "GB, recompute  activations    inputs  on device"
-    for words, rank in plan.settings:
+    for words, rank in plan.settings.items():
         kept, inputs = (rank.held.get(category, 0) / 1e9 for category in ("activations", "inputs"))
         too_much = "" if rank.peak <= usable(plan.machine) else "  too much"
         yield f"{words:<14}{kept:>12,.3f}{inputs:>10,.3f}{rank.peak / 1e9:>11,.3f}{too_much}"
