@@ -8,6 +8,7 @@ from megazero.base.answers import answer, tell
 from megazero.base.command_line import at_least
 from megazero.base.doing import ACTIVITIES, doing
 from megazero.base.errors import UserError
+from megazero.base.stop_signals import handle
 from megazero.base.terminal import width
 
 
@@ -31,10 +32,11 @@ def run(options: argparse.Namespace) -> int:
 
     config = with_micro(load(options.config, options.overrides), options.max_ranks)
     with doing("loading torch"):
-        from megazero.tools.certify.certify import certify
+        from megazero.tools.certify.certify import certify, end_by
         from megazero.tools.certify.layouts import layouts_of, pairs_missed, sample_of, with_one_process
         from megazero.tools.certify.report import as_json, narrow_table, table
 
+    handle(end_by)
     if options.plant or options.fault:
         return _plant(config, options)
     with doing("choosing layouts"):
