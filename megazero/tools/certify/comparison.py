@@ -179,11 +179,9 @@ def wrong_skip(ranks: Sequence[Results], alone: Results) -> str | None:
     for step, expected in enumerate(alone.skips):
         for number, rank in enumerate(ranks):
             if rank.skips[step] != expected:
-                words = [
-                    f"{'skipped' if skipped else 'updated'}, loss scale {scale:g}"
-                    for skipped, scale in (rank.skips[step], expected)
-                ]
-                return f"step {step + 1}: rank {number} has {words[0]}, expected {words[1]}"
+                both = rank.skips[step], expected
+                got, right = (f"{'skipped' if skipped else 'updated'}, loss scale {scale:g}" for skipped, scale in both)
+                return f"step {step + 1}: rank {number} has {got}, expected {right}"
     return None
 
 

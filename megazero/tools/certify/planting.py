@@ -53,12 +53,7 @@ def names() -> list[str]:
 
 
 def plant(
-    config: Config,
-    chosen: Sequence[str],
-    steps: int,
-    *,
-    dtypes: Sequence[str] = DTYPES,
-    faults: Sequence[Fault] = FAULTS,
+    config: Config, chosen: Sequence[str], steps: int, dtypes: Sequence[str] = DTYPES, faults: Sequence[Fault] = FAULTS
 ) -> Iterator[Planted]:
     """Yield the finding of every chosen fault in every precision.
 
