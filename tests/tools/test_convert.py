@@ -187,10 +187,10 @@ def refused(capsys, code: int, *line: object) -> str:
         ({"model_type": ["gpt2"]}, "model_type ['gpt2']"),
         ({"activation_function": "relu"}, "activation_function relu: our models have gelu_new"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
-        ({"n_layer": None}, "n_layer: Field required"),
+        ({"n_layer": None}, "n_layer is missing"),
         ({"n_layer": 0}, "n_layer: Input should be greater than or equal to 1, got 0"),
         ({"n_layer": 2.0}, "n_layer: Input should be a valid integer, got 2.0"),
-        ({"n_layer": 10**30}, "n_layer: Input should be less than 2147483648"),
+        ({"n_layer": 10**30}, "n_layer: Input should be less than or equal to 4096"),
         ({"n_layer": True}, "n_layer: Input should be a valid integer, got True"),
         ({"n_embd": "40"}, "n_embd: Input should be a valid integer, got '40'"),
         ({"n_head": [4]}, "n_head: Input should be a valid integer, got [4]"),
@@ -273,7 +273,7 @@ def test_weights_that_are_not_those_of_the_model(tmp_path: Path, capsys, change:
         ("config.json", b'{"model_type": "gpt2", "resid_pdrop": NaN}', "NaN is not a number of JSON"),
         ("config.json", b" " * (1 << 20) + b"{}", "expected at most 1,048,576 bytes"),
         ("model.safetensors", b"", "cannot be read"),
-        ("model.safetensors", (1 << 62).to_bytes(8, "little") + b"{}", "expected a header of at most 1,048,576 bytes"),
+        ("model.safetensors", (1 << 62).to_bytes(8, "little") + b"{}", "cannot be read"),
         ("model.safetensors", (2).to_bytes(8, "little") + b"[]", "cannot be read"),
         ("model.safetensors.index.json", b"{}", "has no weight_map of file names"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": 1}}', "has no weight_map of file names"),
@@ -311,7 +311,7 @@ def test_absurd_numbers_of_layers_are_refused_at_once(tmp_path: Path, capsys) ->
     path = tmp_path / "theirs/config.json"
     line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
     for layers, code, what in (
-        (10**9, 415, "model.layers: Input should be less than or equal to 4096, got 1000000000"),
+        (10**9, 415, "num_hidden_layers: Input should be less than or equal to 4096, got 1000000000"),
         (4096, 414, "config.json has 4,096 layers, the files have 21 tensors"),
     ):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": layers}))

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import platform
 import uuid
 from collections import ChainMap
@@ -20,12 +19,13 @@ from torch import Tensor
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import flush_file, new_folder, replace_file
-from megazero.base.reading import UnexpectedFileError, looked_up, open_regular, parse_object, read_file
+from megazero.base.reading import looked_up, open_regular, parse_object, read_file
 from megazero.base.version import __version__
 from megazero.checkpoint.manifest import FORMAT, WEIGHT, File, Logical, Manifest, shard_name
 from megazero.checkpoint.shard import BLOCK, FLOATS, NAMES, key_of, plan_shard, write_shard
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
+from megazero.config.schema import Model
 from megazero.tools.convert.hugging_face import (
     HEAD,
     Link,
@@ -41,7 +41,7 @@ T = TypeVar("T")
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
 _PART = 1 << 30  # bytes of an imported checkpoint's files, about
-_CONFIG_BYTES, _INDEX_BYTES, _HEADER_BYTES = 1 << 20, 4 << 20, 1 << 20
+_CONFIG_BYTES, _INDEX_BYTES = 1 << 20, 4 << 20
 
 
 def export(
@@ -97,7 +97,7 @@ def export(
     return [target / name for name in names]
 
 
-def read_config(source: Path) -> dict[str, Any]:
+def read_config(source: Path) -> Model:
     """Return our model section of a transformers folder.
 
     Raises:
@@ -189,11 +189,9 @@ class Theirs:
     def read(self, link: Link) -> Tensor:
         """Return one of our parameters, in fp32. Raises UserError 414: it is not finite, or cannot be read."""
         theirs = [self._values(self._keys[name]) for name in link.theirs]
-        if odd := next(
-            (name for name, x in zip(link.theirs, theirs, strict=True) if not torch.isfinite(x).all()), None
-        ):
-            what, do = f"{odd} is not finite in fp32", "give a model that is whole"
-            raise UserError(414, what, do, where=self.slot(odd).path)
+        if odd := [name for name, x in zip(link.theirs, theirs, strict=True) if not torch.isfinite(x).all()]:
+            what, do = f"{odd[0]} is not finite in fp32", "give a model that is whole"
+            raise UserError(414, what, do, where=self.slot(odd[0]).path)
         return link.to_ours(theirs).contiguous()
 
     def _values(self, key: str) -> Tensor:
@@ -325,14 +323,9 @@ def _slots(source: Path) -> dict[str, Slot]:
 
 def _slots_of(path: Path) -> dict[str, Slot]:
     """Return the tensors of one safetensors file, once its kind and the size of its header are known."""
-    with _refused(path):
-        with open_regular(path) as descriptor:
-            header = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-        if header > _HEADER_BYTES:
-            raise UnexpectedFileError(f"expected a header of at most {_HEADER_BYTES:,} bytes, got {header:,}", path)
-        with safe_open(path, framework="pt") as file:
-            slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 - it is no mapping
-            return {key: Slot(path, part.get_dtype(), tuple(part.get_shape())) for key, part in slices}
+    with _refused(path), open_regular(path), safe_open(path, framework="pt") as file:
+        slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 - it is no mapping
+        return {key: Slot(path, part.get_dtype(), tuple(part.get_shape())) for key, part in slices}
 
 
 @contextmanager
