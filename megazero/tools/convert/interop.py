@@ -29,15 +29,14 @@ from megazero.config.schema import Model
 from megazero.tools.convert.hugging_face import (
     HEAD,
     Link,
-    SpecialTokens,
     config_from_theirs,
-    config_to_theirs,
     family_of,
     is_no_parameter,
     links,
 )
 
 T = TypeVar("T")
+_Files = Mapping[str, bytes]  # contents by names
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
 _PART = 1 << 30  # bytes of an imported checkpoint's files, about
@@ -45,32 +44,21 @@ _CONFIG_BYTES, _INDEX_BYTES = 1 << 20, 4 << 20
 
 
 def export(
-    source: Path,
-    manifest: Manifest,
-    model: Mapping[str, Any],
-    target: Path,
-    *,
-    dtype: torch.dtype,
-    part: int,
-    tokens: SpecialTokens,
-    beside: Mapping[str, bytes],
-) -> list[Path]:
-    """Write a checkpoint's weights as transformers reads them: config.json and one or several safetensors files.
+    source: Path, manifest: Manifest, wanted: Sequence[Link], dtype: torch.dtype, target: Path, files: _Files, part: int
+) -> int:
+    """Write a checkpoint's weights as transformers reads them, in one or several safetensors files; return how many.
 
     Args:
         source: the folder of the step.
-        model: the config's model section, resolved.
-        target: a folder that does not exist yet; it appears with everything in it.
         dtype: the type of the tensors written.
+        target: a folder that does not exist yet; it appears with everything in it.
+        files: names and contents of more files: config.json, the tokenizer's.
         part: bytes of a file, about.
-        tokens: the ids that config.json names.
-        beside: names and contents of more files: the tokenizer's.
 
     Raises:
-        UserError: 410, the checkpoint is damaged; 415, transformers has no such model; 403, it cannot be written.
+        UserError: 410, the checkpoint is damaged; 403, it cannot be written.
     """
-    config = config_to_theirs(model, str(dtype).removeprefix("torch."), tokens)
-    groups = list(_groups(links(model), {n: t.numel * dtype.itemsize for n, t in manifest.tensors.items()}, part))
+    groups = list(_groups(wanted, {n: t.numel * dtype.itemsize for n, t in manifest.tensors.items()}, part))
     names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
     names = [_ONE] if len(groups) == 1 else names
     try:
@@ -88,13 +76,13 @@ def export(
                 total = sum((staging / name).stat().st_size for name in names)
                 index = {"metadata": {"total_size": total}, "weight_map": weight_map}
                 replace_file(staging / _INDEX, json.dumps(index, indent=1).encode())
-            for name, content in {**beside, "config.json": json.dumps(config, indent=1).encode()}.items():
+            for name, content in files.items():
                 replace_file(staging / name, content)
     except FileExistsError:
         raise UserError(403, "exists already", "give another --out", where=target) from None
     except (OSError, SafetensorError) as error:
         raise UserError(403, f"not exported: {error}", "free space there", where=target) from None
-    return [target / name for name in names]
+    return len(names)
 
 
 def read_config(source: Path) -> Model:

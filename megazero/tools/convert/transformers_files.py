@@ -20,7 +20,7 @@ from megazero.data.tokenizers.common import CONFIG, config_beside, read_tokenize
 from megazero.data.tokenizers.plain_bytes import NAME
 from megazero.model.parameter import whole_shapes
 from megazero.run.folder import RunFolder
-from megazero.tools.convert.hugging_face import SpecialTokens, family_of
+from megazero.tools.convert.hugging_face import SpecialTokens, config_to_theirs, family_of, links
 from megazero.tools.convert.interop import Theirs, export, generation_of, import_weights, read_config
 from megazero.tools.convert.tokenizer_files import for_transformers, own_file
 
@@ -46,18 +46,12 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
     files, tokens = ({}, SpecialTokens()) if tokenizer is None else described(tokenizer)
     # Ids that end a text are a tokenizer's: the file that names them is where that is.
     near = tokenizer.path.parent if tokenizer is not None and tokenizer.files else folder.path
-    written = export(
-        source,
-        manifest,
-        model,
-        target,
-        dtype=DTYPES[config.precision.dtype],
-        part=part_mb << 20,
-        tokens=tokens,
-        beside=files | generation_of(near),
-    )
+    dtype = DTYPES[config.precision.dtype]
+    theirs = config_to_theirs(model, str(dtype).removeprefix("torch."), tokens)
+    files |= generation_of(near) | {"config.json": json.dumps(theirs, indent=1).encode()}
+    count = export(source, manifest, links(model), dtype, target, files, part_mb << 20)
     carried = f", and its tokenizer {tokenizer.path}" if tokenizer is not None else ""
-    return f"{target}: the weights of {source}, {len(written)} file{'s' * (len(written) > 1)}{carried}"
+    return f"{target}: the weights of {source}, {count} file{'s' * (count > 1)}{carried}"
 
 
 def described(tokenizer: Tokenizer) -> tuple[dict[str, bytes], SpecialTokens]:
