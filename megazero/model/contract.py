@@ -38,23 +38,18 @@ class GradientSlot(Protocol):
 
     def expect(self) -> None:
         """Announce one use of the parameter in forward; one delivery must follow in backward."""
-        ...
 
     def add(self, gradient: Tensor) -> None:
         """Deliver a gradient of the parameter's shape."""
-        ...
 
     def add_sum(self, rows: Tensor) -> None:
         """Deliver the gradient that is the sum of rows, each of the parameter's shape."""
-        ...
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Deliver the gradient left @ right; the product is written where it belongs, without a copy."""
-        ...
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
         """Deliver a gradient that is zero except in some rows: values[i] is added to row rows[i]."""
-        ...
 
 
 class Model(Protocol):
@@ -88,7 +83,6 @@ class Model(Protocol):
 
         Each keeps the declaration of the one that it replaces.
         """
-        ...
 
     def forward_layers(self, parts: range, x: Tensor, step: BatchContext) -> Tensor:
         """Run the layers with these indices.
