@@ -5,11 +5,11 @@ import math
 import platform
 import uuid
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,7 +35,6 @@ from megazero.tools.convert.hugging_face import (
     links,
 )
 
-T = TypeVar("T")
 _Files = Mapping[str, bytes]  # contents by names
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
@@ -62,9 +61,9 @@ def export(
     names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
     names = [_ONE] if len(groups) == 1 else names
     try:
-        with new_folder(target) as staging:
+        with new_folder(target) as staging, doing("writing weights", len(groups)) as progress:
             weight_map: dict[str, str] = {}
-            for name, group in _counted("writing", zip(names, groups, strict=True), len(names)):
+            for name, group in zip(names, groups, strict=True):
                 theirs = dict(_theirs(source, manifest, group, dtype))
                 (staging / name).touch()  # as readable as the user's other files; the library's own are private
                 mode = (staging / name).stat().st_mode
@@ -72,6 +71,7 @@ def export(
                 (staging / name).chmod(mode)
                 flush_file(staging / name)
                 weight_map |= dict.fromkeys(theirs, name)
+                progress.advance()
             if len(groups) > 1:
                 total = sum((staging / name).stat().st_size for name in names)
                 index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -216,25 +216,19 @@ def import_weights(theirs: Theirs, store: Store) -> None:
         staging = store.staging(0)
         staging.mkdir(parents=True)
         groups = list(_groups(theirs.links, sizes, _PART))
-        for index, group in _counted("importing", enumerate(groups), len(groups)):
-            ours = [(link.ours, theirs.read(link)) for link in group]
-            keys = [(key_of(WEIGHT, name, 0, values.numel()), values.dtype, values.numel()) for name, values in ours]
-            beginning, places = plan_shard(keys, {"megazero": "imported"})
-            flat = [values.reshape(-1) for _, values in ours]
-            files.append(write_shard(staging / shard_name(index), beginning, flat))
-            for (name, values), place in zip(ours, places, strict=True):
-                tensors[name] = Logical(shape=list(values.shape), pieces=[[index, 0, values.numel(), place]])
+        with doing("importing weights", len(groups)) as progress:
+            for index, group in enumerate(groups):
+                ours = [(link.ours, theirs.read(link)) for link in group]
+                keys = [(key_of(WEIGHT, name, 0, x.numel()), x.dtype, x.numel()) for name, x in ours]
+                beginning, places = plan_shard(keys, {"megazero": "imported"})
+                flat = [values.reshape(-1) for _, values in ours]
+                files.append(write_shard(staging / shard_name(index), beginning, flat))
+                for (name, values), place in zip(ours, places, strict=True):
+                    tensors[name] = Logical(shape=list(values.shape), pieces=[[index, 0, values.numel(), place]])
+                progress.advance()
         store.commit(0, _manifest(theirs.model, tensors, files).to_bytes())
     except OSError as error:
         raise UserError(403, f"not imported: {error.strerror}", "free space there", where=store.folder) from None
-
-
-def _counted(what: str, parts: Iterable[T], total: int) -> Iterator[T]:
-    """Yield the parts of something that takes long, and say how many are done."""
-    with doing(f"{what} weights", total) as progress:
-        for part in parts:
-            yield part
-            progress.advance()
 
 
 def _manifest(model: Mapping[str, Any], tensors: dict[str, Logical], files: list[File]) -> Manifest:
