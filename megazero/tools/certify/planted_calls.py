@@ -10,9 +10,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, float32
-
-from megazero.base.quantized import BLOCK, code_bytes
 from megazero.tools.certify.codes import call_before
 from megazero.tools.certify.training import Plant, Rig
 from megazero.zero.unit import Unit
@@ -89,8 +86,3 @@ def in_codes(path: str, operation: str, wrong: Callable[..., None]) -> Plant:
         return replace(ops, **{operation: partial(wrong, getattr(ops, operation))})
 
     return changed(block, f"{path}.ops", with_wrong)
-
-
-def scales_of(codes: Tensor, numel: int, bits: int) -> Tensor:
-    """Return the scales, fp32, that follow the codes of so many values."""
-    return codes[code_bytes(numel, bits) :][: 4 * -(-numel // BLOCK)].view(float32)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megazero.base.quantized import BLOCK
 from megazero.checkpoint.pieces import ShardState
+from megazero.kernels.reference import scales_of
 from megazero.memory.partition import PartitionedStore
 from megazero.memory.recompute import Recomputed
 from megazero.model.block import Block
@@ -28,7 +29,6 @@ from megazero.tools.certify.planted_calls import (
     in_codes,
     instead,
     itself,
-    scales_of,
     units,
 )
 from megazero.tools.certify.tolerances import DECAY
