@@ -72,15 +72,15 @@ def options_of(job: Job) -> dict[str, Any]:
 
 def laid_out(config: Config, job: Job) -> Config:
     """Return a resolved config with the options of a job of its model; nothing is checked."""
-    return _changed(config, options_of(job))
+    return changed(config, options_of(job))
 
 
-def _changed(section: Any, options: Mapping[str, Any]) -> Any:
-    """Return a section with other values of some dotted options."""
+def changed(section: Any, options: Mapping[str, Any]) -> Any:
+    """Return a config, or a section of one, with other values of some dotted options; nothing is checked."""
     own = {name: value for name, value in options.items() if "." not in name}
     for inner in dict.fromkeys(name.partition(".")[0] for name in options if "." in name):
         below = {
             name.removeprefix(f"{inner}."): value for name, value in options.items() if name.startswith(f"{inner}.")
         }
-        own[inner] = _changed(getattr(section, inner), below)
+        own[inner] = changed(getattr(section, inner), below)
     return section.model_copy(update=own)

@@ -67,8 +67,3 @@ def _is_here(name: str) -> bool:
     except (ImportError, AttributeError):
         return False
     return True
-
-
-def is_there() -> bool:
-    """Return True if NVIDIA's apex is installed with its CUDA extensions."""
-    return not lacking()

@@ -7,7 +7,7 @@ feed-forward, V vocabulary (this rank's part of it).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -279,13 +279,9 @@ def quantize_(codes: Tensor, x: Tensor, bits: int) -> None:
     A block's largest magnitude becomes 127, or 7. Where that is no finite number all of the block comes back as NaN,
     and where it is below 1e-35 as zeros.
     """
-    limit, bytes_of_codes = float((1 << (bits - 1)) - 1), code_bytes(x.numel(), bits)
-    scales = codes[bytes_of_codes:][: 4 * -(-x.numel() // BLOCK)].view(torch.float32)
-    whole = x.numel() // BLOCK * BLOCK
-    for part, first in ((x[:whole], 0), (x[whole:], whole)):
-        if not len(part):
-            continue
-        blocks = part.to(torch.float32).view(-1, BLOCK if first < whole else len(part))
+    limit, scales = float((1 << (bits - 1)) - 1), scales_of(codes, x.numel(), bits)
+    for part, first, width in _parts(x):
+        blocks = part.to(torch.float32).view(-1, width)
         most = blocks.abs().amax(1)
         some = most.isfinite() & (most >= _LEAST)
         scale = torch.where(some, most / limit, torch.where(most.isfinite(), 0.0, torch.nan))
@@ -300,13 +296,8 @@ def quantize_(codes: Tensor, x: Tensor, bits: int) -> None:
 
 def dequantize_(into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
     """Write what `quantize_` has written into `into`, rounded, or add it to what `into` holds."""
-    numel, bytes_of_codes = into.numel(), code_bytes(into.numel(), bits)
-    scales = codes[bytes_of_codes:][: 4 * -(-numel // BLOCK)].view(torch.float32)
-    whole = numel // BLOCK * BLOCK
-    for part, first in ((into[:whole], 0), (into[whole:], whole)):
-        if not len(part):
-            continue
-        width = BLOCK if first < whole else len(part)
+    scales = scales_of(codes, into.numel(), bits)
+    for part, first, width in _parts(into):
         found = codes[code_bytes(first, bits) : code_bytes(first + len(part), bits)].view(-1, width * bits // 8)
         if bits == 4:
             numbers = torch.cat([found & 15, found >> 4], dim=1).to(torch.float32) - 8.0
@@ -314,6 +305,19 @@ def dequantize_(into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
             numbers = found.view(torch.int8).to(torch.float32)
         values = (numbers * scales[first // BLOCK :][: len(numbers), None]).view(-1)
         part.copy_(part.to(wide_dtype(part.dtype)) + values) if add else part.copy_(values)
+
+
+def scales_of(codes: Tensor, numel: int, bits: int) -> Tensor:
+    """Return the scales, fp32, that follow the codes of so many values."""
+    return codes[code_bytes(numel, bits) :][: 4 * -(-numel // BLOCK)].view(torch.float32)
+
+
+def _parts(flat: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+    """Yield values, the index of their first one and the size of their blocks: all whole blocks, then the rest."""
+    whole = flat.numel() // BLOCK * BLOCK
+    for first, stop, width in ((0, whole, BLOCK), (whole, flat.numel(), flat.numel() - whole)):
+        if first < stop:
+            yield flat[first:stop], first, width
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -7,15 +7,15 @@ they have one, and take the reference for the rest.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
 from megazero.base.errors import UserError
-from megazero.kernels import apex, cpu, cuda, reference
+from megazero.kernels import apex, cpu, cuda, reference, schema
 from megazero.kernels.build import FOLDER_VARIABLE, BuildError
-from megazero.kernels.families import FAMILIES, KERNEL_DTYPES, Family, KernelImplementation
 from megazero.kernels.operations import REFERENCE, WIDE_REFERENCE, Operations
 from megazero.kernels.products import wide_products
 
@@ -26,6 +26,27 @@ _ORDER = {
     "apex": ("apex", "reference"),
     "reference": ("reference",),
 }
+# Implementations other than the reference take these dtypes.
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Operations that belong together: a forward and its backward must agree on what the forward keeps. "adamw" is the
+# update of fp32 masters that publishes 16-bit parameters in the same pass. Without it torch's own fused AdamW runs, and
+# a copy (`optim/adamw.py`); so it does for all other updates. apex's FusedAdam would add nothing: it wants gradients in
+# the parameters' dtype, scaled already, and counts updates on the host. Nor has apex a norm of a sum: the sum is then a
+# pass of its own, as in the reference.
+_FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "norm": tuple(apex.NORMS),
+        "norm of a sum": ("add_layer_norm", "add_layer_norm_backward", "add_rms_norm", "add_rms_norm_backward"),
+        "gelu": ("bias_gelu", "bias_gelu_backward"),
+        "swiglu": ("swiglu", "swiglu_backward"),
+        "dropout": ("dropout_add", "dropout_backward"),
+        "rotary": ("rotary",),
+        "cross entropy": ("cross_entropy_parts_", "cross_entropy_backward_"),
+        "flat": ("sums_of_squares", "accumulate_", "cast_"),
+        "quantized": ("quantize_", "dequantize_"),
+        "adamw": ("adamw_",),
+    }
+)
 _LIBRARIES: dict[str, Callable[[], str]] = {"cpu": cpu.load, "cuda": cuda.load}  # by the kind of device
 
 
@@ -56,18 +77,25 @@ def choose(
     if "fused" in _ORDER[preference]:
         obstacle, reason = _load_fused(device, dtype, present)
         available |= set() if obstacle else {"fused"}
-    if "apex" in _ORDER[preference] and device.type == "cuda" and apex.is_there():
+    if "apex" in _ORDER[preference] and device.type == "cuda" and not apex.lacking():
         available.add("apex")
     if preference == "apex" and "apex" not in available:
         reason = "apex's CUDA extensions are not installed" if device.type == "cuda" else "apex has no CPU kernels"
     if preference in ("fused", "apex") and preference not in available:
         raise UserError(114, reason, "use precision.kernels=auto", where=f"precision.kernels={preference}")
     base = REFERENCE if device.type == "cpu" else WIDE_REFERENCE
-    chosen = {family: _first(of, preference, available, device, dtype) for family, of in FAMILIES.items()}
-    taken = {name: each for of in chosen.values() if of.name != "reference" for name, each in of.operations.items()}
-    operations = replace(base, name=_summary({family: of.name for family, of in chosen.items()}), **taken)
+    ours, chosen = getattr(torch.ops, schema.NAMESPACE), dict[str, str]()
+    taken: dict[str, Callable[..., object]] = {}
+    usable = [name for name in _ORDER[preference] if name in available and dtype in _KERNEL_DTYPES]
+    for family, names in _FAMILIES.items():
+        chosen[family] = next((each for each in usable if each != "apex" or family == "norm"), "reference")
+        if chosen[family] == "fused":
+            taken |= {name: getattr(ours, name) for name in names}
+        elif chosen[family] == "apex":
+            taken |= apex.NORMS
+    operations = replace(base, name=_summary(chosen), **taken)
     _LOG.info("kernels: %s (%s)", operations.name, reason)
-    if preference == "auto" and device.type == "cuda" and dtype in KERNEL_DTYPES and "fused" not in available:
+    if preference == "auto" and device.type == "cuda" and dtype in _KERNEL_DTYPES and "fused" not in available:
         _warn_without_fused(reason)
     found = operations if taken else base
     if device.type == "cuda" and deterministic:
@@ -90,7 +118,7 @@ def _warn_without_fused(reason: str) -> None:
 def _load_fused(device: torch.device, dtype: torch.dtype, present: bool) -> tuple[bool, str]:
     """Load our kernels; return (False, how they were built), or (True, why they cannot be had)."""
     load = _LIBRARIES.get(device.type)
-    if load is None or dtype not in KERNEL_DTYPES:
+    if load is None or dtype not in _KERNEL_DTYPES:
         return True, f"fused kernels exist for fp32 and 16 bits, not for {dtype} on {device.type}"
     if not present:
         return False, "supposed"
@@ -98,17 +126,6 @@ def _load_fused(device: torch.device, dtype: torch.dtype, present: bool) -> tupl
         return False, load()
     except BuildError as error:
         return True, str(error)
-
-
-def _first(
-    candidates: Family,
-    preference: str,
-    available: set[str],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> KernelImplementation:
-    names = {each.name: each for each in candidates if each.name in available and each.takes(device, dtype)}
-    return next(names[name] for name in _ORDER[preference] if name in names)
 
 
 def _summary(chosen: dict[str, str]) -> str:

@@ -20,8 +20,9 @@ from megazero.comm.regions import Region
 from megazero.kernels.operations import Operations
 from megazero.kernels.reference import wide_dtype
 from megazero.model.batch_context import BatchContext
-from megazero.model.embedding import INITIAL_STD
 from megazero.model.linear import ColumnLinear, RowLinear
+from megazero.model.parameter import INITIAL_STD, residual_std
+from megazero.plan.model import Shape
 
 # Causal attention inside documents: q [T, H, d], k and v [T, G, d], where documents begin (int32), the longest of them.
 VariableLength = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
@@ -87,7 +88,6 @@ class Attention(nn.Module):
 
     Args:
         rotary: None with learned positions.
-        out_std: initial std of the output projection (scaled down with depth as in GPT-2).
 
     Attributes:
         core: what lies between the projections. The builder replaces it where it is to be computed again in backward.
@@ -95,24 +95,15 @@ class Attention(nn.Module):
         repeats: keys and values are repeated for each query of their group, for implementations that know no groups.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        *,
-        bias: bool,
-        rotary: Rotary | None,
-        out_std: float,
-        region: Region,
-    ):
+    def __init__(self, shape: Shape, *, rotary: Rotary | None, region: Region):
         super().__init__()
+        hidden, heads, kv_heads, bias = shape.hidden, shape.heads, shape.kv_heads, shape.layernorm
         assert hidden % heads == 0 and heads % kv_heads == 0 and kv_heads % region.axis.size == 0
         self.head_dim = hidden // heads
         self.queries_per_group = heads // kv_heads
         rows = kv_heads * (self.queries_per_group + 2) * self.head_dim
         self.qkv = ColumnLinear(hidden, rows, bias=bias, std=INITIAL_STD, region=region)
-        self.out = RowLinear(heads * self.head_dim, hidden, bias=bias, std=out_std, region=region)
+        self.out = RowLinear(heads * self.head_dim, hidden, bias=bias, std=residual_std(shape.layers), region=region)
         self.rotary = rotary
         self.core: Callable[[Tensor, BatchContext], Tensor] = self._core
         self.variable_length: VariableLength | None = None

@@ -9,32 +9,41 @@ before the core of attention is one function of autograd, all that comes behind 
 Shapes: S sequence, B batch, D hidden; n rows of this rank's part of the residual stream, N of the whole sequence.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
-from megazero.model.attention import Attention
+from megazero.comm.regions import Region
+from megazero.kernels.operations import Operations
+from megazero.model.attention import Attention, Rotary
 from megazero.model.batch_context import BatchContext
 from megazero.model.dropout import Dropout
 from megazero.model.linear import ColumnProducts, RowProduct
-from megazero.model.mlp import GeluMlp, SwigluMlp
+from megazero.model.mlp import Mlp
 from megazero.model.norm import Norm
 from megazero.model.tape import Tape, apply
+from megazero.plan.model import Shape
 
 
 class Block(nn.Module):
-    def __init__(
-        self,
-        attention_norm: Norm,
-        attention: Attention,
-        mlp_norm: Norm,
-        mlp: GeluMlp | SwigluMlp,
-        dropouts: tuple[Dropout, Dropout],
-    ):
+    """A block of a transformer.
+
+    Args:
+        layer: its number, from 0, on which dropout masks depend.
+        rotary: None with learned positions.
+        seed: of dropout masks.
+    """
+
+    def __init__(self, shape: Shape, layer: int, rotary: Rotary | None, *, seed: int, region: Region, ops: Operations):
         super().__init__()
-        self.attention_norm, self.attention = attention_norm, attention
-        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.attention_norm = Norm(shape.norm, shape.hidden, shape.norm_eps, ops)
+        self.attention = Attention(shape, rotary=rotary, region=region)
+        self.mlp_norm = Norm(shape.norm, shape.hidden, shape.norm_eps, ops)
+        self.mlp = Mlp(shape, region=region, ops=ops)
+        dropouts = [Dropout(shape.dropout, seed=seed, layer=layer, site=site, ops=ops) for site in (0, 1)]
         self.attention_dropout, self.mlp_dropout = dropouts
-        self._before = _BeforeCore(attention_norm, attention.qkv.product)
-        self._behind = _BehindCore(attention.out.product, mlp_norm, mlp, dropouts)
+        self._before = _BeforeCore(self.attention_norm, self.attention.qkv.product)
+        self._behind = _BehindCore(self.attention.out.product, self.mlp_norm, self.mlp, dropouts)
 
     def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
         qkv, residual_SBD = apply(self._before, x_SBD)
@@ -62,13 +71,7 @@ class _BeforeCore:
 class _BehindCore:
     """The block's output, from what attention's heads have seen and the residual stream."""
 
-    def __init__(
-        self,
-        out: RowProduct,
-        norm: Norm,
-        mlp: GeluMlp | SwigluMlp,
-        dropouts: tuple[Dropout, Dropout],
-    ):
+    def __init__(self, out: RowProduct, norm: Norm, mlp: Mlp, dropouts: Sequence[Dropout]):
         self._out, self._norm, self._mlp = out, norm, mlp
         self._first, self._second = dropouts
         self.owners = (*out.owners, *norm.owners, *mlp.owners)

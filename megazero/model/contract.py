@@ -7,7 +7,7 @@ output of the last one.
 
 Each parameter has two attributes beside those of torch:
 
-    declaration     what the parameter is (`ParameterDeclaration`); the model sets it, `parameter.declare` does that
+    declaration     what the parameter is (`parameter.Declaration`); the model sets it, `parameter.declare` does that
     gradient_slot   where its gradient goes (`GradientSlot`); the engine sets it, and without an engine there is none
 
 A layer that uses a parameter must announce the use in forward (`Tape.use`) and deliver one gradient for it in backward
@@ -38,55 +38,18 @@ class GradientSlot(Protocol):
 
     def expect(self) -> None:
         """Announce one use of the parameter in forward; one delivery must follow in backward."""
-        ...
 
     def add(self, gradient: Tensor) -> None:
         """Deliver a gradient of the parameter's shape."""
-        ...
 
     def add_sum(self, rows: Tensor) -> None:
         """Deliver the gradient that is the sum of rows, each of the parameter's shape."""
-        ...
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Deliver the gradient left @ right; the product is written where it belongs, without a copy."""
-        ...
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
         """Deliver a gradient that is zero except in some rows: values[i] is added to row rows[i]."""
-        ...
-
-
-class ParameterDeclaration(Protocol):
-    """The properties of a parameter that do not need its memory."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole parameter, over all ranks and without padding."""
-        ...
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's part, padding rows included."""
-        ...
-
-    @property
-    def decay(self) -> bool:
-        """True if weight decay applies; only a parameter that is split may decay (the engine lays these out first)."""
-        ...
-
-    @property
-    def split(self) -> bool:
-        """True if the rows are split over the tensor ranks; False if each of them holds all rows."""
-        ...
-
-    def initial(self, seed: int, name: str, start: int, stop: int) -> Tensor:
-        """Return the initial values of elements [start, stop) of this rank's flattened part, in fp64.
-
-        They depend on the seed, the parameter's full name and the logical index alone, so every layout of ranks starts
-        from the same model. Padding is 0.
-        """
-        ...
 
 
 class Model(Protocol):
@@ -120,7 +83,6 @@ class Model(Protocol):
 
         Each keeps the declaration of the one that it replaces.
         """
-        ...
 
     def forward_layers(self, parts: range, x: Tensor, step: BatchContext) -> Tensor:
         """Run the layers with these indices.

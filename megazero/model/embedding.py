@@ -7,10 +7,8 @@ padding rows are zero, their logits -inf, and they are never saved, counted or e
 from torch import Tensor, nn
 
 from megazero.comm.regions import Region, leave
-from megazero.model.parameter import declare
+from megazero.model.parameter import INITIAL_STD, declare
 from megazero.model.tape import Owner, Tape, apply
-
-INITIAL_STD = 0.02  # of every weight matrix and embedding, as in GPT-2
 
 
 class Lookup:

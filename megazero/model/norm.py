@@ -13,24 +13,24 @@ from megazero.kernels.operations import Operations
 from megazero.model.parameter import declare
 from megazero.model.tape import Owner, Tape
 
-Pair = tuple[Callable[..., Any], Callable[..., Any]]  # of operations: the forward and its backward
-
 
 class Norm(nn.Module):
     """LayerNorm with weight and bias (Ba et al. 2016), or RMSNorm with a weight alone (Zhang and Sennrich 2019).
 
     Args:
-        bias: as the operations want it.
-        plain, of_sum: the operations of the norm, and of the norm of a sum.
+        kind: "layernorm" or "rmsnorm".
+        ops: the kernels to use.
     """
 
-    def __init__(self, hidden: int, eps: float, *, bias: bool, plain: Pair, of_sum: Pair):
+    def __init__(self, kind: str, hidden: int, eps: float, ops: Operations):
         super().__init__()
         self.weight = declare((hidden,), mean=1.0)
-        if bias:
+        if kind == "layernorm":
             self.bias = declare((hidden,))
         self.owners: tuple[Owner, ...] = (self._parameters,)
-        self._eps, self._plain, self._of_sum = eps, plain, of_sum
+        name = {"layernorm": "layer_norm", "rmsnorm": "rms_norm"}[kind]
+        pairs = [(getattr(ops, each), getattr(ops, f"{each}_backward")) for each in (name, f"add_{name}")]
+        self._eps, (self._plain, self._of_sum) = eps, pairs
 
     def run(self, tape: Tape, x: Tensor) -> Tensor:
         """Return the norm of x."""
@@ -62,13 +62,3 @@ class Norm(nn.Module):
         for slot, gradient_D in zip(slots, gradients_D, strict=True):
             slot.add(gradient_D)
         return grad_x
-
-
-def make_norm(kind: str, hidden: int, eps: float, ops: Operations) -> Norm:
-    """Return the norm of a kind, "layernorm" or "rmsnorm"."""
-    if kind == "layernorm":
-        plain, of_sum = "layer_norm", "add_layer_norm"
-    else:
-        plain, of_sum = "rms_norm", "add_rms_norm"
-    pairs = [(getattr(ops, name), getattr(ops, f"{name}_backward")) for name in (plain, of_sum)]
-    return Norm(hidden, eps, bias=kind == "layernorm", plain=pairs[0], of_sum=pairs[1])

@@ -21,18 +21,20 @@ from torch import Tensor, nn
 
 from megazero.comm.grid import Axis
 from megazero.kernels import counter
-from megazero.model.contract import ParameterDeclaration
+
+INITIAL_STD = 0.02  # of every weight matrix and embedding, as in GPT-2
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """The declaration of a parameter with normal or constant initial values (see `ParameterDeclaration`).
+    """The declaration of a parameter with normal or constant initial values: all that does not need its memory.
 
     Attributes:
         shape: the logical shape, over all ranks and without padding.
         std: standard deviation of its initial normal values; 0 for a constant.
         mean: the constant added to them.
-        decay: whether weight decay applies (matmul weights and the token embedding).
+        decay: whether weight decay applies (matmul weights and the token embedding); only a parameter that is split
+            may decay, as the engine lays these out first.
         split: whether rows are split over the tensor axis; otherwise every rank of it holds them all.
         first_row: the logical row at which this rank's part begins.
         local_shape: this rank's part, padding rows included.
@@ -57,7 +59,11 @@ class Declaration:
         return torch.Size(self.local_shape).numel()
 
     def initial(self, seed: int, name: str, start: int, stop: int) -> Tensor:
-        """Return the initial values of elements [start, stop) of this rank's flattened part: fp64, padding 0."""
+        """Return the initial values of elements [start, stop) of this rank's flattened part: fp64, padding 0.
+
+        They depend on the seed, the parameter's full name and the logical index alone, so every layout of ranks starts
+        from the same model.
+        """
         offset, logical = self.first_row * self.row, torch.Size(self.shape).numel()
         first, last = min(offset + start, logical), min(offset + stop, logical)
         values = torch.zeros(stop - start, dtype=torch.float64)
@@ -84,9 +90,17 @@ def declare(
     local_shape = (rows, *shape[1:])
     parameter = nn.Parameter(torch.empty(local_shape, device="meta"))
     first_row = rows * axis.rank if axis else 0
-    declaration: ParameterDeclaration = Declaration(shape, std, mean, decay, axis is not None, first_row, local_shape)
+    declaration = Declaration(shape, std, mean, decay, axis is not None, first_row, local_shape)
     parameter.declaration = declaration  # type: ignore[attr-defined]
     return parameter
+
+
+def residual_std(layers: int) -> float:
+    """Return the initial std of a block's last projections: smaller by 1 / sqrt(additions to the residual stream).
+
+    As in GPT-2 (section 2.3); a block adds twice.
+    """
+    return INITIAL_STD / (2 * layers) ** 0.5
 
 
 def declaration_of(parameter: nn.Parameter) -> Declaration:

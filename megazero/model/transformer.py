@@ -15,17 +15,16 @@ from torch import Tensor, nn
 from megazero.comm.grid import Axis
 from megazero.comm.regions import Region
 from megazero.kernels.operations import Operations
-from megazero.model.attention import Attention, Rotary
+from megazero.model.attention import Rotary
 from megazero.model.batch_context import BatchContext
 from megazero.model.block import Block
 from megazero.model.contract import TIED, Layer, UnitDeclaration
 from megazero.model.dropout import Dropout
-from megazero.model.embedding import INITIAL_STD, PositionEmbedding, TokenEmbedding
+from megazero.model.embedding import PositionEmbedding, TokenEmbedding
 from megazero.model.linear import ColumnProducts
 from megazero.model.loss import token_losses
-from megazero.model.mlp import make_mlp
-from megazero.model.norm import Norm, make_norm
-from megazero.model.parameter import declaration_of, declare
+from megazero.model.norm import Norm
+from megazero.model.parameter import INITIAL_STD, declaration_of, declare
 from megazero.model.tape import apply
 from megazero.plan.model import Shape
 
@@ -77,16 +76,7 @@ class Transformer(nn.Module):
         layers: embedding, blocks, head; forward calls them through this list, in which the builder replaces entries.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        seed: int,
-        tensor: Axis,
-        sequence: bool,
-        ops: Operations,
-        chunks: int = 1,
-    ):
+    def __init__(self, shape: Shape, *, seed: int, tensor: Axis, sequence: bool, ops: Operations, chunks: int = 1):
         super().__init__()
         self.shape, self.tensor, self.ops = shape, tensor, ops
         self.rotary = None
@@ -94,9 +84,9 @@ class Transformer(nn.Module):
             self.rotary = Rotary(shape.hidden // shape.heads, shape.rope_theta, shape.seq_len, ops)
         embedding, block, head = (Region(tensor, sequence, name, chunks) for name in ("embedding", "block", "head"))
         self.embedding = Embedding(shape, seed=seed, region=embedding, ops=ops)
-        blocks = (_block(shape, i, self.rotary, seed=seed, region=block, ops=ops) for i in range(shape.layers))
+        blocks = (Block(shape, i, self.rotary, seed=seed, region=block, ops=ops) for i in range(shape.layers))
         self.blocks = nn.ModuleList(blocks)
-        self.head = Head(make_norm(shape.norm, shape.hidden, shape.norm_eps, ops), self._head_weight(), head)
+        self.head = Head(Norm(shape.norm, shape.hidden, shape.norm_eps, ops), self._head_weight(), head)
         self.layers: list[Layer] = [self.embedding, *self.blocks, self.head]
 
     def _head_weight(self) -> nn.Parameter:
@@ -136,8 +126,8 @@ class Transformer(nn.Module):
     def units(self) -> list[UnitDeclaration]:
         """Return the units in forward order: the tied weight, if there is one, the embedding, each block, the head."""
         names = {parameter: name for name, parameter in self.named_parameters()}
-        tied = [(TIED, [(names[p], p) for p in self._tied()])] if self._tied() else []
-        return tied + [unit for unit in self._own_units() if unit[1]]
+        tied = [(TIED, [(names[p], p) for p in self._tied()])]
+        return [unit for unit in tied + self._own_units() if unit[1]]
 
     def units_of_layers(self) -> list[list[str]]:
         """Return for each layer the names of the units that it uses."""
@@ -148,53 +138,9 @@ class Transformer(nn.Module):
     def _own_units(self) -> list[UnitDeclaration]:
         """Return a unit for each layer, without the tied weight; it may have no members."""
         names = {parameter: name for name, parameter in self.named_parameters()}
-        tied, found = {id(p) for p in self._tied()}, self._named_parts()
+        tied, blocks = {id(p) for p in self._tied()}, ((f"blocks.{i}", block) for i, block in enumerate(self.blocks))
+        found: list[tuple[str, nn.Module]] = [("embedding", self.embedding), *blocks, ("head", self.head)]
         return [(name, [(names[p], p) for p in part.parameters() if id(p) not in tied]) for name, part in found]
 
     def _tied(self) -> list[nn.Parameter]:
         return [self.embedding.tokens.weight] if self.shape.tie_embeddings else []
-
-    def _named_parts(self) -> list[tuple[str, nn.Module]]:
-        blocks = [(f"blocks.{i}", block) for i, block in enumerate(self.blocks)]
-        return [("embedding", self.embedding), *blocks, ("head", self.head)]
-
-
-def _block(
-    shape: Shape,
-    layer: int,
-    rotary: Rotary | None,
-    *,
-    seed: int,
-    region: Region,
-    ops: Operations,
-) -> Block:
-    # Residual projections start smaller by 1 / sqrt(number of residual additions), as in GPT-2 (section 2.3).
-    out_std = INITIAL_STD / (2 * shape.layers) ** 0.5
-    attention = Attention(
-        shape.hidden,
-        shape.heads,
-        shape.kv_heads,
-        bias=shape.layernorm,
-        rotary=rotary,
-        out_std=out_std,
-        region=region,
-    )
-    mlp = make_mlp(
-        shape.activation,
-        shape.hidden,
-        shape.ffn,
-        bias=shape.layernorm,
-        out_std=out_std,
-        region=region,
-        ops=ops,
-    )
-    return Block(
-        make_norm(shape.norm, shape.hidden, shape.norm_eps, ops),
-        attention,
-        make_norm(shape.norm, shape.hidden, shape.norm_eps, ops),
-        mlp,
-        (
-            Dropout(shape.dropout, seed=seed, layer=layer, site=0, ops=ops),
-            Dropout(shape.dropout, seed=seed, layer=layer, site=1, ops=ops),
-        ),
-    )

@@ -8,6 +8,7 @@ from megazero.base.answers import answer, tell
 from megazero.base.command_line import at_least
 from megazero.base.doing import ACTIVITIES, doing
 from megazero.base.errors import UserError
+from megazero.base.stop_signals import handle, restore
 from megazero.base.terminal import width
 
 
@@ -31,12 +32,20 @@ def run(options: argparse.Namespace) -> int:
 
     config = with_micro(load(options.config, options.overrides), options.max_ranks)
     with doing("loading torch"):
-        from megazero.tools.certify.certify import certify
-        from megazero.tools.certify.layouts import layouts_of, pairs_missed, sample_of, with_one_process
-        from megazero.tools.certify.report import as_json, narrow_table, table
+        from megazero.tools.certify.certify import end_by
 
-    if options.plant or options.fault:
-        return _plant(config, options)
+    before = handle(end_by)
+    try:
+        return (_plant if options.plant or options.fault else _compare)(config, options)
+    finally:
+        restore(before)
+
+
+def _compare(config: Any, options: argparse.Namespace) -> int:
+    from megazero.tools.certify.certify import certify
+    from megazero.tools.certify.layouts import layouts_of, pairs_missed, sample_of, with_one_process
+    from megazero.tools.certify.report import as_json, narrow_table, table
+
     with doing("choosing layouts"):
         allowed = layouts_of(config, options.max_ranks)
         layouts = sample_of(allowed, options.layouts)

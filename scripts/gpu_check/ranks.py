@@ -116,7 +116,7 @@ def row_of(layout: Case, ranks: list[Results] | str, alone: Results | None, *, e
     else:
         bits = layout.job.parameter_bits, layout.job.gradient_bits
         allowed = tolerance_of(layout.dtype, parameter_bits=bits[0], gradient_bits=bits[1])
-        found = compare(ranks, alone, HEADS, HEADS, allowed)
+        found = compare(ranks, alone, (HEADS, HEADS), allowed)
     fault = found.fault
     if fault is None and exact and not found.bitwise:
         fault = "not equal bit for bit"

@@ -13,7 +13,7 @@ from megazero.base.errors import UserError
 from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.kernels import counter
-from megazero.model.embedding import INITIAL_STD
+from megazero.model.parameter import INITIAL_STD
 from megazero.observe.jsonl import read_rows
 from megazero.tools.training.launch import launch
 from tests.checkpoint.grids import logical_state

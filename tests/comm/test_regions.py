@@ -4,6 +4,8 @@ What a rank's autograd computes is the gradient of the sum of all ranks' outputs
 sum: every rank shifts one element of one rank's input, and all outputs are added up.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,9 +15,10 @@ from megazero.comm.grid import Axis, Grid
 from megazero.comm.regions import Region, leave
 from megazero.kernels.operations import REFERENCE
 from megazero.model.linear import ColumnProducts, RowProduct
-from megazero.model.mlp import GeluMlp, SwigluMlp
+from megazero.model.mlp import Mlp
 from megazero.model.parameter import declaration_of
 from megazero.model.tape import apply
+from tests.model.small import GPT
 from tests.ranks import run_ranks
 
 S, B, D, F = 8, 2, 6, 12
@@ -82,11 +85,9 @@ def test_backward_is_the_gradient_of_all_ranks_outputs(kind: str, sequence: bool
 
 
 def traffic_of_mlp(grid: Grid, sequence: bool, kind: str) -> dict:
-    region = Region(grid["tensor"], sequence, "block")
-    if kind == "gelu":
-        mlp = GeluMlp(D, F, bias=True, out_std=0.02, region=region, ops=REFERENCE)
-    else:
-        mlp = SwigluMlp(D, F, bias=False, out_std=0.02, region=region, ops=REFERENCE)
+    norm = {"gelu": "layernorm", "swiglu": "rmsnorm"}[kind]
+    shape = replace(GPT, hidden=D, ffn=F, activation=kind, norm=norm)
+    mlp = Mlp(shape, region=Region(grid["tensor"], sequence, "block"), ops=REFERENCE)
     for parameter in list(mlp.parameters()):
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.ones(declaration_of(parameter).local_shape)))
     x = torch.ones(B * S // (grid["tensor"].size if sequence else 1), D, requires_grad=True)

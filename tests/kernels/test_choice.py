@@ -171,7 +171,7 @@ def test_auto_prefers_apex_to_the_reference_on_a_gpu(plant) -> None:
 )
 def test_what_only_looks_like_apex_is_not(plant, symbols: dict[str, str], extensions: tuple[str, ...]) -> None:
     plant(symbols, extensions)
-    assert not apex.is_there()
+    assert apex.lacking()
     assert choice.choose("auto", GPU, torch.float32) is WIDE_REFERENCE
     with pytest.raises(UserError, match=r"MZ-114 precision.kernels=apex: .*not installed"):
         choice.choose("apex", GPU, torch.float32)

@@ -11,7 +11,7 @@ from megazero.comm.grid import Axis
 from megazero.comm.regions import Region
 from megazero.kernels.operations import REFERENCE
 from megazero.model.linear import ColumnProducts, RowProduct
-from megazero.model.norm import make_norm
+from megazero.model.norm import Norm
 from megazero.model.tape import Operation, Tape, apply
 from tests.model.small import GPT, LLAMA, make, step_of
 
@@ -61,7 +61,7 @@ def test_without_an_engine_gradients_are_autograd_s(kind: str) -> None:
     owner: dict[str, nn.Parameter] = {"weight": weight, "bias": bias}
     operation: Operation = ColumnProducts(REGION, owner) if kind == "column" else RowProduct(REGION, owner)
     if kind.endswith("norm"):
-        operation = norm = make_norm(kind, 4, 1e-5, REFERENCE)
+        operation = norm = Norm(kind, 4, 1e-5, REFERENCE)
         norm.weight = nn.Parameter(doubles(4))
         owner = dict(norm.named_parameters())
         if "bias" in owner:

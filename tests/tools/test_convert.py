@@ -82,6 +82,18 @@ def theirs(folder: Path, tokens_BS: Tensor) -> Tensor:
         return model(tokens_BS).logits
 
 
+def line_of(folder: Path) -> list[str]:
+    """The command line that imports `theirs` in a folder as its `run`."""
+    return ["import", "--from", "hf", "--model", str(folder / "theirs"), "--out", str(folder / "run")]
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Change fields of the config.json of `theirs`; None takes one away."""
+    path = folder / "theirs/config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
 def tensors(folder: Path) -> dict[str, Tensor]:
     return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
 
@@ -93,7 +105,7 @@ def test_in_and_out_again(tmp_path: Path, name: str, shards: str, capsys) -> Non
     model.save_pretrained(tmp_path / "theirs", max_shard_size=shards)
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > (shards == "20KB")
     run = RunFolder(tmp_path / "run")
-    assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(run.path)]) == 0
+    assert main(line_of(tmp_path)) == 0
     with torch.no_grad():
         expected = model(TOKENS_BS).logits
     assert (ours(run, TOKENS_BS) - expected).abs().max() <= LOGITS
@@ -131,7 +143,7 @@ def test_out_of_any_grid(tmp_path: Path, flavour: str, layout: Job, capsys) -> N
 def test_parts_of_a_large_model(tmp_path: Path, capsys) -> None:
     model = gpt2(n_embd=160, n_layer=4)
     model.save_pretrained(tmp_path / "theirs")
-    main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")])
+    main(line_of(tmp_path))
     line = ["export", "--to", "hf", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--part-mb", "1"]
     assert main(line) == 0
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
@@ -188,10 +200,10 @@ def refused(capsys, code: int, *line: object) -> str:
         ({"model_type": ["gpt2"]}, "model_type ['gpt2']"),
         ({"activation_function": "relu"}, "activation_function relu: our models have gelu_new"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
-        ({"n_layer": None}, "n_layer: Field required"),
+        ({"n_layer": None}, "n_layer is missing"),
         ({"n_layer": 0}, "n_layer: Input should be greater than or equal to 1, got 0"),
         ({"n_layer": 2.0}, "n_layer: Input should be a valid integer, got 2.0"),
-        ({"n_layer": 10**30}, "n_layer: Input should be less than 2147483648"),
+        ({"n_layer": 10**30}, "n_layer: Input should be less than or equal to 4096"),
         ({"n_layer": True}, "n_layer: Input should be a valid integer, got True"),
         ({"n_embd": "40"}, "n_embd: Input should be a valid integer, got '40'"),
         ({"n_head": [4]}, "n_head: Input should be a valid integer, got [4]"),
@@ -207,16 +219,13 @@ def refused(capsys, code: int, *line: object) -> str:
 )
 def test_a_model_that_is_none_of_ours(tmp_path: Path, capsys, changes: dict[str, Any], what: str) -> None:
     gpt2().save_pretrained(tmp_path / "theirs")
-    path = tmp_path / "theirs/config.json"
-    content = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
-    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
-    assert what in refused(capsys, 415, *line)
+    edit(tmp_path, **changes)
+    assert what in refused(capsys, 415, *line_of(tmp_path))
     assert not (tmp_path / "run").exists()
 
 
 def test_folders_that_cannot_be_read(tmp_path: Path, capsys) -> None:
-    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    line = line_of(tmp_path)
     assert "config.json: cannot be read" in refused(capsys, 414, *line)
     gpt2(n_layer=1).save_pretrained(tmp_path / "theirs")
     config = tmp_path / "theirs/config.json"
@@ -274,7 +283,7 @@ def test_weights_that_are_not_those_of_the_model(tmp_path: Path, capsys, change:
         ("config.json", b'{"model_type": "gpt2", "resid_pdrop": NaN}', "NaN is not a number of JSON"),
         ("config.json", b" " * (1 << 20) + b"{}", "expected at most 1,048,576 bytes"),
         ("model.safetensors", b"", "cannot be read"),
-        ("model.safetensors", (1 << 62).to_bytes(8, "little") + b"{}", "expected a header of at most 1,048,576 bytes"),
+        ("model.safetensors", (1 << 62).to_bytes(8, "little") + b"{}", "cannot be read"),
         ("model.safetensors", (2).to_bytes(8, "little") + b"[]", "cannot be read"),
         ("model.safetensors.index.json", b"{}", "has no weight_map of file names"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": 1}}', "has no weight_map of file names"),
@@ -289,7 +298,7 @@ def test_weights_that_are_not_those_of_the_model(tmp_path: Path, capsys, change:
 def test_files_that_are_none_of_theirs(tmp_path: Path, capsys, file: str, content: bytes, what: str) -> None:
     gpt2().save_pretrained(tmp_path / "theirs")
     (tmp_path / "theirs" / file).write_bytes(content)
-    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    line = line_of(tmp_path)
     assert re.search(what, refused(capsys, 414, *line))
     assert not (tmp_path / "run").exists()
 
@@ -298,7 +307,7 @@ def test_files_that_are_none_of_theirs(tmp_path: Path, capsys, file: str, conten
 def test_a_fifo_or_a_folder_in_the_place_of_a_file(tmp_path: Path, capsys, file: str) -> None:
     gpt2().save_pretrained(tmp_path / "theirs")
     path = tmp_path / "theirs" / file
-    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    line = line_of(tmp_path)
     for make, kind in ((os.mkfifo, "a FIFO"), (Path.mkdir, "a folder")):
         path.unlink()
         make(path)
@@ -309,21 +318,19 @@ def test_a_fifo_or_a_folder_in_the_place_of_a_file(tmp_path: Path, capsys, file:
 
 def test_absurd_numbers_of_layers_are_refused_at_once(tmp_path: Path, capsys) -> None:
     llama().save_pretrained(tmp_path / "theirs")
-    path = tmp_path / "theirs/config.json"
-    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
     for layers, code, what in (
-        (10**9, 415, "model.layers: Input should be less than or equal to 4096, got 1000000000"),
+        (10**9, 415, "num_hidden_layers: Input should be less than or equal to 4096, got 1000000000"),
         (4096, 414, "config.json has 4,096 layers, the files have 21 tensors"),
     ):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": layers}))
-        assert what in refused(capsys, code, *line)
+        edit(tmp_path, num_hidden_layers=layers)
+        assert what in refused(capsys, code, *line_of(tmp_path))
 
 
 def test_a_folder_that_is_there_is_not_imported_into(tmp_path: Path, capsys) -> None:
     gpt2().save_pretrained(tmp_path / "theirs")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/notes").write_text("mine")
-    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    line = line_of(tmp_path)
     assert "exists already" in refused(capsys, 110, *line)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes"]
 
@@ -395,7 +402,7 @@ def test_generation_stops_at_the_tokenizers_end(tiny_data: TinyData, tmp_path: P
     model = MODELS[name]()
     ends = open_tokenizer(tiny_data.tokenizer)
     model.save_pretrained(tmp_path / "theirs")
-    assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")]) == 0
+    assert main(line_of(tmp_path)) == 0
     run = with_tokenizer(RunFolder(tmp_path / "run"), tiny_data.tokenizer)
     config = exported(run, tmp_path / "out")
     assert (config["bos_token_id"], config["eos_token_id"]) == (ends.bos, ends.eod)
@@ -419,7 +426,7 @@ def test_generation_stops_at_the_tokenizers_end(tiny_data: TinyData, tmp_path: P
 def test_no_tokenizer_no_end(tmp_path: Path, name: str, capsys) -> None:
     """Neither an id outside the vocabulary nor one that means something else in it."""
     MODELS[name]().save_pretrained(tmp_path / "theirs")
-    assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")]) == 0
+    assert main(line_of(tmp_path)) == 0
     run = with_tokenizer(RunFolder(tmp_path / "run"), None)
     capsys.readouterr()  # what transformers has said
     config = exported(run, tmp_path / "out")
@@ -447,7 +454,7 @@ def test_the_tokenizer_comes_in_and_goes_out(tiny_data: TinyData, tmp_path: Path
     gpt2().save_pretrained(tmp_path / "theirs")
     made.save(str(tmp_path / "theirs/tokenizer.json"))
     run = RunFolder(tmp_path / "run")
-    assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(run.path)]) == 0
+    assert main(line_of(tmp_path)) == 0
     said = capsys.readouterr()
     assert f"with {run.path / 'tokenizer.json'}" in said.out and "data.tokenizer" not in said.out
     assert load(str(run.config)).data.tokenizer == str(run.path / "tokenizer.json")
@@ -466,7 +473,7 @@ def test_weights_come_in_without_a_tokenizer_that_is_bad(tmp_path: Path, capsys)
     (tmp_path / "theirs/tokenizer.json").write_text('{"model": ')
     run = RunFolder(tmp_path / "run")
     capsys.readouterr()
-    assert main(["import", "--from", "hf", "--model", str(tmp_path / "theirs"), "--out", str(run.path)]) == 0
+    assert main(line_of(tmp_path)) == 0
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and "MZ-209" in said.err and "imported without a tokenizer" in said.err
     assert load(str(run.config)).data.tokenizer is None and "data.tokenizer" in said.out
@@ -477,39 +484,13 @@ def test_weights_come_in_without_a_tokenizer_that_is_bad(tmp_path: Path, capsys)
     ("changes", "what"),
     [
         ({"rope_parameters": {"type": "linear", "factor": 4.0}}, "rope_parameters.type 'linear': no option here"),
-        (
-            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
-            "rope_parameters.rope_type 'llama3': no option here",
-        ),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type 'linear': no option here"),
         ({"rope_parameters": 3}, "rope_parameters: "),
     ],
 )
 def test_other_angles_are_refused(tmp_path: Path, capsys, changes: dict[str, Any], what: str) -> None:
     llama().save_pretrained(tmp_path / "theirs")
-    path = tmp_path / "theirs/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
-    assert what in refused(capsys, 415, *line)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 10_000.0},
-        {"rope_parameters": {"rope_type": None, "rope_theta": 500.0}},
-        {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": {"rope_type": "default"}},
-    ],
-)
-def test_the_angles_of_a_llama(tmp_path: Path, capsys, changes: dict[str, Any]) -> None:
-    """As transformers reads them: what is in rope_parameters goes before what stands beside it."""
-    llama().save_pretrained(tmp_path / "theirs")
-    path = tmp_path / "theirs/config.json"
-    content = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
-    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
-    assert main([str(word) for word in line]) == 0
-    assert load(str(tmp_path / "run/config.yaml")).model.rope_theta == 500.0
+    edit(tmp_path, **changes)
+    assert what in refused(capsys, 415, *line_of(tmp_path))
 
 
 def test_a_tensor_is_taken_from_the_file_that_the_index_names(tmp_path: Path, capsys) -> None:
@@ -525,6 +506,6 @@ def test_a_tensor_is_taken_from_the_file_that_the_index_names(tmp_path: Path, ca
         tmp_path / "theirs/z.safetensors",
     )
     (tmp_path / "theirs/model.safetensors.index.json").write_text(json.dumps({"weight_map": second}))
-    line = ("import", "--from", "hf", "--model", tmp_path / "theirs", "--out", tmp_path / "run")
+    line = line_of(tmp_path)
     assert main([str(word) for word in line]) == 0
     assert (ours(RunFolder(tmp_path / "run"), TOKENS_BS) - model(TOKENS_BS).logits).abs().max() <= LOGITS

@@ -15,7 +15,7 @@ from torch import Tensor
 from megazero.__main__ import main
 from megazero.config.file import load
 from megazero.run.folder import RunFolder
-from tests.tools.test_convert import LOGITS, TOKENS_BS, gpt2, llama, ours, refused, tensors, theirs
+from tests.tools.test_convert import LOGITS, TOKENS_BS, edit, gpt2, llama, ours, refused, tensors, theirs
 
 MODELS: dict[str, Callable[..., Any]] = {"gpt2": gpt2, "llama": llama}
 
@@ -30,13 +30,6 @@ LINE = ("import", "--from", "hf", "--model", "theirs", "--out", "run")
 
 def taken(*line: str) -> None:
     assert main(list(line)) == 0
-
-
-def edit(**changes: Any) -> None:
-    """Change fields of config.json; None takes one away."""
-    path = Path("theirs/config.json")
-    content = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
 def with_tensors(**more: Tensor) -> None:
@@ -138,7 +131,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 )
 def test_what_is_missing_is_named_with_the_way_round(changes: dict[str, Any], what: str, capsys) -> None:
     llama().save_pretrained("theirs")
-    edit(**changes)
+    edit(Path(), **changes)
     said = refused(capsys, 415, *LINE)
     assert said.startswith("MZ-415 theirs/config.json: ") and what in said
     assert "train transformers' own class with megazero.shard" in said
@@ -158,7 +151,7 @@ def test_what_is_missing_is_named_with_the_way_round(changes: dict[str, Any], wh
 )
 def test_angles_are_read_as_transformers_reads_them(changes: dict[str, Any], theta: float, capsys) -> None:
     llama().save_pretrained("theirs")
-    edit(**changes)
+    edit(Path(), **changes)
     read = transformers.AutoConfig.from_pretrained("theirs", local_files_only=True)
     assert read.rope_parameters["rope_theta"] == theta
     taken(*LINE)
@@ -181,7 +174,7 @@ def test_ids_that_stop_generation_come_in_and_go_out(where: str, capsys) -> None
     if where == "file":
         Path("theirs/generation_config.json").write_text(json.dumps(STOPS))
     else:
-        edit(eos_token_id=[2, 7, 9])
+        edit(Path(), eos_token_id=[2, 7, 9])
     taken(*LINE)
     taken("export", "--to", "hf", "--run", "run", "--out", "again")
     read = transformers.GenerationConfig.from_pretrained("again", local_files_only=True)

@@ -4,13 +4,12 @@ Of each unit on each rank: the shard that it has of the first gather, and what t
 before the first reductions, and its part of their sums.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import Pending
 from megazero.tools.certify.comparison import Difference
 from megazero.tools.certify.rank import Coded, Results
 from megazero.tools.certify.reference import Sent, codes_meaning, reduced_sums
@@ -20,67 +19,58 @@ from megazero.zero.unit import Unit
 _REDUCTIONS = 3  # of each unit: what the first has lost comes with the second, what both have with the third
 
 
-@dataclass(frozen=True)
-class RecordedCodes:
-    """What one rank has of units that are sent as integers.
+def call_before(holder: object, method: str, other: Callable[..., object]) -> None:
+    """Let an object call `other(*arguments)` before each call of its method."""
+    right = getattr(holder, method)
 
-    Attributes:
-        stored: by "shard/UNIT", "gathered/UNIT", "sent/NUMBER/UNIT" and "summed/NUMBER/UNIT".
-        how: each unit is sent.
+    def both(*given: Any, **options: Any) -> Any:
+        other(*given, **options)
+        return right(*given, **options)
+
+    object.__setattr__(holder, method, both)  # a frozen one too
+
+
+def record_codes(units: Sequence[Unit], results: Results) -> None:
+    """Begin to record what of the units is sent as integers.
+
+    It is stored by "shard/UNIT", "gathered/UNIT", "sent/NUMBER/UNIT" and "summed/NUMBER/UNIT".
     """
-
-    stored: dict[str, Tensor] = field(default_factory=dict)
-    how: dict[str, Coded] = field(default_factory=dict)
-
-
-def record_codes(units: Sequence[Unit]) -> RecordedCodes:
-    """Begin to record what of the units is sent as integers; return what fills up."""
-    codes = RecordedCodes()
     for unit in units:
         shard, summing = unit.axes.shard, unit.gradients.summing
         if shard.size == 1:
             continue
         near = shard.size if summing.hops is None else summing.hops[0].size
-        codes.how[unit.layout.name] = Coded(ranks=list(shard.ranks), near=near, accumulate=[])
+        results.coded[unit.layout.name] = Coded(ranks=list(shard.ranks), near=near, accumulate=[])
         if unit.parameters.gathering.rounds:
-            _record_gather(unit, codes)
+            _record_gather(unit, results.stored)
         if summing.rounds:
-            _record_sums(unit, codes)
-    return codes
+            _record_sums(unit, results.stored, results.coded[unit.layout.name]["accumulate"])
 
 
-def _record_gather(unit: Unit, codes: RecordedCodes) -> None:
-    start, install, name = unit.parameters.start_gather, unit.parameters.install, unit.layout.name
+def _record_gather(unit: Unit, stored: dict[str, Tensor]) -> None:
+    name = unit.layout.name
 
-    def start_unshard() -> tuple[Tensor, Pending]:
-        codes.stored.setdefault(f"shard/{name}", unit.resting.parameters.values.clone())
-        return start()
+    def note_shard() -> None:
+        stored.setdefault(f"shard/{name}", unit.resting.parameters.values.clone())
 
-    def install_first(whole: Tensor) -> None:
-        codes.stored.setdefault(f"gathered/{name}", whole.clone())
-        install(whole)
-
-    unit.parameters.start_gather, unit.parameters.install = start_unshard, install_first  # type: ignore[method-assign]
+    call_before(unit.parameters, "start_gather", note_shard)
+    call_before(unit.parameters, "install", lambda whole: stored.setdefault(f"gathered/{name}", whole.clone()))
 
 
-def _record_sums(unit: Unit, codes: RecordedCodes) -> None:
-    begin, end, name = unit.gradients.start_reduce, unit.gradients.end_reduce, unit.layout.name
-    flags = codes.how[name]["accumulate"]
+def _record_sums(unit: Unit, stored: dict[str, Tensor], flags: list[bool]) -> None:
+    name = unit.layout.name
 
-    def start_reduce(*, accumulate: bool) -> Pending:
+    def note_own(*, accumulate: bool) -> None:
         if len(flags) < _REDUCTIONS:
             assert unit.gradients.partial is not None, "there is something to reduce"
-            codes.stored[f"sent/{len(flags)}/{name}"] = unit.gradients.partial.clone()
+            stored[f"sent/{len(flags)}/{name}"] = unit.gradients.partial.clone()
             flags.append(accumulate)
-        return begin(accumulate=accumulate)
 
-    def end_reduce() -> None:
-        key = f"summed/{len(flags) - 1}/{name}"  # of the reduction that ends: the next has not begun
-        if key not in codes.stored:
-            codes.stored[key] = unit.gradients.own.clone()
-        end()
+    def note_sum() -> None:  # of the reduction that ends: the next has not begun
+        stored.setdefault(f"summed/{len(flags) - 1}/{name}", unit.gradients.own.clone())
 
-    unit.gradients.start_reduce, unit.gradients.end_reduce = start_reduce, end_reduce  # type: ignore[method-assign]
+    call_before(unit.gradients, "start_reduce", note_own)
+    call_before(unit.gradients, "end_reduce", note_sum)
 
 
 def codes_apart(

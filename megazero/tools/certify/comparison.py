@@ -29,6 +29,7 @@ from megazero.tools.certify.tolerances import (
     weight_differences,
 )
 
+Heads = tuple[int, int]  # the model's: of queries, of keys and values
 State = Mapping[str, Mapping[str, Tensor]]  # of each kind of tensor every parameter, flat
 _KINDS = ("first", "weight", "exp_avg", "exp_avg_sq")
 _EARLIER = "earlier weights"  # not held alone: they say where a weight began to differ
@@ -89,31 +90,21 @@ class Compared:
     times: Mapping[str, float] = field(default_factory=dict)
 
 
-def compare(ranks: Sequence[Results], alone: Results, heads: int, kv_heads: int, tolerance: Tolerance) -> Compared:
-    """Compare what all ranks computed with one process, whose every tensor is whole.
-
-    Args:
-        heads, kv_heads: the model's.
-    """
-    computed = list(_computed(ranks, alone, heads, kv_heads, tolerance))
+def compare(ranks: Sequence[Results], alone: Results, heads: Heads, tolerance: Tolerance) -> Compared:
+    """Compare what all ranks computed with one process, whose every tensor is whole."""
+    computed = list(_computed(ranks, alone, heads, tolerance))
     return _compared(computed, {}, _first_beyond(computed))
 
 
 def compare_all(
-    ranks: Sequence[Results],
-    alone: Results,
-    heads: int,
-    kv_heads: int,
-    tolerance: Tolerance,
-    codes: Iterable[Difference] = (),
+    ranks: Sequence[Results], alone: Results, heads: Heads, tolerance: Tolerance, codes: Iterable[Difference] = ()
 ) -> Compared:
     """Compare all that a certificate compares.
 
     Args:
-        heads, kv_heads: the model's.
         codes: the differences of what was sent as integers.
     """
-    computed = list(_computed(ranks, alone, heads, kv_heads, tolerance))
+    computed = list(_computed(ranks, alone, heads, tolerance))
     exact = {"samples": wrong_sample(ranks, alone), "skipped steps": wrong_skip(ranks, alone)}
     lines = [*exact.values(), _first_beyond(computed)]
     exact["held once"] = not_held_once(ranks)
@@ -121,7 +112,7 @@ def compare_all(
     if exact["held once"] is None:
         state = _assembled(ranks)
         exact["replicas"] = stale_replica(ranks, state["weight"])
-        held += _held(state, _assembled([alone]), alone.shapes, (heads, kv_heads), tolerance)
+        held += _held(state, _assembled([alone]), alone.shapes, heads, tolerance)
     held += codes
     lines += [exact["held once"], exact.get("replicas"), *(each.line for each in held if each.beyond)]
     return _compared(computed + held, exact, next((line for line in lines if line), None))
@@ -149,9 +140,7 @@ def _first_beyond(computed: Sequence[Difference]) -> str | None:
     return first.line if first is not None else None
 
 
-def _computed(
-    ranks: Sequence[Results], alone: Results, heads: int, kv_heads: int, tolerance: Tolerance
-) -> Iterator[Difference]:
+def _computed(ranks: Sequence[Results], alone: Results, heads: Heads, tolerance: Tolerance) -> Iterator[Difference]:
     """Yield the differences of what each rank computed."""
     limits = {"initial weights": 0.0, "loss": tolerance.loss, "gradient norm": tolerance.norm}
     limits |= {"first gradients": tolerance.gradients}
@@ -172,11 +161,11 @@ def _computed(
             mine = {name: _in_place(part, theirs[name], rank.rows.get(name)) for name, part in rank.tensors(kind)}
             same = {name: theirs[name] for name in mine}
             measure, what = _NOTED.get(kind, ("weights" if step == last else _EARLIER, "weight "))
-            for name, apart in weight_differences(mine, same, heads=heads, kv_heads=kv_heads).items():
+            for name, apart in weight_differences(mine, same, heads=heads[0], kv_heads=heads[1]).items():
                 yield found(measure, apart, what + name, step, number, name)
 
 
-def _in_place(part: Tensor, whole: Tensor, rows: tuple[int, int] | None) -> Tensor:
+def _in_place(part: Tensor, whole: Tensor, rows: Sequence[int] | None) -> Tensor:
     """Return one process' tensor with a rank's part of it in its place, to measure it on the scale of the whole."""
     if rows is None:
         return part
@@ -190,11 +179,9 @@ def wrong_skip(ranks: Sequence[Results], alone: Results) -> str | None:
     for step, expected in enumerate(alone.skips):
         for number, rank in enumerate(ranks):
             if rank.skips[step] != expected:
-                words = [
-                    f"{'skipped' if skipped else 'updated'}, loss scale {scale:g}"
-                    for skipped, scale in (rank.skips[step], expected)
-                ]
-                return f"step {step + 1}: rank {number} has {words[0]}, expected {words[1]}"
+                both = rank.skips[step], expected
+                got, right = (f"{'skipped' if skipped else 'updated'}, loss scale {scale:g}" for skipped, scale in both)
+                return f"step {step + 1}: rank {number} has {got}, expected {right}"
     return None
 
 
@@ -258,7 +245,7 @@ def _assembled(ranks: Sequence[Results]) -> State:
 
 
 def _held(
-    mine: State, theirs: State, shapes: Mapping[str, Sequence[int]], heads: tuple[int, int], tolerance: Tolerance
+    mine: State, theirs: State, shapes: Mapping[str, Sequence[int]], heads: Heads, tolerance: Tolerance
 ) -> Iterator[Difference]:
     """Yield the differences of the moments and the update of each parameter, then of the sizes of all updates."""
     for kind, measure in {"exp_avg": "first moment", "exp_avg_sq": "second moment", "update": "update"}.items():

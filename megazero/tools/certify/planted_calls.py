@@ -1,49 +1,25 @@
-"""Plant a fault by calling something else in place of a method of what a rank has built.
+"""Plant a fault by changing what a rank has built: a value, or a method, which calls something else.
 
-A plant names objects by a function of the rig: `units`, `block`, `optimizer`, ... A missing one (None) is a layout that
-does not have it, and an error.
+A plant names it by objects of the rig (`itself`, `units`, `block`) and the path from each of them. A path that is not
+there is an error: the layout does not have it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from megazero.base.quantized import BLOCK, code_bytes
-from megazero.extensions.quantized import QuantizedGathering, QuantizedSumming
-from megazero.extensions.secondary import SecondShard
-from megazero.optim.optimizer import Optimizer
+from megazero.tools.certify.codes import call_before
 from megazero.tools.certify.training import Plant, Rig
-from megazero.zero.engine import Engine
-from megazero.zero.gather import Gather
 from megazero.zero.unit import Unit
-from megazero.zero.unit_gradients import UnitGradients
 
-Holders = Callable[[Rig], Iterable[object]]
-Codes = QuantizedGathering | QuantizedSumming
+Where = Callable[[Rig], Iterable[object]]
 
 
 def itself(rig: Rig) -> list[Rig]:
     """Return the rig."""
     return [rig]
-
-
-def engine(rig: Rig) -> list[Engine]:
-    """Return the engine of the rank."""
-    return [rig.built.engine]
-
-
-def optimizer(rig: Rig) -> list[Optimizer]:
-    """Return the optimizer of the rank."""
-    return [rig.built.engine.optimizer]
-
-
-def gather(rig: Rig) -> list[Gather]:
-    """Return what gathers the parameters of the rank."""
-    return [rig.built.engine.gather]
 
 
 def units(rig: Rig) -> list[Unit]:
@@ -53,102 +29,60 @@ def units(rig: Rig) -> list[Unit]:
 
 def block(rig: Rig) -> list[Unit]:
     """Return the unit of the first block."""
-    return [unit for unit in rig.built.engine.units if unit.layout.name == "blocks.0"]
+    return [unit for unit in units(rig) if unit.layout.name == "blocks.0"]
 
 
-def gradients(rig: Rig) -> list[UnitGradients]:
-    """Return the gradients of all units of the rank."""
-    return [unit.gradients for unit in units(rig)]
+def _found(rig: Rig, where: Where, path: str) -> Iterator[tuple[Any, str]]:
+    """Yield (object, the last name of the path in it) for each object that the path is taken from."""
+    way, _, name = path.rpartition(".")
+    return ((attrgetter(way)(each) if way else each, name) for each in where(rig))
 
 
-def block_gradients(rig: Rig) -> list[UnitGradients]:
-    """Return the gradients of the first block."""
-    return [unit.gradients for unit in block(rig)]
-
-
-def loss_scale(rig: Rig) -> list[object]:
-    """Return the loss scale of the rank."""
-    return [rig.built.engine.loss_scale]
-
-
-def pipeline(rig: Rig) -> list[object]:
-    """Return the pipeline of the rank."""
-    return [rig.built.pipeline]
-
-
-def offloaded_gradients(rig: Rig) -> list[object]:
-    """Return what takes the first block's gradients to the host or to disks."""
-    return [unit.resting.offloaded_gradients for unit in block(rig)]
-
-
-def disks(rig: Rig) -> list[object]:
-    """Return the disks of the first block."""
-    return [unit.resting.paged for unit in block(rig)]
-
-
-def second_shards(rig: Rig) -> list[object]:
-    """Return the second shard of the first block."""
-    found = (unit.parameters.gathering for unit in block(rig))
-    return [gathering for gathering in found if isinstance(gathering, SecondShard)]
-
-
-def of_gradients(rig: Rig) -> list[QuantizedSumming]:
-    """Return what makes codes of the first block's gradients."""
-    found = (unit.gradients.summing for unit in block(rig))
-    return [summing for summing in found if isinstance(summing, QuantizedSumming)]
-
-
-def of_parameters(rig: Rig) -> list[QuantizedGathering]:
-    """Return what makes codes of the first block's parameters."""
-    found = (unit.parameters.gathering for unit in block(rig))
-    plain = (gathering.far if isinstance(gathering, SecondShard) else gathering for gathering in found)
-    return [gathering for gathering in plain if isinstance(gathering, QuantizedGathering)]
-
-
-def instead(holders: Holders, method: str, wrong: Callable[..., Any]) -> Plant:
-    """Return the fault that calls `wrong(holder, right, *arguments)` instead of a method `right(*arguments)`."""
+def changed(where: Where, path: str, change: Callable[[Any], object]) -> Plant:
+    """Return the fault that puts `change(value)` in the place of a value."""
 
     def plant(rig: Rig) -> None:
-        found = list(holders(rig))
-        assert found and None not in found, f"the layout has nothing with the method {method}"
-        for holder in found:
-            object.__setattr__(holder, method, partial(wrong, holder, getattr(holder, method)))  # frozen ones too
+        for holder, name in _found(rig, where, path):
+            object.__setattr__(holder, name, change(getattr(holder, name)))  # of frozen ones too
 
     return plant
 
 
-def before(holders: Holders, method: str, wrong: Callable[..., Any]) -> Plant:
+def instead(where: Where, path: str, wrong: Callable[..., Any]) -> Plant:
+    """Return the fault that calls `wrong(holder, right, *arguments)` instead of a method `right(*arguments)`."""
+
+    def plant(rig: Rig) -> None:
+        for holder, name in _found(rig, where, path):
+            object.__setattr__(holder, name, partial(wrong, holder, getattr(holder, name)))
+
+    return plant
+
+
+def before(where: Where, path: str, wrong: Callable[..., Any]) -> Plant:
     """Return the fault that calls `wrong(holder, *arguments)` before each call of a method."""
 
-    def both(holder: object, right: Callable[..., Any], *given: Any, **options: Any) -> Any:
-        wrong(holder, *given)
-        return right(*given, **options)
+    def plant(rig: Rig) -> None:
+        for holder, name in _found(rig, where, path):
+            call_before(holder, name, partial(wrong, holder))
 
-    return instead(holders, method, both)
+    return plant
 
 
-def after(holders: Holders, method: str, wrong: Callable[..., Any]) -> Plant:
-    """Return the fault that calls `wrong(holder, *arguments, **options)` after each call of a method."""
+def after(where: Where, path: str, wrong: Callable[..., Any]) -> Plant:
+    """Return the fault that calls `wrong(holder, *arguments)` after each call of a method."""
 
     def both(holder: object, right: Callable[..., Any], *given: Any, **options: Any) -> Any:
         done = right(*given, **options)
         wrong(holder, *given, **options)
         return done
 
-    return instead(holders, method, both)
+    return instead(where, path, both)
 
 
-def in_codes(holders: Callable[[Rig], Sequence[Codes]], operation: str, wrong: Callable[..., None]) -> Plant:
-    """Return the fault that calls `wrong(right, *arguments)` instead of an operation of what makes codes."""
+def in_codes(path: str, operation: str, wrong: Callable[..., None]) -> Plant:
+    """Return the fault that calls `wrong(right, *arguments)` instead of an operation of what makes a block's codes."""
 
-    def plant(rig: Rig) -> None:
-        for quantizer in holders(rig):
-            ops = replace(quantizer.ops, **{operation: partial(wrong, getattr(quantizer.ops, operation))})
-            quantizer.ops = ops
+    def with_wrong(ops: Any) -> Any:
+        return replace(ops, **{operation: partial(wrong, getattr(ops, operation))})
 
-    return plant
-
-
-def scales_of(codes: Tensor, numel: int, bits: int) -> Tensor:
-    """Return the scales, fp32, that follow the codes of so many values."""
-    return codes[code_bytes(numel, bits) :][: 4 * -(-numel // BLOCK)].view(torch.float32)
+    return changed(block, f"{path}.ops", with_wrong)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megazero.base.quantized import BLOCK
 from megazero.checkpoint.pieces import ShardState
+from megazero.kernels.reference import scales_of
 from megazero.memory.partition import PartitionedStore
 from megazero.memory.recompute import Recomputed
 from megazero.model.block import Block
@@ -24,22 +25,11 @@ from megazero.tools.certify.planted_calls import (
     after,
     before,
     block,
-    block_gradients,
-    disks,
-    engine,
-    gather,
-    gradients,
+    changed,
     in_codes,
     instead,
     itself,
-    loss_scale,
-    of_gradients,
-    of_parameters,
-    offloaded_gradients,
-    optimizer,
-    pipeline,
-    scales_of,
-    second_shards,
+    units,
 )
 from megazero.tools.certify.tolerances import DECAY
 from megazero.tools.certify.training import Plant, Rig
@@ -47,6 +37,8 @@ from megazero.zero.unit import Unit
 from megazero.zero.unit_gradients import UnitGradients
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
+_ADAM, _QUANTIZE = "built.engine.optimizer", "gradients.summing._quantize"
+_UPDATE = f"{_ADAM}.update"
 Variant = Callable[[Job], Job]  # of a job on one process
 ALONE: Variant = replace  # the reference alone can find what is on both sides of a comparison with it
 DATA: Variant = partial(replace, data=2, stage=1)
@@ -102,29 +94,15 @@ def _of_one_rank(plant: Plant) -> Plant:
 def _pieces(change: Callable[[Any], dict[str, float]]) -> Plant:
     """Return the fault that changes the settings of what AdamW updates at once."""
 
-    def plant(rig: Rig) -> None:
-        adam = rig.built.engine.optimizer
-        assert isinstance(adam, AdamW), "the fault is planted in it"
-        adam._pieces = {
-            unit: [replace(piece, **change(piece)) for piece in pieces] for unit, pieces in adam._pieces.items()
-        }
+    def of_all(of: dict[Unit, list[Any]]) -> dict[Unit, list[Any]]:
+        return {unit: [replace(each, **change(each)) for each in pieces] for unit, pieces in of.items()}
 
-    return plant
+    return changed(itself, f"{_ADAM}._pieces", of_all)
 
 
 def scaled(by: float, *, everywhere: bool) -> Plant:
     """Return the fault that multiplies the gradients of a block, or of all units, when they have been reduced."""
-    return before(gradients if everywhere else block_gradients, "end_reduce", lambda gradients: gradients.own.mul_(by))
-
-
-def _loose_clip(rig: Rig) -> None:
-    rig.built.engine.clip *= 3
-
-
-def _swapped_betas(rig: Rig) -> None:
-    adam = rig.built.engine.optimizer
-    assert isinstance(adam, AdamW), "the fault is planted in it"
-    adam.betas = (adam.betas[1], adam.betas[0])
+    return before(units if everywhere else block, "gradients.end_reduce", lambda gradients: gradients.own.mul_(by))
 
 
 def _late_bias_correction(rig: Rig) -> None:
@@ -166,10 +144,6 @@ def _round_to_two_bits(gradients: UnitGradients) -> None:
     gradients.partial.copy_(torch.ldexp((mantissa * 4).round() / 4, exponent))
 
 
-def _norm_without_a_unit(rig: Rig) -> None:
-    rig.built.engine._counted[0] = False
-
-
 def _fed(wrong: Callable[[Any], Any]) -> Plant:
     """Return the fault that gives the stages something else of each micro-batch."""
     return instead(itself, "feed", lambda rig, feed, *batch: wrong(feed(*batch)))
@@ -190,20 +164,10 @@ def _read_other_tokens(rig: Rig, batches: Callable[..., Any], step: int) -> list
     return [replace(first, tokens_SB=first.tokens_SB.flip(0)), *rest]
 
 
-def _masks_of_another_layer(rig: Rig) -> None:
-    """Give the blocks of a pipeline rank numbers from 0."""
-    if rig.grid["pipeline"].rank == 0:
-        return
-    for layer in rig.built.model.blocks:
-        assert isinstance(layer, Block)
-        for dropout in (layer.attention_dropout, layer.mlp_dropout):
-            seed, number, site = dropout._name
-            dropout._name = seed, number - 1, site
-
-
-def _incomplete_tails(rig: Rig) -> None:
-    for unit in rig.built.engine.units:
-        unit.axes = replace(unit.axes, sequence=False)
+def _dropouts(rig: Rig) -> list[Any]:
+    """Return the dropouts of the blocks of the second pipeline rank."""
+    blocks = rig.built.model.blocks if rig.grid["pipeline"].rank else []
+    return [each for of in blocks if isinstance(of, Block) for each in (of.attention_dropout, of.mlp_dropout)]
 
 
 def _regions(rig: Rig) -> list[Any]:
@@ -269,65 +233,72 @@ def _shorter(holding: ShardState) -> list[Any]:
 
 _NO_DECAY, _OTHER_DECAY = _pieces(lambda piece: {"decay": 0.0}), _pieces(lambda piece: {"decay": DECAY - piece.decay})
 _ONE_RATE = _pieces(lambda piece: {"lr_factor": 1.0})
-_FASTER = instead(optimizer, "update", lambda adam, update, unit, *, lr, **how: update(unit, lr=1.02 * lr, **how))
-_FROZEN_NORMS = instead(optimizer, "update", _update_but_norms)
-_NO_UPDATE = _of_one_rank(instead(optimizer, "update", _update_but_block))
-_COUNTED = after(optimizer, "update", _count_skip)
-_KEPT_SCALE = instead(loss_scale, "update", lambda scale, update, finite, counts: None)
-_LOST = _of_one_rank(after(block_gradients, "close", lambda gradients: gradients.partial.zero_()))
-_ROUGH = after(gradients, "close", _round_to_two_bits)
-_OTHER_WEIGHTS = _of_one_rank(lambda rig: block(rig)[0].resting.parameters.values.mul_(1.01))
-_STALE = instead(gather, "publish", _publish_but_block)
+_LOOSE_CLIP = changed(itself, "built.engine.clip", lambda clip: 3 * clip)
+_FASTER = instead(itself, _UPDATE, lambda adam, update, unit, *, lr, **how: update(unit, lr=1.02 * lr, **how))
+_FROZEN_NORMS = instead(itself, _UPDATE, _update_but_norms)
+_NO_UPDATE = _of_one_rank(instead(itself, _UPDATE, _update_but_block))
+_COUNTED = after(itself, _UPDATE, _count_skip)
+_SWAPPED_BETAS = changed(itself, f"{_ADAM}.betas", lambda betas: betas[::-1])
+_KEPT_SCALE = instead(itself, "built.engine.loss_scale.update", lambda scale, update, finite, counts: None)
+_LOST = _of_one_rank(after(block, "gradients.close", lambda gradients: gradients.partial.zero_()))
+_ROUGH = after(units, "gradients.close", _round_to_two_bits)
+_NORM_OF_FEWER = changed(itself, "built.engine._counted", lambda it: torch.cat((it.new_zeros(1), it[1:])))
+_OTHER_WEIGHTS = _of_one_rank(changed(block, "resting.parameters.values", lambda values: values.mul_(1.01)))
+_STALE = instead(itself, "built.engine.gather.publish", _publish_but_block)
 _FEWER = _of_one_rank(instead(itself, "batches", lambda rig, batches, step: batches(step)[:-1]))
 _AHEAD = _of_one_rank(instead(itself, "batches", lambda rig, batches, step: batches(step + 1)))
 _OTHER_TOKENS = _of_one_rank(instead(itself, "batches", _read_other_tokens))
 _ACROSS = _fed(lambda own: replace(own, now=replace(own.now, documents=None)))
 _ALL_SCORED = _fed(lambda own: replace(own, valid_SB=torch.ones_like(own.valid_SB)))
-_UNTIED = instead(pipeline, "_reduce_tied", lambda pipeline, reduce: None)
+_OTHER_MASKS = changed(_dropouts, "_name", lambda name: (name[0], name[1] - 1, name[2]))
+_UNTIED = instead(itself, "built.pipeline._reduce_tied", lambda pipeline, reduce: None)
+_TAILS = changed(units, "axes", lambda axes: replace(axes, sequence=False))
 _SWAPPED = instead(_regions, "cut", lambda region, cut, rows: cut(rows)[:: -1 if region.axis.rank == 1 else 1])
-_NOT_SENT = instead(offloaded_gradients, "send", lambda away, send, reduced, at=0: None)
-_UNWRITTEN = instead(disks, "windows", _read_only)
+_NOT_SENT = instead(block, "resting.offloaded_gradients.send", lambda away, send, reduced, at=0: None)
+_UNWRITTEN = instead(block, "resting.paged.windows", _read_only)
 _LATE_INPUTS = instead(_arenas, "put", _keep_the_one_before)
-_KEPT_SECOND = instead(second_shards, "forget", lambda second, forget: None)
-_ADDED_TWICE, _OTHER_SCALES = (
-    in_codes(of_gradients, "dequantize_", _add_twice),
-    in_codes(of_parameters, "dequantize_", _swap_scales),
+_KEPT_SECOND = instead(block, "parameters.gathering.forget", lambda second, forget: None)
+_ADDED_TWICE = in_codes("gradients.summing", "dequantize_", _add_twice)
+_OTHER_SCALES = in_codes("parameters.gathering", "dequantize_", _swap_scales)
+_TRUNCATED, _LARGER_SCALES = (
+    in_codes("gradients.summing", "quantize_", wrong) for wrong in (_truncate, _enlarge_scales)
 )
-_TRUNCATED, _LARGER_SCALES = (in_codes(of_gradients, "quantize_", wrong) for wrong in (_truncate, _enlarge_scales))
-_LARGER_OWN = before(of_gradients, "_start_exchange", lambda _, parts, out, axis, *rest: parts[axis.rank].mul_(1.02))
-_NO_RESIDUALS = before(of_gradients, "_quantize", lambda quantizer, *given: quantizer.residuals.zero_())
-_INVERTED = before(of_gradients, "_quantize", lambda quantizer, codes, x, number: quantizer.residuals[number].neg_())
-_AT_ONCE = after(engine, "finish_step", lambda engine, lr: engine.flush_delayed())
+_LARGER_OWN = before(
+    block, "gradients.summing._start_exchange", lambda _, parts, out, axis, **how: parts[axis.rank].mul_(1.02)
+)
+_NO_RESIDUALS = before(block, _QUANTIZE, lambda quantizer, *given, **how: quantizer.residuals.zero_())
+_INVERTED = before(block, _QUANTIZE, lambda quantizer, codes, x, number, first: quantizer.residuals[number].neg_())
+_AT_ONCE = after(itself, "built.engine.finish_step", lambda engine, lr: engine.flush_delayed())
 _TWICE = _of_one_rank(_held_otherwise(lambda holding: [*holding.pieces, holding.pieces[0]]))
 _NOT_HELD = _of_one_rank(_held_otherwise(_shorter))
 
 FAULTS = (
     Fault("no-decay", "weight decay is dropped", DATA, _NO_DECAY, 10),
     Fault("misplaced-decay", "what should decay does not, all else does", DATA, _OTHER_DECAY, 10),
-    Fault("loose-clip", "the gradient norm is clipped to 3 times as much", DATA, _loose_clip, 10),
+    Fault("loose-clip", "the gradient norm is clipped to 3 times as much", DATA, _LOOSE_CLIP, 10),
     Fault("frozen-norms", "norms are never updated", DATA, _FROZEN_NORMS, 10),
     Fault("wrong-lr", "the learning rate is 2 % too large", DATA, _FASTER, 10),
     Fault("one-rate", "all groups learn at one rate, on both sides", ALONE, _ONE_RATE, 10),
-    Fault("loose-clip-alone", "the clip is 3 times as much, on both sides", ALONE, _loose_clip, 10),
+    Fault("loose-clip-alone", "the clip is 3 times as much, on both sides", ALONE, _LOOSE_CLIP, 10),
     Fault("across-documents", "attention crosses documents, on both sides", ALONE, _ACROSS),
     Fault("all-scored", "targets of other documents are scored, on both sides", ALONE, _ALL_SCORED),
     Fault("counted-skip", "Adam counts a skipped step, on both sides", ALONE, _COUNTED, overflows=True),
     Fault("kept-scale", "the loss scale stays when gradients overflow", DATA, _KEPT_SCALE, overflows=True),
     Fault("bias-correction", "Adam's bias correction counts one update more", DATA, _late_bias_correction),
-    Fault("swapped-betas", "Adam's betas are swapped", DATA, _swapped_betas),
+    Fault("swapped-betas", "Adam's betas are swapped", DATA, _SWAPPED_BETAS),
     Fault("no-update", "one rank never updates its part of a block", SHARDED, _NO_UPDATE),
     Fault("lost-gradients", "one rank's gradients of a block are dropped", DATA, _LOST),
     Fault("rough-sums", "gradients are rounded to two bits before they are summed", DATA, _ROUGH),
-    Fault("norm-of-fewer", "a unit is missing in the gradient norm", SHARDED, _norm_without_a_unit),
+    Fault("norm-of-fewer", "a unit is missing in the gradient norm", SHARDED, _NORM_OF_FEWER),
     Fault("other-weights", "one rank begins with other weights", DATA, _OTHER_WEIGHTS),
     Fault("stale-shards", "a block's updated shards are never gathered", DATA, _STALE),
     Fault("lost-micro-batch", "one rank skips a micro-batch", DATA, _FEWER),
     Fault("next-samples", "one rank reads a step ahead", DATA, _AHEAD),
     Fault("other-tokens", "a sample's tokens come in another order", DATA, _OTHER_TOKENS),
     Fault("other-targets", "the last stage scores another micro-batch's targets", PIPELINE, _targets_of_another),
-    Fault("other-masks", "dropout masks are those of another layer", PIPELINE, _masks_of_another_layer),
+    Fault("other-masks", "dropout masks are those of another layer", PIPELINE, _OTHER_MASKS),
     Fault("untied", "the tied weight's two gradients are not added", PIPELINE, _UNTIED),
-    Fault("partial-tails", "norms get the gradient of a rank's own tokens", SEQUENCE, _incomplete_tails),
+    Fault("partial-tails", "norms get the gradient of a rank's own tokens", SEQUENCE, _TAILS),
     Fault("swapped-chunks", "one rank sums its chunks of rows in another order", CHUNKS, _SWAPPED),
     Fault("lost-to-host", "a block's gradients never reach the host", OFFLOADED, _NOT_SENT),
     Fault("lost-to-disk", "a block's gradients never reach the disk", ON_DISKS, _NOT_SENT),

@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megazero.base.errors import UserError
+from megazero.builders.job import changed
 from megazero.config.schema import Config
 from megazero.tools.certify.certify import Certificate, Row
 from megazero.tools.certify.layouts import admission, alone_of
 from megazero.tools.certify.planted_faults import DATA, DTYPES, FAULTS, Fault, scaled
-from megazero.tools.certify.training import nothing
 
+# Dropout, a tied head and documents, and four micro-batches.
+_SUITED = {"model.tie_embeddings": True, "batch.global_": 4, "batch.micro": 1, "data.mask_eod": True}
 _SMALLEST = 47  # of the scales that are tried, 2^-47
 NOTHING, SCALES = "nothing", {"scaled-block": False, "scaled-gradient": True}
 _SCALED = {False: "a block's reduced gradients times 1 + x", True: "all reduced gradients times 1 + x"}
@@ -51,12 +53,7 @@ def names() -> list[str]:
 
 
 def plant(
-    config: Config,
-    chosen: Sequence[str],
-    steps: int,
-    *,
-    dtypes: Sequence[str] = DTYPES,
-    faults: Sequence[Fault] = FAULTS,
+    config: Config, chosen: Sequence[str], steps: int, dtypes: Sequence[str] = DTYPES, faults: Sequence[Fault] = FAULTS
 ) -> Iterator[Planted]:
     """Yield the finding of every chosen fault in every precision.
 
@@ -66,43 +63,30 @@ def plant(
     Raises:
         UserError: 106, the config does not admit a layout; 303, one process does not get through.
     """
-    config, alone = _suited(config), alone_of(config)
-    each: dict[str, list[Fault]] = {}
+    config = changed(config, _SUITED | {"model.dropout": config.model.dropout or 0.1})
+    alone = alone_of(config)
     for dtype in dtypes:
-        admits, summed = admission(_in(config, dtype)), _in(config, dtype).zero.reduce_dtype is not None
-        each[dtype] = [fault for fault in faults if fault.can_be(alone, dtype, summed=summed)]
-        if refused := next((f.layout(alone) for f in each[dtype] if not admits(f.layout(alone))), None):
+        own = _in(config, dtype)
+        admits, summed = admission(own), own.zero.reduce_dtype is not None
+        allowed = {fault: fault.layout(alone) for fault in faults if fault.can_be(alone, dtype, summed=summed)}
+        if refused := next((layout for layout in allowed.values() if not admits(layout)), None):
             what = f"the config cannot be trained as {refused}, into which faults are planted"
             raise UserError(106, what, "give a model with an even number of heads and two layers", where="certify")
-    for dtype in dtypes:
-        certificate = Certificate(_in(config, dtype), steps)
+        certificate = Certificate(own, steps)
+        layouts = {fault: fault.layout(certificate.alone) for fault in allowed}
         if NOTHING in chosen:
-            layouts = dict.fromkeys(fault.layout(certificate.alone) for fault in each[dtype])
-            yield _nothing(list(certificate.rows((layout, nothing) for layout in layouts)), dtype)
-        some = [fault for fault in each[dtype] if fault.name in chosen]
-        rows = certificate.rows((fault.layout(certificate.alone), fault.plant) for fault in some)
-        yield from (_found(*pair, dtype) for pair in zip(some, rows, strict=True))
+            yield _nothing(list(map(certificate.row, dict.fromkeys(layouts.values()))), dtype)
+        for fault in (fault for fault in layouts if fault.name in chosen):
+            yield _found(fault, certificate.row(layouts[fault], fault.plant), dtype)
         for name, everywhere in SCALES.items():
             if name in chosen:
                 yield _smallest(certificate, name, everywhere, dtype)
 
 
-def _suited(config: Config) -> Config:
-    model = {"dropout": config.model.dropout or 0.1, "tie_embeddings": True}
-    batch, data = {"global_": 4, "micro": 1}, {"mask_eod": True}
-    sections = {"model": model, "batch": batch, "data": data}
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    )
-
-
 def _in(config: Config, dtype: str) -> Config:
     """Return the config in another precision; sums over ranks are in a dtype of their own only where they can be."""
-    zero = config.zero
-    if dtype not in ("fp32", "bf16"):
-        zero = zero.model_copy(update={"reduce_dtype": None})
-    precision = config.precision.model_copy(update={"dtype": dtype})
-    return config.model_copy(update={"precision": precision, "zero": zero})
+    reduced = {} if dtype in ("fp32", "bf16") else {"zero.reduce_dtype": None}
+    return changed(config, {"precision.dtype": dtype} | reduced)
 
 
 def _nothing(rows: Sequence[Row], dtype: str) -> Planted:
@@ -124,7 +108,7 @@ def _smallest(certificate: Certificate, name: str, everywhere: bool, dtype: str)
     best, layout = ("", 0.0), DATA(certificate.alone)
     while missed - found > 1:
         middle = (found + missed) // 2
-        (row,) = certificate.rows([(layout, scaled(1 + 2.0**-middle, everywhere=everywhere))])
+        row = certificate.row(layout, scaled(1 + 2.0**-middle, everywhere=everywhere))
         if row.fault is None:
             missed = middle
         else:

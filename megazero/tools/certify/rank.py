@@ -1,7 +1,7 @@
 """Record what one rank computes in a few steps of training, in a file to compare with others."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
@@ -51,10 +51,10 @@ class Results:
         coded: of each unit that is sent as integers how it is (`codes.py`).
     """
 
-    losses: list[float]
-    norms: list[float]
-    rows: dict[str, tuple[int, int]]
-    stored: dict[str, Tensor]
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    rows: dict[str, Sequence[int]] = field(default_factory=dict)
+    stored: dict[str, Tensor] = field(default_factory=dict)
     held: list[tuple[str, int, int]] = field(default_factory=list)
     shapes: dict[str, list[int]] = field(default_factory=dict)
     data_rank: int = 0
@@ -77,17 +77,11 @@ def load_results(folder: Path, rank: int) -> Results | None:
     path = folder / f"{rank}.json"
     if not path.exists():
         return None
-    numbers = json.loads(path.read_text())
-    numbers["rows"] = {name: (first, count) for name, (first, count) in numbers["rows"].items()}
-    for name in ("held", "skips"):
-        numbers[name] = list(map(tuple, numbers[name]))
-    numbers["samples"] = [list(map(tuple, step)) for step in numbers["samples"]]
-    return Results(**numbers, stored=load_file(folder / f"{rank}.safetensors"))
+    return Results(**json.loads(path.read_text()), stored=load_file(folder / f"{rank}.safetensors"))
 
 
 def write_results(results: Results, folder: Path, rank: int) -> None:
     """Write a rank's results into a folder."""
-    folder.mkdir(exist_ok=True)
     save_file(results.stored, folder / f"{rank}.safetensors")
     numbers = {name: value for name, value in vars(results).items() if name != "stored"}
     (folder / f"{rank}.part").write_text(json.dumps(numbers))
@@ -101,28 +95,23 @@ def digest_of(tokens_S: Tensor, targets_S: Tensor, valid_S: Tensor) -> str:
 
 
 def record(
-    built: Built, passes: Callable[[int], object], steps: int, lr: float, clip: float, overflow: int | None = None
-) -> Results:
-    """Train, and return what this rank computed; after the last step no update is delayed.
+    results: Results, built: Built, passes: Callable[[int], object], steps: int, lr: float, clip: float, overflow: int
+) -> None:
+    """Train, and record what this rank computes; after the last step no update is delayed.
 
     Args:
         passes: runs forward and backward of a step.
         clip: the config's.
-        overflow: the step whose loss is scaled by so much more that gradients overflow.
+        overflow: the step whose loss is scaled by so much more that gradients overflow; -1: none.
     """
-    engine = built.engine
-    declarations = declarations_by_name(built.model.named_parameters())
-    rows = {
-        name: (d.first_row, max(min(d.local_shape[0], d.shape[0] - d.first_row), 0))
-        for name, d in declarations.items()
-        if d.split
-    }
-    results = Results([], [], rows, {})
+    engine, rows = built.engine, results.rows
+    for name, d in declarations_by_name(built.model.named_parameters()).items():
+        if d.split:
+            rows[name] = (d.first_row, max(min(d.local_shape[0], d.shape[0] - d.first_row), 0))
 
     def note(kind: str, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, value in named:
-            kept = value[: rows[name][1]] if name in rows else value
-            results.stored[f"{kind}/{name}"] = kept.clone()
+            results.stored[f"{kind}/{name}"] = value[: rows[name][1] if name in rows else None].clone()
 
     note("initial", parameters_as_they_rest(engine))
     for step in range(steps):
@@ -140,7 +129,6 @@ def record(
         results.losses.append(done.loss.item())
         results.norms.append(done.grad_norm.item())
         results.skips.append((bool(done.skipped), engine.loss_scale.scale.item()))
-    return results
 
 
 def parameters_as_they_rest(engine: Engine) -> Iterator[tuple[str, Tensor]]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megazero.base.terminal import WIDEST_TABLE, wrapped
 from megazero.config.schema import Config
 from megazero.tools.certify.certify import Row, tolerance_for
 
@@ -26,40 +27,23 @@ _AWAY = {"cpu": "host", "nvme": "disk"}  # where kept block inputs rest, in JSON
 
 def table(rows: Sequence[Row], config: Config, steps: int) -> str:
     """Return the rows as a table in Markdown."""
-    tolerance = tolerance_for(config)
     lines = [
-        f"{_counted(rows)}, {steps} steps in {config.precision.dtype}, against one process, and this against an "
-        "independent reference: relative differences",
-        *_wider(rows, config),
+        _said(rows, config, steps),
         "",
         _cells("layout", "ranks", "bitwise equal", *(column[1] for column in _COLUMNS), "beyond its tolerance"),
         "|---" * (len(_COLUMNS) + 4) + "|",
-        _cells("*tolerance*", "", "", *(f"{getattr(tolerance, column[3]):.0e}" for column in _COLUMNS), ""),
+        _cells("*tolerance*", "", "", *_allowed(config), ""),
     ]
-    for row in rows:
-        bitwise = "yes" if row.bitwise else "no" if row.times else ""
-        numbers = [f"{value:.1e}" if value else "0" for value in _numbers(row).values()]
-        lines.append(_cells(str(row.layout), str(row.layout.ranks), bitwise, *numbers, row.fault or ""))
+    lines += [_cells(str(row.layout), str(row.layout.ranks), *_shown(row, 1), row.fault or "") for row in rows]
     return "\n".join(lines)
 
 
 def narrow_table(rows: Sequence[Row], config: Config, steps: int) -> str:
     """Return the rows for a terminal: under each layout its numbers, in 60 columns."""
-    tolerance = tolerance_for(config)
-    lines = [
-        f"{_counted(rows)}, {steps} steps in {config.precision.dtype}, against one process,",
-        "and this against an independent reference:",
-        "relative differences, in an update of Adam's moments too",
-        *_wider(rows, config),
-        "",
-        "layout",
-        _line("same bits", *(column[0] for column in _COLUMNS)),
-        _line("allowed", *(f"{getattr(tolerance, column[3]):.0e}" for column in _COLUMNS)),
-    ]
+    lines = [*wrapped(_said(rows, config, steps), WIDEST_TABLE), "", "layout"]
+    lines += [_line("same bits", *(column[0] for column in _COLUMNS)), _line("allowed", *_allowed(config))]
     for row in rows:
-        lines.append(f"{row.layout}, {row.layout.ranks} ranks")
-        numbers = [f"{value:.0e}" if value else "0" for value in _numbers(row).values()]
-        lines.append(_line("yes" if row.bitwise else "no", *numbers))
+        lines += [f"{row.layout}, {row.layout.ranks} ranks", _line(*_shown(row, 0))]
         lines += [f"  BEYOND ITS TOLERANCE: {row.fault}"] if row.fault else []
     return "\n".join(lines)
 
@@ -71,10 +55,8 @@ def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
 
 
 def _values(row: Row) -> dict[str, Any]:
-    options = {name: getattr(row.layout, name) for name in _SHOWN} | {
-        "offload": row.layout.offloaded,
-        "inputs_away": _AWAY.get(row.layout.offload),
-    }
+    options = {name: getattr(row.layout, name) for name in _SHOWN}
+    options |= {"offload": row.layout.offloaded, "inputs_away": _AWAY.get(row.layout.offload)}
     times = {measure: times if math.isfinite(times) else None for measure, times in row.times.items()}  # as JSON can
     said = {"bitwise": row.bitwise, "fault": row.fault, "times": times, "layout": options, "name": str(row.layout)}
     return {**said, "ranks": row.layout.ranks, **_numbers(row)}
@@ -83,6 +65,17 @@ def _values(row: Row) -> dict[str, Any]:
 def _numbers(row: Row) -> dict[str, float]:
     """Return the largest relative difference of each column."""
     return {column[0]: max(row.worst.get(measure, 0.0) for measure in column[2]) for column in _COLUMNS}
+
+
+def _shown(row: Row, digits: int) -> list[str]:
+    """Return whether all bits are equal, and the number of each column."""
+    bitwise = "yes" if row.bitwise else "no" if row.times else ""
+    return [bitwise, *(f"{value:.{digits}e}" if value else "0" for value in _numbers(row).values())]
+
+
+def _allowed(config: Config) -> list[str]:
+    """Return the tolerance of each column."""
+    return [f"{getattr(tolerance_for(config), column[3]):.0e}" for column in _COLUMNS]
 
 
 def _cells(*cells: str) -> str:
@@ -94,12 +87,13 @@ def _line(first: str, *numbers: str) -> str:
     return f"{first:>9}" + "".join(f"{number:>{max(len(column[0]), 5) + 1}}" for column, number in columns)
 
 
-def _wider(rows: Sequence[Row], config: Config) -> list[str]:
-    """Return the line that says that some layouts may differ more, if there are any."""
-    most = tolerance_for(config)
+def _said(rows: Sequence[Row], config: Config, steps: int) -> str:
+    """Return the sentence above a table."""
+    number, most = sum(row.layout.ranks > 1 for row in rows), tolerance_for(config)
     odd = any(tolerance_for(config, row.layout) != most for row in rows)
-    return ["Layouts with integers or 16-bit sums have wider tolerances."] * odd
-
-
-def _counted(rows: Sequence[Row]) -> str:
-    return f"{sum(row.layout.ranks > 1 for row in rows)} layouts"
+    return (
+        f"{number} layouts, {steps} steps in {config.precision.dtype}, against one process, and this against an "
+        "independent reference: relative differences"
+        + "; layouts with integers or 16-bit sums have wider tolerances"
+        * odd
+    )

@@ -2,21 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.builders.assemble import (
-    DTYPES,
-    Built,
-    StageInputs,
-    bucket_of,
-    build,
-    feeds_of,
-    grid_of,
-)
+from megazero.builders.assemble import DTYPES, Built, StageInputs, bucket_of, build, feeds_of, grid_of
+from megazero.builders.job import changed
 from megazero.builders.pipeline import model_shape
 from megazero.checkpoint.pieces import Piece, ShardState
 from megazero.comm.context import CommContext
@@ -37,7 +29,7 @@ from megazero.run.checkpointing import holdings_of
 from megazero.run.data import RunData, open_data
 from megazero.run.disks import open_disks
 from megazero.tools.certify.codes import record_codes
-from megazero.tools.certify.rank import OVERFLOW, Results, digest_of, record, write_results
+from megazero.tools.certify.rank import OVERFLOW, Results, digest_of, record
 from megazero.tools.certify.reference import follow
 from megazero.tools.certify.tolerances import BETAS, CLIP, DECAY, LR, VECTORS, eps_of
 from megazero.zero.engine import Engine
@@ -71,19 +63,16 @@ def settings(config: Config) -> Config:
     """Return the config with the optimizer's settings of the certificate (`tools/certify/tolerances.py` says why)."""
     eps = eps_of(model_shape(config).parameters())
     chosen = {"lr": LR, "betas": BETAS, "eps": eps, "weight_decay": DECAY, "clip": CLIP}
-    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=chosen)})
+    return changed(config, {f"optimizer.{name}": value for name, value in chosen.items()})
 
 
-def train_rank(
-    comm: CommContext, world: World, config: Config, steps: int, folder: Path, plant: Plant = nothing
-) -> None:
-    """Train, and write this rank's results into the folder.
+def train_rank(comm: CommContext, world: World, config: Config, steps: int, plant: Plant = nothing) -> Results:
+    """Train, and return this rank's results.
 
     Args:
         config: with the `settings` of the certificate.
         plant: changes something before the first step.
     """
-    folder.mkdir(exist_ok=True)  # for its disks
     grid, device = grid_of(config, comm, world), torch.device("cpu")
     host = Host(device, comm.ledger, apart=True)  # or nothing would be offloaded
     ops = choose(config.precision.kernels, device, DTYPES[config.precision.dtype])
@@ -95,20 +84,21 @@ def train_rank(
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
     rig = Rig(grid, built, loader.step, feed, lambda: holdings_of(built, saves=True))
     plant(rig)
-    write_results(_trained(rig, config, steps), folder, world.rank)
+    results = _recorded(rig, config, steps)
     loader.close()
     if disks is not None:
         disks.close()
+    return results
 
 
-def follow_rank(config: Config, steps: int, folder: Path, *, late: bool) -> None:
-    """Train the independent reference, and write its results into the folder.
+def follow_rank(config: Config, steps: int, *, late: bool) -> Results:
+    """Train the independent reference, and return its results.
 
     Args:
         late: forward sees the weights of one update less.
     """
     data, _ = _opened(config)
-    write_results(follow(config, data.mixture, steps, late=late), folder, 0)
+    return follow(config, data.mixture, steps, late=late)
 
 
 def _opened(config: Config) -> tuple[RunData, Part]:
@@ -142,8 +132,8 @@ def _slow_vectors(engine: Engine, config: Config, ops: Operations) -> None:
     engine.optimizer = AdamW(engine.units, **given)
 
 
-def _trained(rig: Rig, config: Config, steps: int) -> Results:
-    samples: list[list[tuple[int, str]]] = []
+def _recorded(rig: Rig, config: Config, steps: int) -> Results:
+    results = Results(shapes=whole_shapes(rig.built.model), data_rank=rig.grid["data"].rank)
 
     def passes(step: int) -> None:
         seen: dict[int, MicroBatch] = {}  # a rank that has two stages asks twice
@@ -153,20 +143,17 @@ def _trained(rig: Rig, config: Config, steps: int) -> Results:
             return rig.feed(batch, step, True)
 
         rig.built.pipeline.train(rig.batches(step), feed)
-        samples.append([sample for batch in seen.values() for sample in _samples(batch)])
+        results.samples.append([sample for batch in seen.values() for sample in _samples(batch)])
 
     before = [values["weight"].clone() for _, values in _held(rig)]
-    codes = record_codes(rig.built.engine.units)
-    overflow = OVERFLOW if config.precision.dtype == "fp16" else None
-    results = record(rig.built, passes, steps, config.optimizer.lr, config.optimizer.clip, overflow)
-    results.stored.update(codes.stored)
-    after = _held(rig)
-    for number, (first, (_, values)) in enumerate(zip(before, after, strict=True)):
-        tensors = {"first": first, **values}
-        results.stored.update({f"{kind}/{number}": value.clone() for kind, value in tensors.items()})
-    held = [(piece.name, piece.start, piece.stop) for piece, _ in after]
-    results = replace(results, held=held, shapes=whole_shapes(rig.built.model), data_rank=rig.grid["data"].rank)
-    return replace(results, samples=samples, coded=codes.how)
+    record_codes(rig.built.engine.units, results)
+    overflow = OVERFLOW if config.precision.dtype == "fp16" else -1
+    record(results, rig.built, passes, steps, config.optimizer.lr, config.optimizer.clip, overflow)
+    for number, (first, (piece, values)) in enumerate(zip(before, _held(rig), strict=True)):
+        results.held.append((piece.name, piece.start, piece.stop))
+        for kind, value in {"first": first, **values}.items():
+            results.stored[f"{kind}/{number}"] = value.clone()
+    return results
 
 
 def _held(rig: Rig) -> list[tuple[Piece, dict[str, Tensor]]]:

@@ -12,13 +12,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import ValidationError
 from torch import Tensor
 
 from megazero.base.errors import UserError
+from megazero.config.schema import Model
 
 HEAD = "lm_head.weight"
 _ELSEWHERE = "train transformers' own class with megazero.shard"
@@ -77,12 +78,6 @@ class Row:
     way: Way = _SAME
 
 
-Size = Annotated[int, Field(ge=1, lt=2**31)]
-_Share = Annotated[float, Field(ge=0, lt=1)]
-_Eps = Annotated[float, Field(gt=0)]
-_Theta = Annotated[float, Field(ge=1)]
-
-
 @dataclass(frozen=True)
 class Family:
     """A family of their models.
@@ -90,7 +85,7 @@ class Family:
     Attributes:
         name, architecture: in config.json.
         options: of our model section, those that all models of the family have.
-        fields: of config.json: our option, type, default ("...": required).
+        fields: of config.json: our option, default ("...": required). The options' own types check the values.
         fixed: of config.json, what our models do; another value of theirs would be another function. The first one is
             written, None stands for absent: what transformers takes by default.
         rows: of parameters.
@@ -101,7 +96,7 @@ class Family:
     name: str
     architecture: str
     options: Mapping[str, Any]
-    fields: Mapping[str, tuple[str, Any, Any]]
+    fields: Mapping[str, tuple[str, Any]]
     fixed: Mapping[str, tuple[Any, ...]]
     rows: tuple[Row, ...]
     embedding: str
@@ -113,15 +108,15 @@ GPT2 = Family(
     "GPT2LMHeadModel",
     {"position": "learned", "norm": "layernorm", "activation": "gelu"},
     {
-        "n_layer": ("layers", Size, ...),
-        "n_embd": ("hidden", Size, ...),
-        "n_head": ("heads", Size, ...),
-        "n_inner": ("ffn", Size | None, None),
-        "vocab_size": ("vocab", Size, ...),
-        "n_positions": ("seq_len", Size, ...),
-        "resid_pdrop": ("dropout", _Share, 0.1),
-        "tie_word_embeddings": ("tie_embeddings", bool, True),
-        "layer_norm_epsilon": ("norm_eps", _Eps, 1e-5),
+        "n_layer": ("layers", ...),
+        "n_embd": ("hidden", ...),
+        "n_head": ("heads", ...),
+        "n_inner": ("ffn", None),
+        "vocab_size": ("vocab", ...),
+        "n_positions": ("seq_len", ...),
+        "resid_pdrop": ("dropout", 0.1),
+        "tie_word_embeddings": ("tie_embeddings", True),
+        "layer_norm_epsilon": ("norm_eps", 1e-5),
     },
     {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh", None),  # the tanh form
@@ -148,16 +143,16 @@ LLAMA = Family(
     "LlamaForCausalLM",
     {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu"},
     {
-        "num_hidden_layers": ("layers", Size, ...),
-        "hidden_size": ("hidden", Size, ...),
-        "num_attention_heads": ("heads", Size, ...),
-        "num_key_value_heads": ("kv_heads", Size | None, None),
-        "intermediate_size": ("ffn", Size, ...),
-        "vocab_size": ("vocab", Size, ...),
-        "max_position_embeddings": ("seq_len", Size, ...),
-        "tie_word_embeddings": ("tie_embeddings", bool, False),
-        "rms_norm_eps": ("norm_eps", _Eps, 1e-6),
-        "rope_theta": ("rope_theta", _Theta | None, None),
+        "num_hidden_layers": ("layers", ...),
+        "hidden_size": ("hidden", ...),
+        "num_attention_heads": ("heads", ...),
+        "num_key_value_heads": ("kv_heads", None),
+        "intermediate_size": ("ffn", ...),
+        "vocab_size": ("vocab", ...),
+        "max_position_embeddings": ("seq_len", ...),
+        "tie_word_embeddings": ("tie_embeddings", False),
+        "rms_norm_eps": ("norm_eps", 1e-6),
+        "rope_theta": ("rope_theta", None),
     },
     {"hidden_act": ("silu", None), "attention_bias": (False, None), "mlp_bias": (False, None)},
     (
@@ -199,7 +194,7 @@ class Link:
     ours: str
     theirs: tuple[str, ...]
     heads: Heads
-    way: Way = _SAME
+    way: Way
 
     def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
         """Return our parameter."""
@@ -250,30 +245,14 @@ def config_to_theirs(model: Mapping[str, Any], dtype: str, tokens: SpecialTokens
     family = family_of(model)
     found = {"model_type": family.name, "architectures": [family.architecture], "torch_dtype": dtype}
     found |= {"bos_token_id": tokens.begin, "eos_token_id": tokens.end, "pad_token_id": tokens.pad}
-    found |= {theirs: model[ours] for theirs, (ours, _, _) in family.fields.items()}
+    found |= {theirs: model[ours] for theirs, (ours, _) in family.fields.items()}
     found |= {option: allowed[0] for option, allowed in family.fixed.items()}
     if family is GPT2:
         return found | {"embd_pdrop": model["dropout"], "attn_pdrop": 0.0}
     return found | {"head_dim": model["hidden"] // model["heads"]}
 
 
-class _Read(BaseModel):
-    """The fields that are read of a config.json, by their names; the rest is left alone."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-
-class _Rope(_Read):
-    rope_theta: _Theta | None = None
-
-
-class _Angles(_Read):
-    head_dim: Size | None = None
-    rope_parameters: _Rope | None = None
-    rope_scaling: Annotated[_Rope | None, BeforeValidator(lambda found: found or None)] = None  # the older name
-
-
-def config_from_theirs(theirs: Mapping[str, Any], where: Path) -> dict[str, Any]:
+def config_from_theirs(theirs: Mapping[str, Any], where: Path) -> Model:
     """Return our model section of their config.json.
 
     Args:
@@ -291,48 +270,45 @@ def config_from_theirs(theirs: Mapping[str, Any], where: Path) -> dict[str, Any]
     family = FAMILIES[kind]
     for option, allowed in family.fixed.items():
         if theirs.get(option) not in allowed:
-            what = (
-                f"{option} {theirs[option]!s:.60}: our models have {allowed[0]}, the weights would be another function"
-            )
+            what = f"{option} {theirs[option]!s:.60}: our models have {allowed[0]}, it would be another function"
             do = f"import a {kind} model with {option} {allowed[0]}, or {_ELSEWHERE}"
             raise UserError(415, what, do, where=where)
-    _require_plain_angles(theirs, where)
-    types: dict[str, Any] = {name: (type_, default) for name, (_, type_, default) in family.fields.items()}
+    read = {ours: theirs.get(name, default) for name, (ours, default) in family.fields.items()}
+    read |= {"rope_theta": _theta(theirs, where) or read["rope_theta"] or 10000.0} if family is LLAMA else {}
+    names = {ours: name for name, (ours, _) in family.fields.items()}
+    do = "give a config.json as transformers writes it"
+    if lacking := [names[ours] for ours, value in read.items() if value is ...]:
+        raise UserError(415, f"{lacking[0]} is missing", do, where=where)
     try:
-        read = create_model(kind, __base__=_Read, **types)(**theirs)
-        angles = _Angles(**theirs) if family is LLAMA else _Angles()
+        model = Model(**family.options, **read)
     except ValidationError as error:
         fault = error.errors()[0]
-        what = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
-        what += "" if fault["type"] == "missing" else f", got {fault['input']!r:.40}"
-        raise UserError(415, what, "give a config.json as transformers writes it", where=where) from None
-    return _section({ours: getattr(read, name) for name, (ours, _, _) in family.fields.items()}, family, angles, where)
-
-
-def _require_plain_angles(theirs: Mapping[str, Any], where: Path) -> None:
-    """Refuse rotary angles that are scaled. Raises UserError 415 with the field."""
-    for field in ("rope_scaling", "rope_parameters"):
-        found = theirs.get(field)
-        kinds = {key: found.get(key) for key in ("rope_type", "type")} if isinstance(found, dict) else {}
-        for key, kind in kinds.items():
-            if kind not in ("default", None):
-                what = f"{field}.{key} {kind!r:.40}: no option here scales rotary angles"
-                raise UserError(415, what, f"import a model with {key} 'default', or {_ELSEWHERE}", where=where)
-
-
-def _section(read: dict[str, Any], family: Family, angles: _Angles, where: Path) -> dict[str, Any]:
-    """Return our model section of the fields that were read."""
-    hidden, heads = read["hidden"], read["heads"]
-    if angles.head_dim is not None and angles.head_dim * heads != hidden:
-        what = f"head_dim {angles.head_dim}: our models have hidden_size / num_attention_heads, {hidden} / {heads}"
+        what = f"{names[str(fault['loc'][0])]}: {fault['msg']}, got {fault['input']!r:.40}"
+        raise UserError(415, what, do, where=where) from None
+    size = theirs.get("head_dim")
+    if family is LLAMA and size not in (None, model.hidden / model.heads):
+        what = f"head_dim {size!r:.40}: our models have hidden_size / num_attention_heads, "
+        what += f"{model.hidden} / {model.heads}"
         raise UserError(415, what, f"import a model with that, or {_ELSEWHERE}", where=where)
-    # As transformers reads them: the older field before the newer one, and the base in it before the one next to it.
-    rope = angles.rope_scaling or angles.rope_parameters or _Rope()
-    found = {"dropout": 0.0, **family.options, **read}
-    found["ffn"] = read["ffn"] or 4 * hidden
-    found["kv_heads"] = read.get("kv_heads") or heads
-    found["rope_theta"] = float(rope.rope_theta or read.get("rope_theta") or 10000.0)
-    return found
+    return model
+
+
+def _theta(theirs: Mapping[str, Any], where: Path) -> object:
+    """Return the base of rotary angles in the field for them; as transformers does, in the older one if there are two.
+
+    Raises:
+        UserError: 415, angles that are scaled, or a field that is no mapping.
+    """
+    fields = {name: theirs.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
+    for name, found in fields.items():
+        if not isinstance(found, dict):
+            do = "give a config.json as transformers writes it"
+            raise UserError(415, f"{name}: expected a mapping, got {found!r:.40}", do, where=where)
+        for key in ("rope_type", "type"):
+            if found.get(key) not in ("default", None):
+                what = f"{name}.{key} {found[key]!r:.40}: no option here scales rotary angles"
+                raise UserError(415, what, f"import a model with {key} 'default', or {_ELSEWHERE}", where=where)
+    return (fields["rope_scaling"] or fields["rope_parameters"]).get("rope_theta")
 
 
 def is_no_parameter(name: str, model: Mapping[str, Any]) -> bool:

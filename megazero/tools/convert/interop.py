@@ -2,15 +2,14 @@
 
 import json
 import math
-import os
 import platform
 import uuid
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,63 +19,51 @@ from torch import Tensor
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import flush_file, new_folder, replace_file
-from megazero.base.reading import UnexpectedFileError, looked_up, open_regular, parse_object, read_file
+from megazero.base.reading import looked_up, open_regular, parse_object, read_file
 from megazero.base.version import __version__
 from megazero.checkpoint.manifest import FORMAT, WEIGHT, File, Logical, Manifest, shard_name
 from megazero.checkpoint.shard import BLOCK, FLOATS, NAMES, key_of, plan_shard, write_shard
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
+from megazero.config.schema import Model
 from megazero.tools.convert.hugging_face import (
     HEAD,
     Link,
-    SpecialTokens,
     config_from_theirs,
-    config_to_theirs,
     family_of,
     is_no_parameter,
     links,
 )
 
-T = TypeVar("T")
+_Files = Mapping[str, bytes]  # contents by names
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
 _PART = 1 << 30  # bytes of an imported checkpoint's files, about
-_CONFIG_BYTES, _INDEX_BYTES, _HEADER_BYTES = 1 << 20, 4 << 20, 1 << 20
+_CONFIG_BYTES, _INDEX_BYTES = 1 << 20, 4 << 20
 
 
 def export(
-    source: Path,
-    manifest: Manifest,
-    model: Mapping[str, Any],
-    target: Path,
-    *,
-    dtype: torch.dtype,
-    part: int,
-    tokens: SpecialTokens,
-    beside: Mapping[str, bytes],
-) -> list[Path]:
-    """Write a checkpoint's weights as transformers reads them: config.json and one or several safetensors files.
+    source: Path, manifest: Manifest, wanted: Sequence[Link], dtype: torch.dtype, target: Path, files: _Files, part: int
+) -> int:
+    """Write a checkpoint's weights as transformers reads them, in one or several safetensors files; return how many.
 
     Args:
         source: the folder of the step.
-        model: the config's model section, resolved.
-        target: a folder that does not exist yet; it appears with everything in it.
         dtype: the type of the tensors written.
+        target: a folder that does not exist yet; it appears with everything in it.
+        files: names and contents of more files: config.json, the tokenizer's.
         part: bytes of a file, about.
-        tokens: the ids that config.json names.
-        beside: names and contents of more files: the tokenizer's.
 
     Raises:
-        UserError: 410, the checkpoint is damaged; 415, transformers has no such model; 403, it cannot be written.
+        UserError: 410, the checkpoint is damaged; 403, it cannot be written.
     """
-    config = config_to_theirs(model, str(dtype).removeprefix("torch."), tokens)
-    groups = list(_groups(links(model), {n: t.numel * dtype.itemsize for n, t in manifest.tensors.items()}, part))
+    groups = list(_groups(wanted, {n: t.numel * dtype.itemsize for n, t in manifest.tensors.items()}, part))
     names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
     names = [_ONE] if len(groups) == 1 else names
     try:
-        with new_folder(target) as staging:
+        with new_folder(target) as staging, doing("writing weights", len(groups)) as progress:
             weight_map: dict[str, str] = {}
-            for name, group in _counted("writing", zip(names, groups, strict=True), len(names)):
+            for name, group in zip(names, groups, strict=True):
                 theirs = dict(_theirs(source, manifest, group, dtype))
                 (staging / name).touch()  # as readable as the user's other files; the library's own are private
                 mode = (staging / name).stat().st_mode
@@ -84,20 +71,21 @@ def export(
                 (staging / name).chmod(mode)
                 flush_file(staging / name)
                 weight_map |= dict.fromkeys(theirs, name)
+                progress.advance()
             if len(groups) > 1:
                 total = sum((staging / name).stat().st_size for name in names)
                 index = {"metadata": {"total_size": total}, "weight_map": weight_map}
                 replace_file(staging / _INDEX, json.dumps(index, indent=1).encode())
-            for name, content in {**beside, "config.json": json.dumps(config, indent=1).encode()}.items():
+            for name, content in files.items():
                 replace_file(staging / name, content)
     except FileExistsError:
         raise UserError(403, "exists already", "give another --out", where=target) from None
     except (OSError, SafetensorError) as error:
         raise UserError(403, f"not exported: {error}", "free space there", where=target) from None
-    return [target / name for name in names]
+    return len(names)
 
 
-def read_config(source: Path) -> dict[str, Any]:
+def read_config(source: Path) -> Model:
     """Return our model section of a transformers folder.
 
     Raises:
@@ -189,11 +177,9 @@ class Theirs:
     def read(self, link: Link) -> Tensor:
         """Return one of our parameters, in fp32. Raises UserError 414: it is not finite, or cannot be read."""
         theirs = [self._values(self._keys[name]) for name in link.theirs]
-        if odd := next(
-            (name for name, x in zip(link.theirs, theirs, strict=True) if not torch.isfinite(x).all()), None
-        ):
-            what, do = f"{odd} is not finite in fp32", "give a model that is whole"
-            raise UserError(414, what, do, where=self.slot(odd).path)
+        if odd := [name for name, x in zip(link.theirs, theirs, strict=True) if not torch.isfinite(x).all()]:
+            what, do = f"{odd[0]} is not finite in fp32", "give a model that is whole"
+            raise UserError(414, what, do, where=self.slot(odd[0]).path)
         return link.to_ours(theirs).contiguous()
 
     def _values(self, key: str) -> Tensor:
@@ -230,25 +216,19 @@ def import_weights(theirs: Theirs, store: Store) -> None:
         staging = store.staging(0)
         staging.mkdir(parents=True)
         groups = list(_groups(theirs.links, sizes, _PART))
-        for index, group in _counted("importing", enumerate(groups), len(groups)):
-            ours = [(link.ours, theirs.read(link)) for link in group]
-            keys = [(key_of(WEIGHT, name, 0, values.numel()), values.dtype, values.numel()) for name, values in ours]
-            beginning, places = plan_shard(keys, {"megazero": "imported"})
-            flat = [values.reshape(-1) for _, values in ours]
-            files.append(write_shard(staging / shard_name(index), beginning, flat))
-            for (name, values), place in zip(ours, places, strict=True):
-                tensors[name] = Logical(shape=list(values.shape), pieces=[[index, 0, values.numel(), place]])
+        with doing("importing weights", len(groups)) as progress:
+            for index, group in enumerate(groups):
+                ours = [(link.ours, theirs.read(link)) for link in group]
+                keys = [(key_of(WEIGHT, name, 0, x.numel()), x.dtype, x.numel()) for name, x in ours]
+                beginning, places = plan_shard(keys, {"megazero": "imported"})
+                flat = [values.reshape(-1) for _, values in ours]
+                files.append(write_shard(staging / shard_name(index), beginning, flat))
+                for (name, values), place in zip(ours, places, strict=True):
+                    tensors[name] = Logical(shape=list(values.shape), pieces=[[index, 0, values.numel(), place]])
+                progress.advance()
         store.commit(0, _manifest(theirs.model, tensors, files).to_bytes())
     except OSError as error:
         raise UserError(403, f"not imported: {error.strerror}", "free space there", where=store.folder) from None
-
-
-def _counted(what: str, parts: Iterable[T], total: int) -> Iterator[T]:
-    """Yield the parts of something that takes long, and say how many are done."""
-    with doing(f"{what} weights", total) as progress:
-        for part in parts:
-            yield part
-            progress.advance()
 
 
 def _manifest(model: Mapping[str, Any], tensors: dict[str, Logical], files: list[File]) -> Manifest:
@@ -325,14 +305,9 @@ def _slots(source: Path) -> dict[str, Slot]:
 
 def _slots_of(path: Path) -> dict[str, Slot]:
     """Return the tensors of one safetensors file, once its kind and the size of its header are known."""
-    with _refused(path):
-        with open_regular(path) as descriptor:
-            header = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-        if header > _HEADER_BYTES:
-            raise UnexpectedFileError(f"expected a header of at most {_HEADER_BYTES:,} bytes, got {header:,}", path)
-        with safe_open(path, framework="pt") as file:
-            slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 - it is no mapping
-            return {key: Slot(path, part.get_dtype(), tuple(part.get_shape())) for key, part in slices}
+    with _refused(path), open_regular(path), safe_open(path, framework="pt") as file:
+        slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 - it is no mapping
+        return {key: Slot(path, part.get_dtype(), tuple(part.get_shape())) for key, part in slices}
 
 
 @contextmanager

@@ -3,13 +3,11 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from megazero.base.errors import UserError
 from megazero.base.files import new_folder, replace_file
 from megazero.builders.assemble import DTYPES, build_model
+from megazero.builders.job import changed
 from megazero.builders.pipeline import model_shape
 from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
@@ -23,7 +21,7 @@ from megazero.data.tokenizers.common import CONFIG, config_beside, read_tokenize
 from megazero.data.tokenizers.plain_bytes import NAME
 from megazero.model.parameter import whole_shapes
 from megazero.run.folder import RunFolder
-from megazero.tools.convert.hugging_face import SpecialTokens, family_of
+from megazero.tools.convert.hugging_face import SpecialTokens, config_to_theirs, family_of, links
 from megazero.tools.convert.interop import Theirs, export, generation_of, import_weights, read_config
 from megazero.tools.convert.tokenizer_files import for_transformers, own_file
 
@@ -49,18 +47,12 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
     files, tokens = ({}, SpecialTokens()) if tokenizer is None else described(tokenizer)
     # Ids that end a text are a tokenizer's: the file that names them is where that is.
     near = tokenizer.path.parent if tokenizer is not None and tokenizer.files else folder.path
-    written = export(
-        source,
-        manifest,
-        model,
-        target,
-        dtype=DTYPES[config.precision.dtype],
-        part=part_mb << 20,
-        tokens=tokens,
-        beside=files | generation_of(near),
-    )
+    dtype = DTYPES[config.precision.dtype]
+    theirs = config_to_theirs(model, str(dtype).removeprefix("torch."), tokens)
+    files |= generation_of(near) | {"config.json": json.dumps(theirs, indent=1).encode()}
+    count = export(source, manifest, links(model), dtype, target, files, part_mb << 20)
     carried = f", and its tokenizer {tokenizer.path}" if tokenizer is not None else ""
-    return f"{target}: the weights of {source}, {len(written)} file{'s' * (len(written) > 1)}{carried}"
+    return f"{target}: the weights of {source}, {count} file{'s' * (count > 1)}{carried}"
 
 
 def described(tokenizer: Tokenizer) -> tuple[dict[str, bytes], SpecialTokens]:
@@ -95,13 +87,13 @@ def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object]) -
             not those of that config.json; 415, a model that is none of ours, or that nobody could train.
     """
     model = read_config(source)
-    tokenizer = _tokenizer_of(source, model["vocab"], warn)
+    tokenizer = _tokenizer_of(source, model.vocab, warn)
     files = {} if tokenizer is None else dict(tokenizer.files)
     named = None if tokenizer is None else str(folder.path / next(iter(files))) if files else str(tokenizer.path)
     config = _trainable(model, source / "config.json", named)
     theirs = Theirs(source, config.model.model_dump())
     untied = theirs.model["tie_embeddings"] != config.model.tie_embeddings
-    config = config.model_copy(update={"model": Model(**theirs.model)})
+    config = changed(config, {"model.tie_embeddings": theirs.model["tie_embeddings"]})
     files |= generation_of(source)
     expected = model_shape(config).parameters()
     if theirs.numel != expected:
@@ -141,14 +133,9 @@ def _tokenizer_of(source: Path, vocab: int, warn: Callable[[str], object]) -> To
         return None
 
 
-def _trainable(model: dict[str, Any], where: Path, tokenizer: str | None) -> Config:
+def _trainable(model: Model, where: Path, tokenizer: str | None) -> Config:
     """Return a config of the model. Raises UserError 415: values that no model of ours can have together."""
-    try:
-        config = resolved(Config(model=Model(**model), data=Data(tokenizer=tokenizer)))
-    except ValidationError as error:
-        fault = error.errors()[0]
-        what = f"model.{fault['loc'][0]}: {fault['msg']}, got {fault['input']!r:.40}"
-        raise UserError(415, what, "nobody could train this model: give another", where=where) from None
+    config = resolved(Config(model=model, data=Data(tokenizer=tokenizer)))
     values = flatten(config)
     if broken := next(iter(broken_rules(values)), None):
         raise UserError(415, broken.broken(values), "nobody could train this model: give another", where=where)

@@ -27,16 +27,13 @@ def gpus() -> Iterator[Finding]:
     with warnings.catch_warnings(record=True) as caught:  # why not, if not
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
-    if not usable:
+    if not usable and (_DRIVER.exists() or shutil.which("nvidia-smi")):
         why = " ".join(str(caught[-1].message).split())[:160] if caught else f"torch {torch.__version__} sees none"
-        if _DRIVER.exists() or shutil.which("nvidia-smi"):
-            do = "take a build of torch for this driver's CUDA: "
-            do += here("make setup TORCH=...", "pip install torch==...")
-            yield Finding("GPUs", f"there is an NVIDIA driver, but {why}", "absent", do)
-        else:
-            yield Finding("GPUs", "none; each rank computes on its share of the CPU")
-        return
-    for index in range(torch.cuda.device_count()):
+        do = f"take a build of torch for this driver's CUDA: {here('make setup TORCH=...', 'pip install torch==...')}"
+        yield Finding("GPUs", f"there is an NVIDIA driver, but {why}", "absent", do)
+    elif not usable:
+        yield Finding("GPUs", "none; each rank computes on its share of the CPU")
+    for index in range(torch.cuda.device_count() if usable else 0):
         properties = torch.cuda.get_device_properties(index)
         sheet = peak_flops(properties.name, "bf16") or peak_flops(properties.name, "fp16")
         known = f"data sheet {amount(sheet, 'FLOP/s')} in 16 bits" if sheet else "not in our table of data sheets"
@@ -58,8 +55,7 @@ def interfaces() -> Iterator[Finding]:
         outside += not address.startswith("127.")
         text = f"{address}, {amount(rate, 'B/s') if rate else 'rate unknown'}"
         yield Finding(f"interface {name}", text, values={"bandwidth": rate} if rate else {})
-    named = interfaces_named()
-    if named:
+    if named := interfaces_named():
         yield Finding("interface chosen", ", ".join(f"{name}={value}" for name, value in named.items()))
     elif outside > 1:
         do = "between hosts set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the fast one"
@@ -77,8 +73,7 @@ def rdma(root: Path = _RDMA) -> Iterator[Finding]:
 
 def network_rate() -> float | None:
     """Return the bytes/s to other hosts: of all active RDMA ports, else of the fastest interface; None: not known."""
-    ports = rdma_ports(_RDMA)
-    if ports:
+    if ports := rdma_ports(_RDMA):
         return sum(ports.values())
     rates = [interface_rate(name) for _, name in socket.if_nameindex() if not name.startswith("lo")]
     return max((rate for rate in rates if rate), default=None)

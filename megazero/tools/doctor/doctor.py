@@ -26,14 +26,10 @@ _MARKS = {"there": " ", "absent": "-", "unknown": "?", "missing": "!"}
 _COLUMN = 26
 BUSY = "this machine is busy: the speeds above are lower than it is when quiet; do not plan with them"
 _RANKS = 2  # that measure, where neither a GPU nor the user says how many
-# Of what ranks measure: how the name begins, the unit, and the name of the number in `values`.
-_UNITS = (
-    ("matmul", "FLOP/s", "flops"),
-    ("attention", "FLOP/s", "flops"),
-    ("memory copy", "B/s", "bandwidth"),
-    ("host copy", "B/s", "bandwidth"),
-    ("launch latency", "s", "latency"),
-)
+_Checks = dict[str, Callable[[], Iterable[Finding]]]
+_NEEDED = {"torch", "packages", "disk"}  # checks of what training needs
+# How the names begin of what one device does.
+_COMPUTED = ("matmul", "attention", "memory copy", "host copy", "launch latency")
 
 
 @dataclass(frozen=True)
@@ -77,39 +73,23 @@ def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
     torch_lines = examine("torch", software.torch_backends, needed=True)
     works = all(finding.state != "missing" for finding in torch_lines)
     speeds, hardware = _measured(nproc) if works else ([], "torch does not work here")
-    parts: dict[str, list[Finding]] = {}
-    for part, name, check, needed in _checks(run_folder, load, torch_lines, speeds, works=works):
-        parts.setdefault(part, []).extend(examine(name, check, needed=needed))
-    return Diagnosis(parts, hardware)
-
-
-_Check = tuple[str, str, Callable[[], Iterable[Finding]], bool]
-
-
-def _checks(
-    run_folder: Path, load: list[Finding], torch_lines: list[Finding], speeds: list[Finding], *, works: bool
-) -> Iterator[_Check]:
-    """Yield (part of the machine, name, check, whether training needs what it looks for), in the order of the page."""
-    yield "machine", "system", host.system, False
-    yield "machine", "processor", host.processor, False
-    yield "machine", "load", lambda: load, False
-    yield "machine", "memory", host.memory, False
-    yield "machine", "limits", host.limits, False
-    yield "software", "torch", lambda: torch_lines, True
-    yield "software", "packages", software.packages, True
-    yield "software", "g++", software.cpp_compiler, False
-    yield "software", "nvcc", software.cuda_compiler, False
-    yield "software", "apex", software.apex, False
+    machine: _Checks = {"system": host.system, "processor": host.processor, "load": lambda: load}
+    machine |= {"memory": host.memory, "limits": host.limits}
+    programs: _Checks = {"torch": lambda: torch_lines, "packages": software.packages, "g++": software.cpp_compiler}
+    programs |= {"nvcc": software.cuda_compiler, "apex": software.apex}
+    disk: _Checks = {"disk": partial(host.disk, run_folder)}
+    checks = {"machine": machine, "software": programs}
     if works:
         from megazero.tools.doctor import devices
 
-        yield "devices", "GPUs", devices.gpus, False
-        yield "devices", "speeds", lambda: speeds, False
-        yield "network", "interfaces", devices.interfaces, False
-        yield "network", "RDMA", devices.rdma, False
-    yield "disk", "disk", partial(host.disk, run_folder), True
-    if works:
-        yield "disk", "direct I/O", partial(host.direct, run_folder), False
+        checks["devices"] = {"GPUs": devices.gpus, "speeds": lambda: speeds}
+        checks["network"] = {"interfaces": devices.interfaces, "RDMA": devices.rdma}
+        disk["direct I/O"] = partial(host.direct, run_folder)
+    parts = {
+        part: [found for name, check in of.items() for found in examine(name, check, needed=name in _NEEDED)]
+        for part, of in (checks | {"disk": disk}).items()
+    }
+    return Diagnosis(parts, hardware)
 
 
 def as_text(found: Diagnosis, columns: int | None = None) -> str:
@@ -190,14 +170,17 @@ def _speeds(devices: "Measured") -> Iterator[Finding]:
     """Yield what one device computes and copies, or why it does not."""
     threads = devices.values.get("threads")
     each = f"{devices.size} at once" + (f", {_threads(threads)} each" if threads else "")
-    for name in (*devices.values, *devices.faults):
-        for _, unit, key in (row for row in _UNITS if name.startswith(row[0])):
-            if name in devices.faults:
-                yield Finding(name, devices.faults[name], "unknown")
-                continue
-            value = devices.values[name]
-            text = duration(value) if unit == "s" else amount(value, unit)
-            yield Finding(name, f"{text} ({each})", values={key: value})
+    for name in (name for name in (*devices.values, *devices.faults) if name.startswith(_COMPUTED)):
+        if name in devices.faults:
+            yield Finding(name, devices.faults[name], "unknown")
+            continue
+        value = devices.values[name]
+        if name == "launch latency":
+            text, key = duration(value), "latency"
+        else:
+            unit, key = ("B/s", "bandwidth") if name.endswith("copy") else ("FLOP/s", "flops")
+            text = amount(value, unit)
+        yield Finding(name, f"{text} ({each})", values={key: value})
 
 
 def _messages(messages: "Measured", devices: "Measured") -> Iterator[Finding]:

@@ -9,20 +9,6 @@ from typing import Any
 from megazero.tools.doctor.ranks import NCCL, SHARED, SOCKETS, Measured
 
 NCCL_CHANNELS = 24
-_MEANING = {
-    "name": "as a person calls it",
-    "memory_bytes": "the device's",
-    "peak_flops": "FLOP/s of a large matrix product",
-    "memory_bandwidth": "bytes/s, read and written",
-    "devices_per_node": "devices that share a host",
-    "in_node": "bytes/s that a device sends to others of its host; seconds of an operation on a few bytes",
-    "cross_node": "bytes/s that a device sends to other hosts, all devices sending; seconds",
-    "host_link_bandwidth": "bytes/s to or from the host's memory",
-    "host_memory_bytes": "a device's share",
-    "nccl_channels": "of a collective in a node: not measured; 0: a CPU",
-    "launch": "seconds of an operation with nothing to do",
-    "reached": "attention: FLOP/s over a product's; beside: share of computation in which bytes move (a CPU: none)",
-}
 
 
 def hardware_of(
@@ -77,9 +63,10 @@ def link_of(measured: Measured, road: str) -> dict[str, float] | None:
 
 
 def as_yaml(hardware: dict[str, Any]) -> str:
-    """Return the file: a field on each line, its meaning behind it. JSON's numbers and mappings are YAML's."""
+    """Return the file: a field on each line. JSON's numbers and mappings are YAML's."""
     lines = ["# Measured by `megazero doctor`. Of one device; all devices of the host were busy at once."]
-    lines += [f"{field}: {json.dumps(_rounded(value))}  # {_MEANING[field]}" for field, value in hardware.items()]
+    lines += ["# docs/planning.md says what each field means."]
+    lines += [f"{field}: {json.dumps(_rounded(value))}" for field, value in hardware.items()]
     return "\n".join(lines) + "\n"
 
 

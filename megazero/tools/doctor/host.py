@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megazero.base.files import write_all
-from megazero.base.machine import cgroup_limits, file_system_of, known_memory, num_cores
+from megazero.base.machine import cgroup_limits, file_system_of, free_memory, known_memory, num_cores
 from megazero.tools.doctor.finding import Finding, amount
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
@@ -42,20 +42,17 @@ def processor_name() -> str:
 def load() -> Iterator[Finding]:
     """Yield what else runs; called before anything is measured."""
     others, cores = os.getloadavg()[0], num_cores()
-    text = f"{others:.1f} processes ran in the last minute, on {cores} cores"
+    found = Finding("load", f"{others:.1f} processes ran in the last minute, on {cores} cores")
     if others > _QUIET * cores:
-        values = {"busy": others / cores}
-        yield Finding("load", f"busy: {text}; what is measured comes out low", "unknown", values=values)
-    else:
-        yield Finding("load", text)
+        text = f"busy: {found.text}; what is measured comes out low"
+        found = Finding("load", text, "unknown", values={"busy": others / cores})
+    yield found
 
 
 def memory() -> Iterator[Finding]:
-    known = known_memory(Path("/proc"))
-    free = known.get("MemAvailable")
-    text = amount(known["MemTotal"], "B") + (f", {amount(free, 'B')} free" if free is not None else "")
-    values = {"total_bytes": known["MemTotal"]} | ({"free_bytes": free} if free is not None else {})
-    yield Finding("memory", text, values=values)
+    known, free = known_memory(Path("/proc"))["MemTotal"], free_memory()
+    values = {"total_bytes": known, "free_bytes": free}
+    yield Finding("memory", f"{amount(known, 'B')}, {amount(free, 'B')} free", values=values)
 
 
 def limits() -> Iterator[Finding]:

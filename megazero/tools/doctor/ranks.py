@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -193,15 +194,14 @@ def _axis(place: RankContext, device: torch.device) -> Axis:
 
 
 def _compute(axis: Axis, device: torch.device, notes: _Notes, size: int) -> None:
-    for name, dtype in DTYPES.items():
+    trains = _TRAINS[device.type]
+    measures = {f"matmul {name}": partial(matmul_flops, dtype, device) for name, dtype in DTYPES.items()}
+    measures |= {f"attention {trains}": partial(attention_flops, DTYPES[trains], device)}
+    measures["launch latency"] = partial(launch_seconds, device)
+    measures["memory copy"] = partial(copy_bandwidth, size, device)
+    for name, measure in measures.items():
         _meet(axis, device)
-        notes.add_result(f"matmul {name}", lambda dtype=dtype: matmul_flops(dtype, device))
-    name = _TRAINS[device.type]
-    _meet(axis, device)
-    notes.add_result(f"attention {name}", lambda: attention_flops(DTYPES[name], device))
-    notes.add_result("launch latency", lambda: launch_seconds(device))
-    _meet(axis, device)
-    notes.add_result("memory copy", lambda: copy_bandwidth(size, device))
+        notes.add_result(name, measure)
 
 
 def _meet(axis: Axis, device: torch.device) -> None:

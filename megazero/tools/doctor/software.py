@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from megazero.base.packages import PACKAGES, Package
+from megazero.base.packages import PACKAGES, Package, is_installed
 from megazero.base.this_copy import here
 from megazero.tools.doctor.finding import Finding
 
@@ -59,22 +59,23 @@ def packages(table: tuple[Package, ...] = PACKAGES) -> Iterator[Finding]:
 
 def cpp_compiler() -> Iterator[Finding]:
     """Yield g++'s version; whether it compiles the kernels, a run says when it builds them."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        do = "install it (apt-get install g++, or your system's package); it compiles the fused CPU kernels"
-        yield Finding("g++", "not found", "absent", do)
-    else:
-        yield Finding("g++", _output([compiler, "-dumpfullversion"]).strip() or "of unknown version")
+    do = "install it (apt-get install g++, or your system's package); it compiles the fused CPU kernels"
+    yield _compiler("g++", shutil.which("g++"), "-dumpfullversion", do)
 
 
 def cuda_compiler() -> Iterator[Finding]:
-    nvcc = shutil.which("nvcc") or max(map(str, _INSTALLED.glob("cuda*/bin/nvcc")), default=None)
-    if nvcc is None:
-        do = "install the CUDA toolkit of torch's CUDA version; on a GPU it compiles the fused kernels, and apex"
-        yield Finding("nvcc", "not found", "absent", do)
-    else:
-        release = re.search(r"release ([\d.]+)", _output([nvcc, "--version"]))
-        yield Finding("nvcc", release[1] if release else "of unknown version")
+    """Yield nvcc's version."""
+    do = "install the CUDA toolkit of torch's CUDA version; on a GPU it compiles the fused kernels, and apex"
+    path = shutil.which("nvcc") or max(map(str, _INSTALLED.glob("cuda*/bin/nvcc")), default=None)
+    yield _compiler("nvcc", path, "--version", do)
+
+
+def _compiler(name: str, path: str | None, option: str, do: str) -> Finding:
+    if path is None:
+        return Finding(name, "not found", "absent", do)
+    said = subprocess.run([path, option], capture_output=True, text=True, check=False, timeout=_SECONDS).stdout
+    version = re.search(r"(?:release |^)(\d[\d.]*)", said)
+    return Finding(name, version[1] if version else "of unknown version")
 
 
 def apex() -> Iterator[Finding]:
@@ -86,19 +87,15 @@ def apex() -> Iterator[Finding]:
         return
     from megazero.kernels.apex import lacking  # which imports torch first: apex is linked to its libraries
 
-    if names := lacking():
-        yield Finding("apex", f"without {' and '.join(names)}", "absent", do)
-    else:
-        yield Finding("apex", "NVIDIA's, with its CUDA extensions")
+    names = " and ".join(lacking())
+    without = Finding("apex", f"without {names}", "absent", do)
+    yield without if names else Finding("apex", "NVIDIA's, with its CUDA extensions")
 
 
 def _version(package: Package) -> str | None:
     """Return the version, None if not installed; a folder of that name without a file is no package."""
     parent = package.module.rpartition(".")[0]
-    if parent and importlib.util.find_spec(parent) is None:
-        return None
-    spec = importlib.util.find_spec(package.module)
-    if spec is None or spec.origin is None:
+    if (parent and importlib.util.find_spec(parent) is None) or not is_installed(package.module):
         return None
     try:
         return importlib.metadata.version(package.name)
@@ -110,7 +107,3 @@ def _numbers(version: str) -> tuple[float, ...]:
     """Return the numbers of a version: 2.13.0+cpu is (2, 13, 0); one that is unknown counts as new enough."""
     numbers = re.findall(r"\d+", version.partition("+")[0])
     return tuple(float(number) for number in numbers) or (float("inf"),)
-
-
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS).stdout

@@ -22,7 +22,7 @@ _SMALLEST = 256  # rows of a matrix
 _LARGEST = {"cpu": 4096, "cuda": 8192}
 _LONG = {"cpu": 0.03, "cuda": 0.005}  # seconds of one product that is large enough
 _SECONDS = 0.25  # for the repetitions of one measure
-_REPETITIONS = range(3, 51)
+_LEAST, _MOST = 3, 50  # repetitions
 _ATTENTION = {"cpu": (1, 8, 512, 64), "cuda": (4, 16, 2048, 128)}  # samples, heads, sequence, head dim
 _LAUNCHES = 1000
 
@@ -47,10 +47,8 @@ def matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
 def attention_flops(dtype: torch.dtype, device: torch.device) -> float:
     """Return the FLOP/s of fused causal attention, forward and backward (2.5 times the forward's FLOPs)."""
     samples, heads, length, dim = _ATTENTION[device.type]
-    q, k, v = (
-        torch.ones(samples, heads, length, dim, dtype=dtype, device=device, requires_grad=True) for _ in range(3)
-    )
     grad = torch.ones(samples, heads, length, dim, dtype=dtype, device=device)
+    q, k, v = (torch.ones_like(grad, requires_grad=True) for _ in range(3))
 
     def attend() -> None:
         F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(grad)
@@ -87,10 +85,8 @@ def host_bandwidth(size: int, device: torch.device) -> float:
 def best_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of the fastest call of `work`, after one that does not count."""
     work()
-    began, taken = time.perf_counter(), []
-    while len(taken) < _REPETITIONS.start or (
-        len(taken) < _REPETITIONS.stop - 1 and time.perf_counter() - began < _SECONDS
-    ):
+    until, taken = time.perf_counter() + _SECONDS, []
+    while len(taken) < _LEAST or (len(taken) < _MOST and time.perf_counter() < until):
         taken.append(seconds_of(work, device))
     return min(taken)
 

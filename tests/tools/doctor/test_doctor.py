@@ -53,6 +53,7 @@ def findings(shown: dict[str, Any]) -> list[dict[str, Any]]:
     return [finding for part in shown["parts"].values() for finding in part]
 
 
+@pytest.mark.full
 def test_findings_of_this_machine(answer: Answer):
     shown = answer.shown
     assert list(shown["parts"]) == ["machine", "software", "devices", "network", "disk"] and shown["missing"] == []
@@ -72,6 +73,7 @@ def test_findings_of_this_machine(answer: Answer):
     assert not answer.run_folder.exists(), "it only looks"
 
 
+@pytest.mark.full
 def test_figures_are_those_of_some_machine(answer: Answer):
     values = {finding["name"]: finding["values"] for finding in findings(answer.shown)}
     assert 1e7 < values["matmul fp32"]["flops"] < 1e15
@@ -83,6 +85,7 @@ def test_figures_are_those_of_some_machine(answer: Answer):
     assert 1e4 < disk["write_bandwidth"] < 1e12
 
 
+@pytest.mark.full
 def test_the_file_is_what_was_shown(answer: Answer):
     file, shown = answer.file, answer.shown["hardware"]
     assert set(file) == set(shown) == HARDWARE
