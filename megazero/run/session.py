@@ -80,7 +80,7 @@ def run_training(
 
 def _train(run: Run, place: RankContext) -> int:
     """Make the folder this job's, open the logs, and train; return the exit code."""
-    folder, grid = run.folder, run.grid
+    folder = run.folder
     resumes = run.config.checkpoint.resume != "none"
 
     def create() -> str | None:
