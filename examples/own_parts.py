@@ -24,7 +24,7 @@ from megazero.model.batch_context import BatchContext
 from megazero.model.parameter import declare
 from megazero.model.tape import Tape, apply
 from megazero.model.transformer import Shape, Transformer
-from megazero.observe.sinks import Sinks
+from megazero.observe.sinks import Sink, Sinks
 from megazero.zero.engine import Engine, StepNumbers
 from megazero.zero.placement import STAGES, Precision, UnitAxes, ZeroStage
 from megazero.zero.unit import Unit
@@ -103,7 +103,7 @@ class Momentum:
         unit.resting.round_masters()
 
 
-class Printed:
+class Printed(Sink):
     """A sink of rows: prints the loss."""
 
     def start(self) -> None:
@@ -111,9 +111,6 @@ class Printed:
 
     def row(self, row: Mapping[str, Any]) -> None:
         print(f"{row['step']:4}  {row['loss']:.4f}")
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def build(grid: Grid, stage: ZeroStage, dtype: torch.dtype = torch.float32) -> tuple[Transformer, Engine]:
