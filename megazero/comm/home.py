@@ -7,12 +7,30 @@ only windows of it are in memory at a time.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor, dtype
 
 WINDOW = 1 << 20  # elements of a window of a paged home
 Access = Literal["read", "write", "update"]  # write: all of it, whatever it was
+
+
+class DiskSpeed(NamedTuple):
+    """The speed of a disk, past the system's cache.
+
+    Attributes:
+        engine: how the system was asked.
+        direct: the system's cache was left out.
+        depth, block: blocks in flight, and bytes of each.
+        read, write: bytes/s.
+    """
+
+    engine: str
+    direct: bool
+    depth: int
+    block: int
+    read: float
+    write: float
 
 
 class Home(ABC):
@@ -51,6 +69,10 @@ class PagedHome(Home):
     @abstractmethod
     def start_bring(self, x: Tensor, into: Tensor, purpose: str) -> Future[None]:
         """Start to copy from this home, after all that was sent before."""
+
+    def bring(self, x: Tensor, into: Tensor, purpose: str) -> None:
+        """Copy from this home, after all that was sent before."""
+        self.start_bring(x, into, purpose).result()
 
     @abstractmethod
     def expect(self, x: Tensor) -> None:

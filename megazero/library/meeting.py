@@ -14,6 +14,8 @@ from typing import IO, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from megazero.base.errors import FailedElsewhere, UserError
 from megazero.base.version import __version__
@@ -117,13 +119,13 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
             why = lines[0] if lines else f"exit code {code}"
             raise UserError(510, f"a rank failed: {why}", where=where)
         answer.seek(0)
-        return cast(T, torch.load(answer, map_location="cpu", weights_only=False))  # of a rank of this process
+        return cast(T, pickle.load(answer))
 
 
 def _answer(found: object, file: IO[bytes]) -> None:
     """Write what rank 0 returns into a file. Raises UserError 510: it cannot be pickled."""
     try:
-        torch.save(found, file)
+        pickle.dump(tree_map_only(Tensor, lambda x: x.detach().cpu(), found), file)
     except Exception as error:  # whatever a class of the user's raises
         do = "return numbers, text, tensors, lists and dictionaries"
         raise UserError(510, f"rank 0 returned a {type(found).__name__}: {error}", do, where="launch") from None

@@ -46,6 +46,8 @@ def open_disks(config: Config, device: torch.device, ledger: Ledger, here: int =
     offload = config.zero.offload
     if not config.uses_disks:
         return None
+    if (home := HOMES.get("nvme")) is None:
+        raise UserError(607, "this copy of megazero has no disks", "restore megazero/nvme and extensions/homes.py")
     return_freed_memory()
     folders = [Path(each) for each in ([offload.path] if isinstance(offload.path, str) else offload.path or ())]
     for folder in folders:
@@ -54,7 +56,7 @@ def open_disks(config: Config, device: torch.device, ledger: Ledger, here: int =
     if needed * here > there:
         what = f"expected zero.offload.host_mb={offload.host_mb} MiB of free memory for each of {here} ranks here"
         raise UserError(606, f"{what}, got {there >> 20:,} MiB", "lower zero.offload.host_mb")
-    disks, way = HOMES["nvme"](folders, ledger, needed, device)
+    disks, way = home.open(folders, ledger, needed, device)
     where = ", ".join(map(str, folders))
     logging.getLogger("megazero").info(f"nvme: {where} {way}; {offload.host_mb} MiB of memory")
     return disks
