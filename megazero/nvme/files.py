@@ -24,9 +24,9 @@ class UnnamedFile:
     """
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
-        self.handle, self.direct = self._file.fileno(), True
+        self.folder, self.direct = folder, True
+        with tempfile.TemporaryFile(dir=folder) as file:
+            self.handle = os.dup(file.fileno())
         try:
             fcntl.fcntl(self.handle, fcntl.F_SETFL, fcntl.fcntl(self.handle, fcntl.F_GETFL) | os.O_DIRECT)
         except OSError:  # a file system without direct I/O
@@ -38,4 +38,4 @@ class UnnamedFile:
             os.posix_fallocate(self.handle, 0, size)
 
     def close(self) -> None:
-        self._file.close()
+        os.close(self.handle)
