@@ -91,9 +91,8 @@ class Assembly:
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
-        self.optimizer = self.recipe.make(self._trained(), self.grid.comm.bucket, self._update_kernels())
-        there = "host_" if self.memory.updates_on_host else ""
-        self.memory.ledger.hold(f"{there}staging", self.optimizer.staging_bytes)
+        bucket, ops = self.grid.comm.bucket, self._update_kernels()
+        self.optimizer = Following(self._trained(), lambda unit: self.recipe.make(unit, bucket, ops), self.recipe.state)
         self.engine = self._engine()
 
     def _trained(self) -> list[Unit]:

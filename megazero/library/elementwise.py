@@ -9,7 +9,7 @@ small matrix, and on the same elements in two pieces.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +137,7 @@ class Elementwise:
         state: by unit and name.
     """
 
-    KIND: ClassVar[str] = "torch"
+    KIND = "torch"
 
     def __init__(self, unit: Unit, make: Factory, options: Mapping[str, Options], kept: Kept):
         self._counts = kept.counts
@@ -150,11 +150,6 @@ class Elementwise:
             piece = _Piece(where, parameter, states, of_group, group.lr_factor, torch.zeros(()))
             piece.keep(of_group())  # some begin with other values than zeros
             self._pieces.append(piece)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Return the bytes kept besides the state: none, gradients are widened while a unit is updated."""
-        return 0
 
     def steps(self, unit: Unit) -> list[Tensor]:
         """Return the update counts of the unit's pieces, to be set when a run resumes."""

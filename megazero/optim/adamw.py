@@ -8,7 +8,6 @@ step count stay as they were, and the host need not know.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,8 +49,8 @@ class AdamW:
         state: for each unit, the two moments of its shard.
     """
 
-    KIND: ClassVar[str] = "adamw"
-    STATE: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    KIND = "adamw"
+    STATE: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -69,12 +68,7 @@ class AdamW:
         self._pieces = {unit: _pieces(unit, weight_decay, bucket if self._widens(unit) else None) for unit in units}
         widened = [piece for unit in units if self._widens(unit) for piece in self._pieces[unit]]
         longest = max((piece.where.stop - piece.where.start for piece in widened), default=0)
-        self._staging = torch.empty(longest, dtype=units[0].masters.dtype, device=_updates_on(units[0]))
-
-    @property
-    def staging_bytes(self) -> int:
-        """Return the bytes of the buffer in which 16-bit gradients are widened."""
-        return self._staging.nbytes
+        self._staging = units[0].resting.new_staging(longest)
 
     def steps(self, unit: Unit) -> list[Tensor]:
         """Return the update counts of a unit's pieces, to be set when a run resumes."""
@@ -148,11 +142,6 @@ class AdamW:
         return self._adamw is None and unit.gradients.reduced.dtype != unit.masters.dtype
 
 
-def _updates_on(unit: Unit) -> torch.device:
-    """Return the device that updates a unit: the host what rests on disks."""
-    return torch.device("cpu") if unit.masters.is_meta else unit.masters.device
-
-
 def _pieces(unit: Unit, weight_decay: float, bucket: int | None) -> list[_Piece]:
     """Return the groups of a unit's shard, cut where windows begin, and in pieces of at most `bucket` bytes."""
     longest = unit.resting.window
@@ -164,7 +153,7 @@ def _pieces(unit: Unit, weight_decay: float, bucket: int | None) -> list[_Piece]
         cut = elements.start
         while cut < elements.stop:
             stop = min((cut // longest + 1) * longest, elements.stop)
-            step = torch.zeros((), dtype=torch.float32, device=_updates_on(unit))
+            step = torch.zeros((), dtype=torch.float32, device=unit.resting.updates_on)
             pieces.append(_Piece(slice(cut, stop), weight_decay if group.decay else 0.0, group.lr_factor, step))
             cut = stop
     return pieces

@@ -128,6 +128,18 @@ class RestingState:
         self._axes.shard.comm.ledger.hold("host_optimizer", masters.nbytes)
         return torch.zeros_like(masters)  # the host alone reads and writes it: pages that a GPU reads would be dearer
 
+    @property
+    def updates_on(self) -> torch.device:
+        """Return the device that updates the unit: the host, if it rests on disks."""
+        return torch.device("cpu") if self.masters.values.is_meta else self.masters.values.device
+
+    def new_staging(self, numel: int) -> Tensor:
+        """Return memory of the masters' dtype in which an update widens gradients."""
+        staging = torch.empty(numel, dtype=self.masters.values.dtype, device=self.updates_on)
+        there = "" if self._offload.optimizer is None else "host_"
+        self._axes.shard.comm.ledger.hold(f"{there}staging", staging.nbytes)
+        return staging
+
     def fill(self, initial: Callable[[str, int, int], Tensor]) -> None:
         """Write the initial values that rest here; `initial(name, start, stop)` gives an interval of one parameter."""
         first = min(self.parameters.first, self.shard.start)
