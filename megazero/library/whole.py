@@ -153,7 +153,7 @@ class WholeValues:
 
     def _gradients(self, names: Names, call: str) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
         """Yield units with their whole reduced gradients, copies, of the parameters that have these names."""
-        self._backwards.require_reduced(call)
+        self._backwards.require_backward(call)
         self._assembly.meet(call)
         engine = self._assembly.engine
         chosen = fitting(names, [name for unit in engine.units for name in _names(unit)], call)
