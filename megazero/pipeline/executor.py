@@ -4,6 +4,7 @@ The same code runs a model in one stage on one process (its 1f1b is F0 B0 F1 B1 
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,16 +51,8 @@ class Pipeline:
         shape: Callable[[Batch], Sequence[int]],
         reduce_tied: Callable[[], None],
     ):
-        self.stages, self.num_stages = stages, num_stages
-        self._rank, self._schedule, self._transport, self._shape, self._reduce_tied = (
-            rank,
-            schedule,
-            transport,
-            shape,
-            reduce_tied,
-        )
-        self._training: dict[int, Schedule] = {}
-        self._evaluation: dict[int, Schedule] = {}
+        self.stages, self.num_stages, self._rank, self._transport = stages, num_stages, rank, transport
+        self._schedule, self._shape, self._reduce_tied = cache(schedule), shape, reduce_tied
         self._batches: Sequence[Batch] = ()
         self._feed: Callable[[Batch], StageInputs] = lambda batch: batch
         self._reduced: frozenset[tuple[int, int]] = frozenset()
@@ -77,7 +70,7 @@ class Pipeline:
             feed: what the stages need to know of one; asked for when a forward begins.
             look: called with what each stage makes for another: output of a forward, or gradient of its input.
         """
-        return self._begin(self._lowered(self._training, len(batches), lambda schedule: schedule), batches, feed, look)
+        return self._begin(self._schedule(len(batches)), batches, feed, look)
 
     def end(self) -> None:
         """End a step: wait until all that was sent has gone. Gradients are where the engine updates from."""
@@ -100,7 +93,7 @@ class Pipeline:
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
         """Return what this rank does in a training step of some micro-batches, in order."""
-        return self._lowered(self._training, micro_batches, lambda schedule: schedule).ranks[self._rank]
+        return self._schedule(micro_batches).ranks[self._rank]
 
     def describe(self, action: Action) -> str | None:
         """Return what an action is, for people; None of one that takes no time of its own."""
@@ -112,8 +105,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], feed: Callable[[Batch], StageInputs]) -> list[Tensor]:
         """Return the token losses of every batch where the last stage is, nothing elsewhere."""
-        schedule = self._lowered(self._evaluation, len(batches), Schedule.forward_only)
-        for action in self._begin(schedule, batches, feed, None):
+        for action in self._begin(self._schedule(len(batches)).forward_only(), batches, feed, None):
             self._run(action)
         self.end()
         losses, self._losses = self._losses, []
@@ -142,13 +134,6 @@ class Pipeline:
             self.backward(action)
         else:
             self.communicate(action)
-
-    def _lowered(
-        self, known: dict[int, Schedule], micro_batches: int, choose: Callable[[Schedule], Schedule]
-    ) -> Schedule:
-        if micro_batches not in known:
-            known[micro_batches] = choose(self._schedule(micro_batches))
-        return known[micro_batches]
 
     def forward(self, action: Action) -> None:
         """Run the forward of one micro-batch in one stage."""

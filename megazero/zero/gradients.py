@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -116,21 +115,6 @@ class DeliveryCounter:
         return f"{parameter} {event} in micro-batch {self.micro_batch} of unit {self._unit}, of which {state}"
 
 
-class Owner(Protocol):
-    """The gradients of the unit of an accumulator.
-
-    Attributes:
-        partial: the memory of its gradients; None: there is none.
-    """
-
-    deliveries: DeliveryCounter
-    partial: Tensor | None
-
-    def open(self) -> None:
-        """Make sure that there is memory for the gradients, and that the accumulators' views point into it."""
-        ...
-
-
 class GradientAccumulator:
     """The gradient of one parameter inside its unit's flat buffer (a `GradientSlot` of the model).
 
@@ -139,49 +123,57 @@ class GradientAccumulator:
     (fp32 for a 16-bit parameter), a gradient is computed narrow and widened as it is delivered, in one pass; a product
     is wide from the start where the device has such a one (`kernels/products.py`).
 
+    Args:
+        open: makes sure that there is memory for the gradient, and that `view` is in it.
+
     Attributes:
         view: of the parameter's shape, in the unit's buffer.
         fresh: nothing has been delivered since the last reduction, so the memory holds anything.
     """
 
-    def __init__(self, unit: Owner, name: str, ops: Operations):
-        self._unit, self._name, self._ops, self._counter = unit, name, ops, unit.deliveries
+    def __init__(self, counter: DeliveryCounter, name: str, ops: Operations, open: Callable[[], None]):
+        self.name, self._ops, self.open = name, ops, open
         self.view: Tensor = torch.empty(0)
         self.fresh = True
-        self.expect: Callable[[], None] = partial(unit.deliveries.expect, name)  # announces a use in forward
+        self.count_with(counter)
+
+    def count_with(self, counter: DeliveryCounter) -> None:
+        """Let a counter count uses and deliveries from now on."""
+        self.counter = counter
+        self.expect: Callable[[], None] = partial(counter.expect, self.name)  # announces a use in forward
 
     def add(self, gradient: Tensor) -> None:
         """Deliver a gradient of the parameter's shape."""
-        if self._counter.deferred is None:
+        if self.counter.deferred is None:
             self.write(gradient)
-            self._counter.delivered(self._name)
+            self.counter.delivered(self.name)
         else:
             self._defer(self.write, gradient)
 
     def add_sum(self, rows: Tensor) -> None:
         """Deliver a gradient that is the sum of rows; where it is the first and of this dtype, without a copy."""
-        if self._counter.deferred is None:
+        if self.counter.deferred is None:
             self.open()
             if self.fresh and rows.dtype == self.view.dtype:
                 torch.sum(rows, 0, out=self.view)
                 self.fresh = False
-                self._counter.delivered(self._name)
+                self.counter.delivered(self.name)
                 return
         self.add(rows.sum(0))
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Deliver a gradient that is the matrix product of two tensors."""
-        if self._counter.deferred is None:
+        if self.counter.deferred is None:
             self.write_product(left, right)
-            self._counter.delivered(self._name)
+            self.counter.delivered(self.name)
         else:
             self._defer(self.write_product, left, right)
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
         """Deliver a gradient that is zero except for some rows: row `rows[i]` gets `values[i]`; rows may repeat."""
-        if self._counter.deferred is None:
+        if self.counter.deferred is None:
             self.write_rows(rows, values)
-            self._counter.delivered(self._name)
+            self.counter.delivered(self.name)
         else:
             self._defer(self.write_rows, rows, values)
 
@@ -193,23 +185,14 @@ class GradientAccumulator:
 
     def _defer(self, write: Callable[..., None], *tensors: Tensor) -> None:
         """Let a gradient be written and counted later."""
-        assert self._counter.deferred is not None
+        assert self.counter.deferred is not None
         held = [tensor.detach() for tensor in tensors]  # the tensors themselves would hold the graph
 
         def deliver() -> None:
             write(*held)
-            self._counter.delivered(self._name)
+            self.counter.delivered(self.name)
 
-        self._counter.deferred.append(deliver)
-
-    def open(self) -> None:
-        """Make sure that there is memory for the gradient, and that `view` is in it."""
-        if self._unit.partial is None:
-            self._unit.open()
-
-    def delivered(self) -> None:
-        """Count a gradient that has been written."""
-        self._counter.delivered(self._name)
+        self.counter.deferred.append(deliver)
 
     def write(self, gradient: Tensor) -> None:
         """Write a gradient of the parameter's shape, or add it to those before."""

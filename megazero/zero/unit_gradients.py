@@ -54,7 +54,8 @@ class UnitGradients:
         self._padding = list(layout.padding(resting.numel))
         self._places: dict[int, list[Tensor]] = {}  # in each buffer that the pool has given, by its storage
         self.deliveries = DeliveryCounter(layout.name)
-        self.views = {i.name: GradientAccumulator(self, i.name, resources.ops) for i in layout.intervals}
+        names, ops = [interval.name for interval in layout.intervals], resources.ops
+        self.views = {name: GradientAccumulator(self.deliveries, name, ops, self.open) for name in names}
         if self.partial is not None:
             self._show(self.partial)
 

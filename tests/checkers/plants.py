@@ -128,10 +128,10 @@ def store_of(comm: CommContext) -> partition.PartitionedStore:
 
 def keep_three(store: partition.PartitionedStore) -> Tensor:
     """Keep an input while the first one is on its way back; return the first one."""
-    first, second = (store.keep(torch.full([8], x)) for x in (1.0, 2.0))
+    first, second = (store(torch.full([8], x)) for x in (1.0, 2.0))
     second.restore()
     second.free()
-    store.keep(torch.full([8], 3.0))
+    store(torch.full([8], 3.0))
     return first.restore()
 
 
