@@ -40,14 +40,14 @@ def open_disks(config: Config, device: torch.device, ledger: Ledger, here: int =
         here: ranks that share this host's memory.
 
     Raises:
-        UserError: 601, a folder cannot be written; 605, it is on another machine; 606, too little memory; 607, no
-            queue of transfers can be built.
+        UserError: 104, no disks are in the table of homes; 601, a folder cannot be written; 605, it is on another
+            machine; 606, too little memory; 607, no queue of transfers can be built.
     """
     offload = config.zero.offload
     if not config.uses_disks:
         return None
     if (home := HOMES.get("nvme")) is None:
-        raise UserError(607, "this copy of megazero has no disks", "restore megazero/nvme and extensions/homes.py")
+        raise UserError(104, "nvme: this copy of megazero has no such home", "offload to cpu, or to none")
     return_freed_memory()
     folders = [Path(each) for each in ([offload.path] if isinstance(offload.path, str) else offload.path or ())]
     for folder in folders:
