@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Grid
+from megazero.comm.readback import Readback
 from megazero.kernels.operations import Operations
 from megazero.optim.clip import clip_factor, only_odd, unit_squares
 from megazero.optim.delayed import Delayed
@@ -137,10 +138,7 @@ class Engine:
         self.clip, self.tokens_per_step = clip, tokens_per_step
         device = units[0].device if units else torch.device("cpu")
         self.gather = gather or Gather(device)
-        self._delayed: Delayed | None = None
-        if self._offload.delayed:
-            assert self._offload.host is not None, "the host is late"
-            self._delayed = Delayed(self.gather.publish, self._offload.host.thread())
+        self._delayed = Delayed(self.gather.publish) if self._offload.delayed else None
         self.loss_scale = LossScale(device, dynamic=scaling)
         self._units = {unit.layout.name: unit for unit in units}
         self.stages = list(self._stage_gradients(stages, device))
@@ -231,8 +229,8 @@ class Engine:
             extension.end_step(skipped, loss_scale, self.loss_scale.scale)
         scale, skip = factor * clip_factor(norm, self.clip), skipped.to(torch.float32)
         applied = scale
-        if self._offload.optimizer is not None and self._offload.host is not None:  # which does the update
-            scale, skip = self._offload.host.read(scale, skip)
+        if self._offload.optimizer is not None:  # the host does the update
+            scale, skip = Readback(scale, skip).wait()
 
         def update(unit: Unit) -> None:
             self.optimizer.update(unit, lr=lr, scale=scale, skip=skip)

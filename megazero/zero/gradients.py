@@ -6,14 +6,13 @@ unit's gradients are complete. Nothing simpler works: a unit with integer input 
 input; a tied weight's two gradients come at the beginning and at the end of backward; and where the computation of the
 weight gradients is split off, none comes while the input gradient is computed.
 
-The phase of each unit in each micro-batch is kept, so that a gradient that comes too late or too early is an error that
-names the parameter, and not a wrong sum.
+The deliveries to each unit in each micro-batch are counted apart, so that a gradient that comes too late or too early
+is an error that names the parameter, and not a wrong sum.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 
 import torch
@@ -21,14 +20,6 @@ from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.kernels.operations import Operations
-
-
-class Phase(Enum):
-    """The phase of a unit in one micro-batch."""
-
-    FORWARD = "its forward runs or has run"
-    BACKWARD = "its gradients arrive"
-    COMPLETE = "all have arrived"
 
 
 @dataclass
@@ -40,7 +31,6 @@ class Deliveries:
         left: their sum.
     """
 
-    phase: Phase = Phase.FORWARD
     due: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     left: int = 0
 
@@ -68,7 +58,7 @@ class DeliveryCounter:
         deliveries = self._by_micro_batch.get(self.micro_batch)
         if deliveries is None:
             deliveries = self._by_micro_batch[self.micro_batch] = Deliveries()
-        assert deliveries.phase is not Phase.COMPLETE, self._wrong(parameter, "is used", deliveries)
+        assert deliveries.left or not deliveries.due, self._wrong(parameter, "is used", deliveries)
         deliveries.due[parameter] += 1
         deliveries.left += 1
 
@@ -79,11 +69,9 @@ class DeliveryCounter:
             parameter, "has a gradient", deliveries
         )
         self._delivered.add(parameter)
-        deliveries.phase = Phase.BACKWARD
         deliveries.due[parameter] -= 1
         deliveries.left -= 1
         if deliveries.left == 0:
-            deliveries.phase = Phase.COMPLETE
             self.on_complete()
 
     def require(self, parameters: Iterable[str]) -> None:
@@ -111,8 +99,10 @@ class DeliveryCounter:
         self._delivered.clear()
 
     def _wrong(self, parameter: str, event: str, deliveries: Deliveries | None) -> str:
-        state = "was never begun" if deliveries is None else deliveries.phase.value
-        return f"{parameter} {event} in micro-batch {self.micro_batch} of unit {self._unit}, of which {state}"
+        left = 0 if deliveries is None else deliveries.left
+        return (
+            f"{parameter} {event} in micro-batch {self.micro_batch} of unit {self._unit}, to which {left} are to come"
+        )
 
 
 class GradientAccumulator:

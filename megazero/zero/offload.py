@@ -30,7 +30,7 @@ class Offload:
     """The choice of a unit's values that rest elsewhere than on the device.
 
     Attributes:
-        host: the host; None: nothing rests elsewhere.
+        host: the host, if its memory is not the device's: values from a paged home to the device stop there.
         optimizer, parameters: the home of these; None: the device.
         delayed: updates go on beside the next step (`optim/delayed.py`).
     """
@@ -52,12 +52,7 @@ class Offload:
         """
         if not isinstance(self.optimizer, PagedHome) or placement is Placement.SHARD:
             return self.optimizer
-        return self.relay
-
-    @property
-    def relay(self) -> Home | None:
-        """Return the host, if its memory is not the device's: what goes from a paged home to the device stops there."""
-        return self.host if self.host is not None and self.host.apart else None
+        return self.host
 
     def join(self) -> None:
         """Queue later work behind all that was sent, whose memory may still be read."""
@@ -72,7 +67,7 @@ class Offload:
 
     def _homes(self) -> list[Home]:
         """Return the distinct places that something is sent to."""
-        through = self.relay if isinstance(self.optimizer, PagedHome) else None
+        through = self.host if isinstance(self.optimizer, PagedHome) else None
         return [home for home in dict.fromkeys((self.optimizer, self.parameters, through)) if home is not None]
 
 

@@ -107,11 +107,11 @@ class RestingState:
 
     def _updated(self, precision: Precision) -> FlatBuffer:
         """Return the buffer for `updated` where the masters have memory of their own."""
-        offload = self._offload
-        if self.masters.values.is_meta and (offload.parameters is not None or offload.relay is None):
+        offload, on_disks = self._offload, self.masters.values.is_meta
+        if on_disks and (offload.parameters is not None or offload.host is None):
             return self.own_parameters
-        through = offload.relay if self.masters.values.is_meta else offload.optimizer
-        if through is not None and (self.masters.values.is_meta or precision.masters != precision.parameters):
+        through = offload.host if on_disks else offload.optimizer
+        if through is not None and (on_disks or precision.masters != precision.parameters):
             return self._rest(self.shard, precision.parameters, "parameters", through)
         return self.masters
 
