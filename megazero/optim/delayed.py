@@ -42,8 +42,7 @@ class Delayed:
         quietly = torch.no_grad()(update)
         self._under_way = [(unit, self._thread.submit(quietly, unit)) for unit in reversed(units)]
         for unit, done in self._under_way:
-            assert unit.resting.offloaded_gradients is not None, "the host updates"
-            unit.resting.offloaded_gradients.wait = done.result  # its gradients are read until then
+            unit.gradients.wait = done.result  # its gradients are read until then
 
     def flush_delayed(self) -> None:
         """Wait for the update under way and publish it. Every rank calls it."""

@@ -19,7 +19,7 @@ from megazero.comm.pool import Pool, same_place
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.zero.extension import Extension
 from megazero.zero.layout import UnitLayout
-from megazero.zero.offload import Offload, OffloadedGradients
+from megazero.zero.offload import Offload
 from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, shard_slice
 
 _INITIAL_PIECE = 1 << 20  # elements of initial values that are made at once
@@ -63,7 +63,7 @@ class RestingState:
         parameters, gradients, masters: see above.
         own_gradients: the part of `gradients` that receives the reduced ones; None: these rest elsewhere.
         updated: where an update writes parameters in the precision of forward and backward.
-        offloaded_gradients: the reduced gradients, where they do not rest on the device.
+        offloaded_gradients: the reduced gradients of the shard, where they do not rest on the device.
         paged: the home of values that have no data in memory (`comm/home.py`); None: all values have.
     """
 
@@ -82,9 +82,10 @@ class RestingState:
         self.masters = self.own_parameters
         if apart or (trainable and precision.masters != precision.parameters):
             self.masters = self._rest(self.shard, precision.masters, "optimizer", updater)
-        self.offloaded_gradients: OffloadedGradients | None = None
+        self.offloaded_gradients: FlatBuffer | None = None
         if trainable and (home := offload.gradients(stage.gradients)) is not None:
-            self.offloaded_gradients = OffloadedGradients(home, self.shard, precision.gradients)
+            numel = self.shard.stop - self.shard.start
+            self.offloaded_gradients = FlatBuffer(home.zeros(numel, precision.gradients, "gradients"), {}, 0, home)
         elsewhere = not trainable or (updater is not None and stage.gradients is Placement.SHARD)
         elements = slice(0, 0) if elsewhere else shard_slice(self.numel, stage.gradients, axes.shard)
         self.gradients = self._rest(elements, precision.gradients, "gradients", None)
@@ -177,7 +178,7 @@ class RestingState:
     def reduced_gradients(self) -> Tensor:
         """Return the reduced gradients that the update reads at the end of a step, where they rest."""
         if self.offloaded_gradients is not None:
-            return self.offloaded_gradients.buffer.values
+            return self.offloaded_gradients.values
         assert self.own_gradients is not None, f"unit {self._layout.name} has no gradients"
         return self.own_gradients
 

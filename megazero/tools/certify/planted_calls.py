@@ -76,11 +76,6 @@ def pipeline(rig: Rig) -> list[object]:
     return [rig.built.pipeline]
 
 
-def offloaded_gradients(rig: Rig) -> list[object]:
-    """Return what takes the first block's gradients to the host or to disks."""
-    return [unit.resting.offloaded_gradients for unit in block(rig)]
-
-
 def disks(rig: Rig) -> list[object]:
     """Return the disks of the first block."""
     return [unit.resting.paged for unit in block(rig)]

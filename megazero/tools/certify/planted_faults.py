@@ -35,7 +35,6 @@ from megazero.tools.certify.planted_calls import (
     loss_scale,
     of_gradients,
     of_parameters,
-    offloaded_gradients,
     optimizer,
     pipeline,
     scales_of,
@@ -285,7 +284,7 @@ _ACROSS = _fed(lambda own: replace(own, now=replace(own.now, documents=None)))
 _ALL_SCORED = _fed(lambda own: replace(own, valid_SB=torch.ones_like(own.valid_SB)))
 _UNTIED = instead(pipeline, "_reduce_tied", lambda pipeline, reduce: None)
 _SWAPPED = instead(_regions, "cut", lambda region, cut, rows: cut(rows)[:: -1 if region.axis.rank == 1 else 1])
-_NOT_SENT = instead(offloaded_gradients, "send", lambda away, send, reduced, at=0: None)
+_NOT_SENT = instead(block_gradients, "send", lambda away, send, reduced, at=0: None)
 _UNWRITTEN = instead(disks, "windows", _read_only)
 _LATE_INPUTS = instead(_arenas, "put", _keep_the_one_before)
 _KEPT_SECOND = instead(second_shards, "forget", lambda second, forget: None)
@@ -294,7 +293,9 @@ _ADDED_TWICE, _OTHER_SCALES = (
     in_codes(of_parameters, "dequantize_", _swap_scales),
 )
 _TRUNCATED, _LARGER_SCALES = (in_codes(of_gradients, "quantize_", wrong) for wrong in (_truncate, _enlarge_scales))
-_LARGER_OWN = before(of_gradients, "_start_exchange", lambda _, parts, out, axis, *rest: parts[axis.rank].mul_(1.02))
+_LARGER_OWN = before(
+    of_gradients, "_start_exchange", lambda _, parts, outs, axis, *rest: parts[axis.rank][0].mul_(1.02)
+)
 _NO_RESIDUALS = before(of_gradients, "_quantize", lambda quantizer, *given: quantizer.residuals.zero_())
 _INVERTED = before(of_gradients, "_quantize", lambda quantizer, codes, x, number: quantizer.residuals[number].neg_())
 _AT_ONCE = after(engine, "finish_step", lambda engine, lr: engine.flush_delayed())
