@@ -55,9 +55,8 @@ def make_values(part: Part, world: Axis, device: torch.device, initial: Initial 
     for owner in owners if initial is None else ():
         for name, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_meta:
-                owner._buffers[name] = torch.full_like(
-                    buffer, math.nan if buffer.is_floating_point() else 0, device=device
-                )
+                fill = math.nan if buffer.is_floating_point() else 0
+                owner._buffers[name] = torch.full_like(buffer, fill, device=device)
         with _stand_ins(owner, shapes, device):
             owner.reset_parameters()  # pyright: ignore[reportCallIssue] - it has been looked for above
 
@@ -107,11 +106,10 @@ def take(unit: Unit, values: Mapping[str, Tensor | None], world: Axis) -> None:
     dtype = unit.masters.dtype if unit.trainable else unit.resting.parameters.values.dtype
     whole = torch.zeros(unit.numel, dtype=dtype, device=unit.device)
     if world.rank == 0:
-        with torch.no_grad():
-            for interval in unit.layout.intervals:
-                value = values[interval.name]
-                assert value is not None, "rank 0 has it"
-                whole[interval.start : interval.stop].copy_(value.reshape(-1))
+        for interval in unit.layout.intervals:
+            value = values[interval.name]
+            assert value is not None, "rank 0 has it"
+            whole[interval.start : interval.stop].copy_(value.detach().reshape(-1))
     whole = from_first(whole, world)
     starts = {interval.name: interval.start for interval in unit.layout.intervals}
     unit.resting.fill(lambda name, start, stop: whole[starts[name] + start : starts[name] + stop])

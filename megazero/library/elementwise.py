@@ -45,8 +45,7 @@ def trial(make: Factory, name: str) -> Kept:
             count.
     """
     draw = torch.Generator().manual_seed(0)
-    start = torch.randn(_SHAPE, generator=draw, dtype=torch.float64)
-    gradients = [torch.randn(_SHAPE, generator=draw, dtype=torch.float64) for _ in range(_STEPS)]
+    start, *gradients = torch.randn(1 + _STEPS, *_SHAPE, generator=draw, dtype=torch.float64)
     whole, optimizer = _stepped(make, name, start, gradients)
     for cut in (slice(0, _CUT), slice(_CUT, None)):
         piece, _ = _stepped(make, name, start.view(-1)[cut], [gradient.view(-1)[cut] for gradient in gradients])

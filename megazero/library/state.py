@@ -9,6 +9,8 @@ import math
 import platform
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -43,14 +45,12 @@ class State:
         self._units, self._buffers = assembly.values.units, saved_buffers(assembly.module)
         self._rows = {name: (table, own) for table in assembly.tables.shards for name, own in _tensors_of(table)}
         self._kinds = [WEIGHT, *assembly.optimizer.STATE]
-        self._logical = {
-            i.name: _logical(i.shape, unit.masters.dtype, trained=unit.trainable)
-            for unit in self._units
-            for i in unit.layout.intervals
-        }
-        self._logical |= {name: _logical(buffer.shape, buffer.dtype) for name, buffer in self._buffers.items()}
+        self._logical = {name: _logical(buffer.shape, buffer.dtype) for name, buffer in self._buffers.items()}
         for name, (table, own) in self._rows.items():
             self._logical[name] = _logical((table.whole, *own.shape[1:]), own.dtype)
+        for unit in self._units:
+            dtype, trained = unit.masters.dtype, unit.trainable
+            self._logical |= {i.name: _logical(i.shape, dtype, trained=trained) for i in unit.layout.intervals}
 
     def save(self, folder: Path, steps: int, skipped: int) -> Path:
         """Write a step into a folder of steps; return the step's own folder. Every rank calls it.
@@ -64,14 +64,12 @@ class State:
         first, store = self._world.rank == 0, Store(folder, "library")
 
         def prepare() -> None:
-            if not first:
-                return
             folder.mkdir(parents=True, exist_ok=True)
             store.reap()
             if store.path(steps).exists():
                 raise UserError(508, f"step {steps} is there already", "give another folder", where=folder)
 
-        agree(self._world, self._device, prepare)
+        agree(self._world, self._device, prepare if first else lambda: None)
         saver = Saver(
             store,
             [*self._held(saves=True), *(self._held_buffers() if first else [])],
@@ -135,24 +133,19 @@ class State:
     def _read(self, path: Path, manifest: Manifest, buffers: Sequence[ShardState], *, fills: bool) -> None:
         """Read what this rank holds, and fill it if asked for. All ranks raise what one does."""
         held, rank, size = [*self._held(saves=False), *buffers], self._world.rank, self._world.size
-        agree(
-            self._world,
-            self._device,
-            lambda: load_tensors(path, manifest, held, rank=rank, size=size, fills=fills),
-        )
+        read = partial(load_tensors, path, manifest, held, rank=rank, size=size, fills=fills)
+        agree(self._world, self._device, read)
 
     def _held(self, *, saves: bool) -> list[ShardState]:
         hold, state = holding_to_save if saves else holding_to_load, self._assembly.optimizer.state
         numel = {name: math.prod(logical.shape) for name, logical in self._logical.items()}
         held = [hold(unit, state[unit] if unit.trainable else {}, numel) for unit in self._units]
-        for name, (table, own) in self._rows.items():
-            held.append(_held(name, own.view(-1), table.first * own.shape[1:].numel()))
-        return held
+        rows = self._rows.items()
+        return held + [_held(name, own.view(-1), table.first * own.shape[1:].numel()) for name, (table, own) in rows]
 
     def _held_buffers(self) -> list[ShardState]:
-        return [
-            _held(name, buffer.detach().reshape(-1).clone(), any_value=True) for name, buffer in self._buffers.items()
-        ]
+        flats = {name: buffer.detach().reshape(-1).clone() for name, buffer in self._buffers.items()}
+        return [_held(name, flat, any_value=True) for name, flat in flats.items()]
 
     def _progress(self, steps: int, skipped: int) -> Progress:
         scale = self._assembly.engine.loss_scale
@@ -166,12 +159,11 @@ class State:
         )
 
     def _commit(self, store: Store, step: int, progress: Progress, written: Sequence[WrittenShard]) -> None:
-        tensors = dict(self._logical)
-        for name, logical in tensors.items():
-            pieces = sorted(
-                (piece for one in written for piece in one.tensors.get(name, [])), key=lambda piece: piece[1]
-            )
-            tensors[name] = logical.model_copy(update={"pieces": pieces})
+        pieces = {
+            name: sorted(sum((one.tensors.get(name, []) for one in written), []), key=itemgetter(1))
+            for name in self._logical
+        }
+        tensors = {name: one.model_copy(update={"pieces": pieces[name]}) for name, one in self._logical.items()}
         sizes = {name: self._assembly.grid[name].size for name in ("tensor", "pipeline", "data")}
         counts = self._assembly.optimizer.counts(progress.updates)
         main = (self._assembly.engine.units or self._units)[0].masters.dtype

@@ -146,9 +146,8 @@ class WholeValues:
             norms += [values.double().norm() for values in of_unit.values()]
             chosen.append((unit, list(of_unit)))
         norm = torch.stack(norms).norm()
-        factor = clip_factor(norm, limit)
         for unit, own in chosen:
-            _scale_reduced(unit, own, factor)
+            _scale_reduced(unit, own, clip_factor(norm, limit))
         return norm
 
     def _gradients(self, names: Names, call: str) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
