@@ -159,11 +159,10 @@ class State:
         )
 
     def _commit(self, store: Store, step: int, progress: Progress, written: Sequence[WrittenShard]) -> None:
-        pieces = {
-            name: sorted(sum((one.tensors.get(name, []) for one in written), []), key=itemgetter(1))
-            for name in self._logical
-        }
-        tensors = {name: one.model_copy(update={"pieces": pieces[name]}) for name, one in self._logical.items()}
+        tensors: dict[str, Logical] = {}
+        for name, logical in self._logical.items():
+            pieces = [piece for one in written for piece in one.tensors.get(name, [])]
+            tensors[name] = logical.model_copy(update={"pieces": sorted(pieces, key=itemgetter(1))})
         sizes = {name: self._assembly.grid[name].size for name in ("tensor", "pipeline", "data")}
         counts = self._assembly.optimizer.counts(progress.updates)
         main = (self._assembly.engine.units or self._units)[0].masters.dtype

@@ -7,6 +7,7 @@ rounded parameters in the same pass (`kernels/csrc/cpu.cpp`; the same bits). Whe
 step count stay as they were, and the host need not know.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +89,7 @@ class AdamW:
                 here = slice(piece.where.start - where.start, piece.where.stop - where.start)
                 flats = (masters[here], gradients[here], first[here], second[here])
                 if self._adamw is None:
-                    self._update(piece, *flats, lr=lr, scale=scale, divide_by=divide_by, skip=skip)
+                    self._update(piece, flats, lr, scale, divide_by, skip)
                 else:
                     factors = (lr * piece.lr_factor, *self.betas, self.eps, piece.decay)
                     self._adamw(*flats, updated[here], piece.step, divide_by, skip, *factors)
@@ -98,19 +99,10 @@ class AdamW:
         assert piece is None or (unit.masters.is_meta and bool(skip)), "every piece lies within a window"
 
     def _update(
-        self,
-        piece: _Piece,
-        masters: Tensor,
-        gradients: Tensor,
-        first: Tensor,
-        second: Tensor,
-        *,
-        lr: float,
-        scale: Tensor,
-        divide_by: Tensor,
-        skip: Tensor,
+        self, piece: _Piece, flats: Sequence[Tensor], lr: float, scale: Tensor, divide_by: Tensor, skip: Tensor
     ) -> None:
-        """Update one piece by torch's kernel."""
+        """Update one piece by torch's kernel: its masters, with its gradients and moments."""
+        masters, gradients, first, second = flats
         wide = masters.dtype == torch.float64
         if wide:
             # The fused kernel takes its scale in fp32 only, which would cap fp64 training at fp32 accuracy.
