@@ -112,11 +112,7 @@ class Pipeline:
         return losses
 
     def _begin(
-        self,
-        schedule: Schedule,
-        batches: Sequence[Batch],
-        feed: Callable[[Batch], StageInputs],
-        look: Look | None,
+        self, schedule: Schedule, batches: Sequence[Batch], feed: Callable[[Batch], StageInputs], look: Look | None
     ) -> Sequence[Action]:
         self._transport.open()
         self._batches, self._feed, self._look = batches, feed, look

@@ -39,7 +39,7 @@ from megazero.optim.loss_scale import LossScale
 from megazero.optim.optimizer import Optimizer
 from megazero.zero.extension import Extension
 from megazero.zero.gather import Gather
-from megazero.zero.hooks import Layer, shard_layers
+from megazero.zero.hooks import Layer, ShardedLayer
 from megazero.zero.offload import Offload
 from megazero.zero.reduce import Reduction, sum_copies, sum_tp_replicated
 from megazero.zero.stage import StageGradients
@@ -176,13 +176,20 @@ class Engine:
 
         Args:
             stage: of `stages`.
+            layers: in forward order.
             names: of each layer, the units that it uses.
             keep_last: the last layer's backward follows its forward, so its parameters stay.
             recomputed: the layers whose forward runs again in their backward.
         """
         units = [[self._units[name] for name in used] for used in names]
         stage.first_units = units[0]
-        return shard_layers(layers, units, self.gather, keep_last=keep_last, recomputed=recomputed)
+        whole = all(unit.parameters.rest_whole for used in units for unit in used)
+        sharded: list[ShardedLayer] = []
+        for layer, used in zip(layers, units, strict=True):
+            before, again = (sharded[-1] if sharded else None), layer in recomputed
+            sharded.append(ShardedLayer(layer, used, self.gather, before, recomputed=again, rests_whole=whole))
+        sharded[-1].keep = keep_last
+        return [*sharded]
 
     def begin_step(self) -> None:
         """Reset the per-step state: sums, deferred and accumulated gradients."""
@@ -311,7 +318,7 @@ class Engine:
         self.begin_step()
         for number, stage in enumerate(self.stages):
             stage.reduction.inspect = lambda unit, number=number: faults.extend(
-                (number, fault) for fault in _not_finite(unit)
+                (number, fault) for fault in unit.gradients.not_finite()
             )
         try:
             compute()
@@ -341,8 +348,3 @@ class Engine:
                     if not torch.isfinite(reduced[start:stop]).all():
                         return f"reduced gradient of {interval.name}"
         return None
-
-
-def _not_finite(unit: Unit) -> list[str]:
-    """Return the parameters of a unit whose own gradients hold a value that is not finite, in words."""
-    return [f"gradient of {name}" for name, view in unit.gradients.views.items() if not torch.isfinite(view.view).all()]

@@ -33,13 +33,7 @@ class UnitGradients:
         on_event: called with "reduce" and "reduced" when these happen.
     """
 
-    def __init__(
-        self,
-        layout: UnitLayout,
-        axes: UnitAxes,
-        resting: RestingState,
-        resources: Resources,
-    ):
+    def __init__(self, layout: UnitLayout, axes: UnitAxes, resting: RestingState, resources: Resources):
         self._layout, self._axes, self._resting = layout, axes, resting
         self._pool, self._offload, self.reduction = resources.partials, resources.offload, resources.reduction
         self._device = resources.device
@@ -135,6 +129,10 @@ class UnitGradients:
         for view in self.views.values():
             if view.fresh:
                 view.close()
+
+    def not_finite(self) -> list[str]:
+        """Return the parameters whose gradients on this rank hold a value that is not finite, in words."""
+        return [f"gradient of {name}" for name, own in self.views.items() if not torch.isfinite(own.view).all()]
 
     def require(self) -> None:
         """Raise an error if a parameter has had no gradient in this step: UserError 305."""
