@@ -72,7 +72,6 @@ class StepResult:
     Attributes:
         loss: mean over valid tokens, nats; nan when there was none.
         grad_norm: norm of the gradient of that loss, before clipping.
-        valid_tokens: their count.
         skipped: True when the update was suppressed.
         finite: False when loss or gradient norm were not finite although there were valid tokens.
         loss_scale: the scale with which the gradients were computed.
@@ -84,7 +83,6 @@ class StepResult:
 
     loss: Tensor
     grad_norm: Tensor
-    valid_tokens: Tensor
     skipped: Tensor
     finite: Tensor
     loss_scale: Tensor
@@ -254,7 +252,7 @@ class Engine:
                 self.gather.publish(unit)
         flags = (x.to(torch.float64) for x in (loss, norm, loss_scale, finite, skipped))
         packed = torch.cat([torch.stack([*flags]), self._totals[3:]])
-        return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, loss_scale, squares, applied, packed)
+        return StepResult(loss, norm, skipped, finite, loss_scale, squares, applied, packed)
 
     def _sum_totals(self, squares: Tensor, votes: Iterable[int]) -> Tensor:
         """Return the sums over all ranks of what they add to the totals of a step; see `_totals`."""
