@@ -61,16 +61,30 @@ class Pipeline:
         self._losses: list[Tensor] = []
 
     def begin(
-        self, batches: Sequence[Batch], feed: Callable[[Batch], StageInputs], *, look: Look | None = None
+        self,
+        batches: Sequence[Batch],
+        feed: Callable[[Batch], StageInputs],
+        *,
+        look: Look | None = None,
+        trains: bool = True,
     ) -> Sequence[Action]:
-        """Begin a training step, and return what this rank has to do in it, in order: forward, backward, communicate.
+        """Begin a step, and return what this rank has to do in it, in order: forward, backward, communicate.
 
         Args:
             batches: the micro-batches, in order.
             feed: what the stages need to know of one; asked for when a forward begins.
             look: called with what each stage makes for another: output of a forward, or gradient of its input.
+            trains: False: of the step's actions those of forward alone.
         """
-        return self._begin(self._schedule(len(batches)), batches, feed, look)
+        self._transport.open()
+        self._batches, self._feed, self._look = batches, feed, look
+        for stage in self.stages.values():
+            stage.clear()
+        schedule = self._schedule(len(batches))
+        actions = (schedule if trains else schedule.forward_only()).ranks[self._rank]
+        self._reduced = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.REDUCE)
+        self._before_forward = before_forward(actions)
+        return actions
 
     def end(self) -> None:
         """End a step: wait until all that was sent has gone. Gradients are where the engine updates from."""
@@ -88,7 +102,7 @@ class Pipeline:
         """Run a whole step; see `begin`. `before` is called with each action."""
         for action in self.begin(batches, feed, look=look):
             before(action)
-            self._run(action)
+            self.run(action)
         self.end()
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
@@ -105,25 +119,14 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], feed: Callable[[Batch], StageInputs]) -> list[Tensor]:
         """Return the token losses of every batch where the last stage is, nothing elsewhere."""
-        for action in self._begin(self._schedule(len(batches)).forward_only(), batches, feed, None):
-            self._run(action)
+        for action in self.begin(batches, feed, trains=False):
+            self.run(action)
         self.end()
         losses, self._losses = self._losses, []
         return losses
 
-    def _begin(
-        self, schedule: Schedule, batches: Sequence[Batch], feed: Callable[[Batch], StageInputs], look: Look | None
-    ) -> Sequence[Action]:
-        self._transport.open()
-        self._batches, self._feed, self._look = batches, feed, look
-        for stage in self.stages.values():
-            stage.clear()
-        actions = schedule.ranks[self._rank]
-        self._reduced = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.REDUCE)
-        self._before_forward = before_forward(actions)
-        return actions
-
-    def _run(self, action: Action) -> None:
+    def run(self, action: Action) -> None:
+        """Do one action of a step."""
         if action.kind is F:
             self.forward(action)
         elif action.kind in BACKWARDS:

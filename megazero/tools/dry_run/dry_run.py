@@ -37,11 +37,9 @@ from megazero.config.schema import Config
 from megazero.data.batch import MicroBatch
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose, for_host
-from megazero.pipeline.executor import BACKWARDS, Pipeline
 from megazero.plan.memory import DISK, HOST, RankMemory
 from megazero.plan.traffic import traffic
 from megazero.run.plan_check import expected
-from megazero.schedules.actions import Action, Kind
 from megazero.schedules.repeat import Shortened, shortened
 from megazero.tools.dry_run.idle_disk import IdleDisk
 from megazero.tools.dry_run.repetition import Operation, RecordingLedger, Repeated, Repetition, repeated, sent_since
@@ -168,7 +166,7 @@ def _step(
             if (phase := describe(original)) is not None:
                 progress.advance()
                 timeline.at(phase)
-            _run(built.pipeline, action)
+            built.pipeline.run(action)
         built.pipeline.end()
         timeline.at("update")
         built.engine.finish_step(config.optimizer.lr)
@@ -177,15 +175,6 @@ def _step(
         hook.remove()
     sent = sent_since(before, ledger.traffic)
     return StepRecord(timeline, ledger.operations, sent, timeline.peak, repeated(short, describe))
-
-
-def _run(pipeline: Pipeline, action: Action) -> None:
-    if action.kind is Kind.FORWARD:
-        pipeline.forward(action)
-    elif action.kind in BACKWARDS:
-        pipeline.backward(action)
-    else:
-        pipeline.communicate(action)
 
 
 def _batch(config: Config) -> MicroBatch:
