@@ -23,7 +23,7 @@ from megazero.library.assembly import Assembly, Memory
 from megazero.library.calls import Calls
 from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
-from megazero.library.parameters import guard
+from megazero.library.parameters import ShardedParameter, guard
 from megazero.library.parts import Part, Units, fitting, parts_of, submodules
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
@@ -125,10 +125,11 @@ def _require_known(module: nn.Module, stage: int, precision: str | None) -> None
         raise UserError(510, f"stage: expected 0 to 3, got {stage!r}", where="shard")
     if precision is not None and precision not in _DTYPES:
         raise UserError(510, f"precision: expected one of {', '.join(_DTYPES)}, got {precision!r}", where="shard")
-    if any(hasattr(parameter, "gradient_slot") for parameter in module.parameters()):
+    sharded = [name for name, one in module.named_parameters() if isinstance(one, ShardedParameter)]
+    if sharded and len(sharded) == len([*module.parameters()]):
         raise UserError(510, "the module is sharded already", "shard a module once", where="shard")
-    if odd := next((name for name, one in module.named_parameters() if hasattr(one, "is_sharded")), None):
-        what = f"{odd} is a parameter of another module too, which is sharded already"
+    if sharded:
+        what = f"{sharded[0]} is a parameter of another module too, which is sharded already"
         raise UserError(510, what, "shard one module that holds both", where="shard")
 
 
