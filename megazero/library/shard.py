@@ -24,7 +24,7 @@ from megazero.library.calls import Calls
 from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
 from megazero.library.parameters import ShardedParameter, guard
-from megazero.library.parts import Part, Units, fitting, parts_of, submodules
+from megazero.library.parts import Member, Part, Units, fitting, parts_of, submodules
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
 from megazero.library.tables import Table, split_rows
@@ -146,19 +146,18 @@ def _tables(module: nn.Module, asked: Units) -> dict[str, Table]:
     return found
 
 
-def _offload_of(asked: str | Mapping[str, str] | None, device: torch.device, ledger: Ledger) -> Offload | None:
-    """Return what rests on the host; None: nothing. Raises UserError 510."""
+def _offload_of(asked: str | Mapping[str, str] | None, device: torch.device, ledger: Ledger) -> Offload:
+    """Return what rests on the host. Raises UserError 510."""
     options: dict[str, str] = dict.fromkeys(_OFFLOAD, asked) if isinstance(asked, str) else dict(asked or {})
     odd = [key for key, value in options.items() if key not in _OFFLOAD or value not in ("cpu", "none")]
     if odd:
         do = 'give "cpu", or {"optimizer": "cpu", "parameters": "cpu"}'
         raise UserError(510, f"offload: {odd[0]!r}: {options[odd[0]]!r}", do, where="shard")
-    if "cpu" not in options.values():
-        return None
     host = Host(device, ledger)
-    if not host.apart:
+    if "cpu" in options.values() and not host.apart:
         _LOG.info("offload changes nothing: on a CPU the host's memory is the device's")
-        return None
+    if "cpu" not in options.values() or not host.apart:
+        return Offload()
     optimizer, parameters = (host if options.get(key) == "cpu" else None for key in _OFFLOAD)
     return Offload(host, optimizer, parameters)
 
@@ -180,7 +179,11 @@ def _give_units(
     part: Part, dtype: torch.dtype | None, recipe: Recipe, memory: Memory, world: Axis, make: Callable[[], None]
 ) -> None:
     """Give the parameters of a part units, and initial values: those that rank 0 has after `make`."""
-    kinds = part.groups(dtype)
+    kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}  # each becomes a unit
+    for member in part.members:
+        own, trained = member.parameter.dtype, member.parameter.requires_grad
+        own = dtype if dtype is not None and own.is_floating_point else own
+        kinds.setdefault((own, trained), []).append(member)
     agree(world, memory.device, make)
     for (own, trained), members in kinds.items():
         entries = [Entry(m.name, tuple(m.parameter.shape), recipe.group(m.name), split=True) for m in members]

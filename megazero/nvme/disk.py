@@ -155,7 +155,11 @@ class Disk(PagedHome):
                 now = ahead.popleft()
                 where = slice(first, min(first + self.window, numel))
                 yield where, [self._tensor(one, flat.dtype) for one, (flat, _) in zip(now, flats, strict=True)]
-                self._take_back(now, [access for _, access in flats])
+                for one, (_, access) in zip(now, flats, strict=True):
+                    if isinstance(one, Loaded) and access != "read":
+                        self._traffic.start_write(one.piece, one.memory, updates=access == "update")
+                    elif isinstance(one, Loaded):
+                        self._traffic.memory.give(one.memory)
                 now = []
             self._traffic.drain()
         finally:
@@ -232,14 +236,6 @@ class Disk(PagedHome):
             return flat[where]
         ((_, _, piece),) = self._parts(flat[where])
         return self._traffic.start_read(piece, wanted=access != "write")
-
-    def _take_back(self, window: Sequence[Loaded | Tensor], accesses: Sequence[Access]) -> None:
-        """Write back what a caller has changed; free the rest."""
-        for one, access in zip(window, accesses, strict=True):
-            if isinstance(one, Loaded) and access != "read":
-                self._traffic.start_write(one.piece, one.memory, updates=access == "update")
-            elif isinstance(one, Loaded):
-                self._traffic.memory.give(one.memory)
 
     def _tensor(self, one: Loaded | Tensor, dtype: torch.dtype) -> Tensor:
         return one if isinstance(one, Tensor) else self._traffic.arrived(one).view(dtype)

@@ -225,9 +225,7 @@ def test_a_run_names_the_rank_whose_reduced_gradient_is_at_fault(
 
 def test_a_gradient_at_the_wrong_moment_is_an_error_with_its_name() -> None:
     deliveries = DeliveryCounter("blocks.3")
-    with pytest.raises(
-        AssertionError, match=r"a has a gradient .* of unit blocks.3, to which 0 are to come"
-    ):
+    with pytest.raises(AssertionError, match=r"a has a gradient .* of unit blocks.3, to which 0 are to come"):
         deliveries.delivered("a")
     completed = []
     deliveries.on_complete = lambda: completed.append(1)
