@@ -80,13 +80,10 @@ class DeliveryCounter:
         Raises:
             UserError: 305.
         """
-        lacking = [name for name in parameters if name not in self._delivered]
-        if lacking:
-            what = f"expected a gradient of {lacking[0]} in each step, got none"
-            what += f" ({len(lacking) - 1} more of unit {self._unit})" if len(lacking) > 1 else ""
-            do = (
-                "see that its layer announces and delivers it (megazero/model/contract.py), or take it out of the units"
-            )
+        if lacking := [name for name in parameters if name not in self._delivered]:
+            more = f" ({len(lacking) - 1} more of unit {self._unit})" if len(lacking) > 1 else ""
+            what = f"expected a gradient of {lacking[0]} in each step, got none{more}"
+            do = "see that its layer announces and delivers it (model/contract.py), or take it out of the units"
             raise UserError(305, what, do)
 
     def end(self) -> None:
