@@ -27,7 +27,7 @@ class Piece:
         room: bytes of a whole piece of this dtype.
         hash: of its bytes; None: it was never written, and is zeros.
         version: the updates that have written it; what is sent there counts as none.
-        writing: the write under way.
+        writing: it is being written.
     """
 
     file: UnnamedFile
@@ -36,16 +36,7 @@ class Piece:
     room: int
     hash: int | None = None
     version: int = 0
-    writing: "Write | None" = None
-
-
-@dataclass(eq=False)
-class Write:
-    """A write under way, the memory that it writes from, and whether an update has changed that."""
-
-    transfer: Transfer
-    memory: Tensor
-    updates: bool
+    writing: bool = False
 
 
 @dataclass(eq=False)
@@ -110,11 +101,11 @@ class PieceTraffic:
     def __init__(self, queue: DiskQueue, memory: PieceMemory):
         self._queue, self.memory = queue, memory
         self._expected: dict[Piece, Loaded] = {}  # read before they were asked for, in that order
-        self._writes: deque[Piece] = deque()
+        self._writes: deque[tuple[Piece, Transfer, Tensor, bool]] = deque()  # from memory, which an update has changed
 
     def expect(self, piece: Piece) -> bool:
         """Start to read a piece before it is asked for; return False if no memory is spare."""
-        if piece in self._expected or piece.hash is None or piece.writing is not None:
+        if piece in self._expected or piece.hash is None or piece.writing:
             return True
         if self.memory.spare < piece.room:
             return False
@@ -140,7 +131,7 @@ class PieceTraffic:
         if expected is not None and wanted:
             return expected
         self.drop(expected)
-        if piece.writing is not None:
+        if piece.writing:
             self.drain()
         memory = self._room(piece.room)
         if piece.hash is None or not wanted:
@@ -164,24 +155,22 @@ class PieceTraffic:
         """Start to write a piece from its memory, which is free when that has ended."""
         piece.hash = _hash_of(memory[: piece.nbytes])
         transfer = self._queue.write(piece.file.handle, piece.offset, memory[: padded(piece.nbytes)])
-        piece.writing = Write(transfer, memory, updates)
-        self._writes.append(piece)
+        piece.writing = True
+        self._writes.append((piece, transfer, memory, updates))
 
     def drain(self, leave: int = 0) -> None:
         """Wait for writes, the oldest first. Raises UserError: 604, one fails."""
         while len(self._writes) > leave:
-            piece = self._writes[0]
-            write = piece.writing
-            assert write is not None
+            piece, transfer, memory, updates = self._writes[0]
             try:
-                write.transfer.wait()
+                transfer.wait()
             except OSError as error:
                 what = f"{piece.nbytes:,} bytes could not be written: {error.strerror}"
                 raise UserError(604, what, _LOST, where=piece.file.folder) from None
             self._writes.popleft()
-            piece.writing = None
-            piece.version += write.updates
-            self.memory.give(write.memory)
+            piece.writing = False
+            piece.version += updates
+            self.memory.give(memory)
 
     def _room(self, size: int) -> Tensor:
         """Return memory for a piece; wait for writes that have some where no more may be taken."""
