@@ -80,14 +80,12 @@ class UnitGradients:
         if self._away is None or not self.reduced.is_meta:
             yield self.reduced
             return
-        numel, dtype = len(self._resting.masters), self.reduced.dtype
-        found = self._pool.take(numel) if self._device.type == "cpu" else torch.empty(numel, dtype=dtype)
-        try:
-            self._bring(found)
-            yield found
-        finally:
-            if self._device.type == "cpu":
-                self._pool.give(found)
+        numel, pooled = len(self._resting.masters), self._device.type == "cpu"
+        found = self._pool.take(numel) if pooled else torch.empty(numel, dtype=self.reduced.dtype)
+        self._bring(found)
+        yield found
+        if pooled:
+            self._pool.give(found)
 
     def send(self, reduced: Tensor, at: int = 0) -> None:
         """Copy reduced gradients from the device to elements [at, ...) of those that are offloaded."""
