@@ -9,7 +9,7 @@ gradient it delivers itself, as all of our layers do (megazero/model/contract.py
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,9 +82,7 @@ class CountingTokens:
 class Momentum:
     """Stochastic gradient descent with momentum, over the flat shards of units (megazero/optim/optimizer.py)."""
 
-    KIND: ClassVar[str] = "adamw"  # the kind that our model's parameters ask for
-    STATE: ClassVar[tuple[str, ...]] = ("velocity",)
-    staging_bytes = 0
+    STATE: tuple[str, ...] = ("velocity",)
 
     def __init__(self, units: list[Unit], decay: float = 0.9):
         self._decay = decay

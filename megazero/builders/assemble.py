@@ -121,9 +121,8 @@ def build_engine(
     used = [_distinct(name for i in parts for name in on_path[i]) for parts in stages]
     names = {name for of_stage in used for name in of_stage}
     units = build_units(model, names, seed=seed, axes=axes, resources=resources)
-    comm, o, there = grid.comm, optimizer, "" if resources.offload.optimizer is None else "host_"
-    adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=comm.bucket, ops=update_ops)
-    comm.ledger.hold(f"{there}staging", adam.staging_bytes)
+    o, bucket = optimizer, grid.comm.bucket
+    adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=bucket, ops=update_ops)
     engine = Engine(
         used,
         units,

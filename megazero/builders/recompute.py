@@ -6,6 +6,7 @@ It says which are computed again in backward, and how their inputs are kept unti
 import logging
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -13,11 +14,10 @@ from megazero.comm.grid import Axis, Grid
 from megazero.comm.home import Home, PagedHome
 from megazero.comm.host import Host
 from megazero.comm.pool import Pool
-from megazero.memory.activation_store import Arena, ArenaStore
-from megazero.memory.disk_arena import DiskArena
+from megazero.memory.activation_store import Arena, KeptInSlot
 from megazero.memory.graphs import Exchange, GraphedLayer, graphs_of
 from megazero.memory.partition import PartitionedStore
-from megazero.memory.recompute import PlainStore, Recomputed
+from megazero.memory.recompute import Kept, Recomputed
 from megazero.model.block import Block
 from megazero.model.contract import Layer
 from megazero.model.transformer import Transformer
@@ -53,7 +53,7 @@ def recompute(
     blocks = {i: part for parts in stages.values() for i in parts if isinstance(part := model.layers[i], Block)}
     if job.recompute == "selective":
         for block in blocks.values():
-            block.attention.core = Recomputed(block.attention.core, PlainStore)
+            block.attention.core = Recomputed(block.attention.core, Kept)
     if job.recompute != "full":
         return set()
     axis = _axis(job, grid["tensor"])
@@ -67,19 +67,15 @@ def recompute(
     pool = Pool(dtype, device, ledger, "inputs")
     exchange = Exchange(shape, dtype, device, ledger) if job.cuda_graphs and host.apart else None
     graphs = None if exchange is None else graphs_of(device)
-    going = pool.take(numel // axis.size) if job.offload == "nvme" else None
+    disks = homes["nvme"] if job.offload == "nvme" else None
+    assert disks is None or isinstance(disks, PagedHome), "disks have windows"
+    going = pool.take(numel // axis.size) if disks is not None else None
     recomputed: set[Layer] = set()
     for stage, parts in stages.items():
         own = [i for i in parts if i in blocks]
-        slots = len(own) * kept[stage]
-        if going is None:
-            arena = Arena(slots, numel // axis.size, dtype, device, ledger, host_of)
-            plain = axis.size == 1 and host_of is None
-            store = ArenaStore(arena) if plain else PartitionedStore(arena, axis, pool, device)
-        else:
-            disks = homes["nvme"]
-            assert isinstance(disks, PagedHome), "disks have windows"
-            store = PartitionedStore(DiskArena(slots, going, disks), axis, pool, device)
+        arena = Arena(len(own) * kept[stage], numel // axis.size, dtype, device, ledger, disks or host_of, going)
+        plain = axis.size == 1 and disks is None and host_of is None
+        store = partial(KeptInSlot, arena) if plain else PartitionedStore(arena, axis, pool, device)
         for i in own:
             block = blocks[i]
             if exchange is None or graphs is None:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor, device, dtype
 
@@ -16,6 +16,24 @@ from megazero.comm.ledger import Ledger
 
 WINDOW = 1 << 20  # elements of a window of a paged home
 Access = Literal["read", "write", "update"]  # write: all of it, whatever it was
+
+
+class DiskSpeed(NamedTuple):
+    """The speed of a disk, past the system's cache.
+
+    Attributes:
+        engine: how the system was asked.
+        direct: the system's cache was left out.
+        depth, block: blocks in flight, and bytes of each.
+        read, write: bytes/s.
+    """
+
+    engine: str
+    direct: bool
+    depth: int
+    block: int
+    read: float
+    write: float
 
 
 class Home(ABC):
@@ -54,6 +72,10 @@ class PagedHome(Home):
     @abstractmethod
     def start_bring(self, x: Tensor, into: Tensor, purpose: str) -> Future[None]:
         """Start to copy from this home, after all that was sent before."""
+
+    def bring(self, x: Tensor, into: Tensor, purpose: str) -> None:
+        """Copy from this home, after all that was sent before."""
+        self.start_bring(x, into, purpose).result()
 
     @abstractmethod
     def expect(self, x: Tensor) -> None:
@@ -96,6 +118,16 @@ def windows(
         yield from home.windows(flats, purpose, skip)
 
 
-# How homes are opened, by the words of `zero.offload` and `memory.offload`: (folders, ledger, bytes of host memory, the
-# rank's device) -> the home, and how it is reached, in words.
-Homes = Mapping[str, Callable[[Sequence[Path], Ledger, int, device], tuple[PagedHome, str]]]
+class Disks(NamedTuple):
+    """A kind of paged home: how a rank opens its own, and how fast one is.
+
+    Attributes:
+        open: (folders, ledger, bytes of host memory, the rank's device) -> the home, and how it is reached, in words.
+        speed: (folder, ranks that share it) -> its speed.
+    """
+
+    open: Callable[[Sequence[Path], Ledger, int, device], tuple[PagedHome, str]]
+    speed: Callable[[Path, int], DiskSpeed]
+
+
+Homes = Mapping[str, Disks]  # by the words of `zero.offload` and `memory.offload`

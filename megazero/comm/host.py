@@ -8,7 +8,6 @@ benchmarks count what a GPU would send.
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from torch import Tensor
 from megazero.comm.home import Home
 from megazero.comm.ledger import HOST, Ledger
 from megazero.comm.pinned import pinned_bytes
-from megazero.comm.readback import Readback
 from megazero.comm.streams import SideStream
 
 
@@ -65,11 +63,3 @@ class Host(Home):
     def settle(self) -> None:
         """Wait until all that was sent has arrived."""
         self._stream.wait()
-
-    def thread(self) -> Executor:
-        """Return a thread that computes on the host, beside the device."""
-        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="update")
-
-    def read(self, *scalars: Tensor) -> list[Tensor]:
-        """Copy small tensors of the device to the host, and wait for what computes them."""
-        return Readback(*scalars).wait()

@@ -1,9 +1,9 @@
 """List the homes of offloaded values that a config may ask for, beyond the device and the host.
 
-A home that is taken out of the table, with its folder, is gone: nothing that trains imports it.
+A home that is taken out of the table, with its folder, is gone: no other module imports it.
 """
 
-from megazero.comm.home import Homes
-from megazero.nvme.opening import open_disk
+from megazero.comm.home import Disks, Homes
+from megazero.nvme.opening import open_disk, speed_of
 
-HOMES: Homes = {"nvme": open_disk}
+HOMES: Homes = {"nvme": Disks(open_disk, speed_of)}

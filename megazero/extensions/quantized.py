@@ -25,6 +25,7 @@ gradient descent, Interspeech, section 3.1: error feedback.)
 from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -111,61 +112,58 @@ class QuantizedSumming(Summing):
 
     def start(self, partial: FlatBuffer, own: FlatBuffer, *, accumulate: bool) -> Pending:
         """Start the sum; `partial` must not be touched until the end. `own` may be a part of it."""
-        if self.hops is not None:
-            return self._start_in_hops(partial.values, own.values, *self.hops, accumulate=accumulate)
-        return self._start_exchange(
-            partial.values.chunk(self._axis.size), own.values, self._axis, accumulate=accumulate
+        begins, outs = not accumulate, [own.values]
+        if self.hops is None:
+            parts = [[part] for part in partial.values.chunk(self._axis.size)]
+            return self._start_exchange(parts, outs, self._axis, 0, adds=accumulate, begins=begins)
+        near, far = self.hops  # of which `near` has the neighbours; the second hop begins in `wait`
+        of_places = partial.values.view(far.size, near.size, len(own)).unbind(1)
+        parts = [list(of_place) for of_place in of_places]
+        sums, first = parts[near.rank], (near.size - 1) * far.size
+        return self._start_exchange(parts, sums, near, 0, adds=False, begins=begins).then(
+            lambda: self._start_exchange(
+                [[one] for one in sums], outs, far, first, adds=accumulate, begins=begins
+            ).wait()
         )
 
-    def _start_in_hops(self, x: Tensor, out: Tensor, near: Axis, far: Axis, *, accumulate: bool) -> Pending:
-        """Start the same sum along two axes, of which `near` has the neighbours; the second hop begins in `wait`."""
-        each = quantized_bytes(len(out), self.bits)
-        parts = x.view(far.size, near.size, len(out))
-        sent, received = (self._pool.take(far.size * near.size * each) for _ in range(2))
-        coded, came = (codes.view(near.size, far.size, each) for codes in (sent, received))
-        others = [(place, host) for place in range(near.size) if place != near.rank for host in range(far.size)]
-        for number, (place, host) in enumerate(others):
-            self._quantize(coded[place, host], parts[host, place], number, first=not accumulate)
-        pending = start_all_to_all(sent, received, near, "gradients")
-
-        def land() -> Tensor:
-            for place, host in others:
-                self.ops.dequantize_(parts[host, near.rank], came[place, host], self.bits, True)
-            self._pool.give(sent)
-            self._pool.give(received)
-            sums = [parts[host, near.rank] for host in range(far.size)]
-            return self._start_exchange(sums, out, far, len(others), accumulate=accumulate).wait()
-
-        return pending.then(land)
-
     def _start_exchange(
-        self, parts: Sequence[Tensor], out: Tensor, axis: Axis, first: int = 0, *, accumulate: bool
+        self,
+        parts: Sequence[Sequence[Tensor]],
+        outs: Sequence[Tensor],
+        axis: Axis,
+        first: int,
+        *,
+        adds: bool,
+        begins: bool,
     ) -> Pending:
-        """Start the sum of what all ranks have in their part of this one's number.
+        """Start the sums of what all ranks have in their parts of this one's number.
 
         Args:
-            parts: flat, by rank; not to be touched until the end.
+            parts: by rank, as many as `outs`; not to be touched until the end.
+            outs: receive the sums; they may be this rank's parts.
             first: the number of the first residual.
+            adds: the sums are added to what `outs` hold.
+            begins: it is the first reduction of a step.
         """
-        each = quantized_bytes(len(out), self.bits)
-        sent, received = self._pool.take(each * axis.size), self._pool.take(each * axis.size)
-        codes = sent.split(each)
-        for number, rank in enumerate(rank for rank in range(axis.size) if rank != axis.rank):
-            self._quantize(codes[rank], parts[rank], first + number, first=not accumulate)
+        each = quantized_bytes(len(outs[0]), self.bits)
+        sent, received = (self._pool.take(axis.size * len(outs) * each) for _ in range(2))
+        coded, came = (codes.view(axis.size, len(outs), each) for codes in (sent, received))
+        others = [(rank, k) for rank in range(axis.size) if rank != axis.rank for k in range(len(outs))]
+        for number, (rank, k) in enumerate(others, first):
+            self._quantize(coded[rank, k], parts[rank][k], number, first=begins)
         pending = start_all_to_all(sent, received, axis, "gradients")
 
         def land() -> Tensor:
-            own = parts[axis.rank]
-            if accumulate:
-                out.add_(own)
-            elif not same_place(out, own):
-                out.copy_(own)
-            for rank, coded in enumerate(received.split(each)):
-                if rank != axis.rank:
-                    self.ops.dequantize_(out, coded, self.bits, True)
+            for out, own in zip(outs, parts[axis.rank], strict=True):
+                if adds:
+                    out.add_(own)
+                elif not same_place(out, own):
+                    out.copy_(own)
+            for rank, k in others:
+                self.ops.dequantize_(outs[k], came[rank, k], self.bits, True)
             self._pool.give(sent)
             self._pool.give(received)
-            return out
+            return outs[0]
 
         return pending.then(land)
 
@@ -187,52 +185,49 @@ class QuantizedSumming(Summing):
         torch.sub(x, residual, out=residual).nan_to_num_(0.0, 0.0, 0.0)
 
 
+@dataclass(eq=False)
 class Quantized(Extension):
     """Send parameters, gradients or both as codes.
 
     Args:
         parameters, gradients: bits of a code; None: they are sent as they are.
+        pools: of bytes, for the codes of each.
         feedback: the rounding errors of gradients are kept, and added to the next ones.
         hops: see `QuantizedSumming`.
     """
 
     alignment = BLOCK  # a parameter begins with a block of its own
+    parameters: int | None
+    gradients: int | None
+    ops: Operations
+    pools: tuple[Pool, Pool]
+    precision: Precision
+    device: torch.device
+    feedback: bool
+    hops: tuple[Axis, Axis] | None
 
-    def __init__(
-        self,
-        parameters: int | None,
-        gradients: int | None,
-        ops: Operations,
-        pools: tuple[Pool, Pool],
-        precision: Precision,
-        device: torch.device,
-        *,
-        feedback: bool,
-        hops: tuple[Axis, Axis] | None,
-    ):
-        self._parameters, self._gradients, self._ops, self._pools = parameters, gradients, ops, pools
-        self._precision, self._device, self._feedback, self._hops = precision, device, feedback, hops
-        self._carry = torch.ones((), device=device)
+    def __post_init__(self) -> None:
+        self._carry = torch.ones((), device=self.device)
 
     def gathering(self, plain: Gathering, numel: int, axes: UnitAxes, device: torch.device) -> Gathering:
-        if self._parameters is None or axes.shard.size == 1 or axes.stage.parameters is not Placement.SHARD:
+        if self.parameters is None or axes.shard.size == 1 or axes.stage.parameters is not Placement.SHARD:
             return plain
-        bits, dtype = self._parameters, self._precision.parameters
-        return QuantizedGathering(bits, self._ops, self._pools[0], axes.shard, dtype)
+        bits, dtype = self.parameters, self.precision.parameters
+        return QuantizedGathering(bits, self.ops, self.pools[0], axes.shard, dtype)
 
     def summing(self, plain: Summing, shard: slice, axes: UnitAxes) -> Summing:
-        if self._gradients is None or axes.shard.size == 1 or axes.stage.optimizer is not Placement.SHARD:
+        if self.gradients is None or axes.shard.size == 1 or axes.stage.optimizer is not Placement.SHARD:
             return plain
         residuals = None
-        if self._feedback:
+        if self.feedback:
             shape = axes.shard.size - 1, shard.stop - shard.start
-            residuals = torch.zeros(shape, dtype=self._precision.gradients, device=self._device)
+            residuals = torch.zeros(shape, dtype=self.precision.gradients, device=self.device)
             axes.shard.comm.ledger.hold("residuals", residuals.nbytes)
-        bits, pool = self._gradients, self._pools[1]
-        return QuantizedSumming(bits, self._ops, pool, axes.shard, self._hops, residuals, self._carry)
+        bits, pool = self.gradients, self.pools[1]
+        return QuantizedSumming(bits, self.ops, pool, axes.shard, self.hops, residuals, self._carry)
 
     def end_step(self, skipped: Tensor, scale: Tensor, next_scale: Tensor) -> None:
-        if self._feedback:
+        if self.feedback:
             self._carry.copy_(torch.where(skipped, 0.0, next_scale / scale))
 
     def forget(self) -> None:
@@ -250,4 +245,4 @@ def quantized(
     hops = axes if config.zero.secondary_ranks is not None and axes[1].size > 1 else None
     pools = Pool(torch.uint8, device, grid.comm.ledger, "pool"), Pool(torch.uint8, device, grid.comm.ledger, "pool")
     feedback = asked.error_feedback and gradients is not None
-    return Quantized(parameters, gradients, ops, pools, precision, device, feedback=feedback, hops=hops)
+    return Quantized(parameters, gradients, ops, pools, precision, device, feedback, hops)

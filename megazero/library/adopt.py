@@ -9,7 +9,6 @@ one part in addition to its own shards, and ranks need not draw the same random 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +54,8 @@ def make_values(part: Part, world: Axis, device: torch.device, initial: Initial 
     for owner in owners if initial is None else ():
         for name, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_meta:
-                owner._buffers[name] = torch.full_like(
-                    buffer, math.nan if buffer.is_floating_point() else 0, device=device
-                )
+                fill = math.nan if buffer.is_floating_point() else 0
+                owner._buffers[name] = torch.full_like(buffer, fill, device=device)
         with _stand_ins(owner, shapes, device):
             owner.reset_parameters()  # pyright: ignore[reportCallIssue] - it has been looked for above
 
@@ -73,33 +71,22 @@ def _stand_ins(owner: nn.Module, shapes: Shapes, device: torch.device) -> Iterat
     owner._parameters.update(taken)
 
 
-class _Former(nn.Parameter):
-    """A parameter as it was before its module was sharded: an optimizer that holds it would do nothing."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: object, arguments: Sequence[Any] = (), named: Any = None
-    ) -> Any:
-        """Refuse to read `.grad`, which stays empty. Raises UserError 506."""
-        if function.__name__ == "__get__" and getattr(function, "__self__", None) is Tensor.grad:
-            what = f"an optimizer, say, holds {arguments[0].is_sharded} as it was before megazero.shard"
-            raise UserError(
-                506, what, "give megazero.shard the optimizer; sharded.step() updates, and clears gradients"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*arguments, **(named or {}))
-
-
 def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> None:
-    """Take the values of rank 0 into a unit, and give the module parameters that are views of it."""
+    """Take the values of rank 0 into a unit, and let the module's parameters be views of it.
+
+    They stay the objects that they are, so that whoever holds one, an optimizer say, is refused (`parameters.py`).
+    """
     take(unit, {m.name: m.places[0].owner._parameters[m.places[0].attribute] for m in members}, world)
-    made, names = unit.parameters.make(), [interval.name for interval in unit.layout.intervals]
-    for member in members:
-        member.parameter.__class__ = _Former
-        member.parameter.is_sharded = member.name  # type: ignore[attr-defined]  # another module may hold it too
-        member.unit, member.index, member.parameter = unit, names.index(member.name), made[member.name]
+    by_name = {member.name: member for member in members}
+    in_order = [by_name[interval.name] for interval in unit.layout.intervals]
+    for index, member in enumerate(in_order):
+        if member.parameter.is_meta:
+            nothing = torch.empty(0, dtype=member.parameter.dtype, device=unit.device)
+            member.parameter = nn.Parameter(nothing, requires_grad=unit.trainable)
+        member.unit, member.index, member.parameter.grad = unit, index, None
         for place in member.places:
             place.owner._parameters[place.attribute] = member.parameter
+    unit.parameters.move_to([member.parameter for member in in_order])
 
 
 def take(unit: Unit, values: Mapping[str, Tensor | None], world: Axis) -> None:
@@ -107,11 +94,10 @@ def take(unit: Unit, values: Mapping[str, Tensor | None], world: Axis) -> None:
     dtype = unit.masters.dtype if unit.trainable else unit.resting.parameters.values.dtype
     whole = torch.zeros(unit.numel, dtype=dtype, device=unit.device)
     if world.rank == 0:
-        with torch.no_grad():
-            for interval in unit.layout.intervals:
-                value = values[interval.name]
-                assert value is not None, "rank 0 has it"
-                whole[interval.start : interval.stop].copy_(value.reshape(-1))
+        for interval in unit.layout.intervals:
+            value = values[interval.name]
+            assert value is not None, "rank 0 has it"
+            whole[interval.start : interval.stop].copy_(value.detach().reshape(-1))
     whole = from_first(whole, world)
     starts = {interval.name: interval.start for interval in unit.layout.intervals}
     unit.resting.fill(lambda name, start, stop: whole[starts[name] + start : starts[name] + stop])

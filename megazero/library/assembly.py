@@ -34,18 +34,14 @@ class Memory:
     axes: UnitAxes
     device: torch.device
     ledger: Ledger
-    offload: Offload | None
+    offload: Offload
     kernels: str
     _pools: dict[torch.dtype, Pool] = field(default_factory=dict)
 
     def ops(self, dtype: torch.dtype, *, updates: bool = False) -> Operations:
         """Return the kernels next to parameters of a dtype; those of an update are where the update is."""
-        return choose(self.kernels, torch.device("cpu") if updates and self.updates_on_host else self.device, dtype)
-
-    @property
-    def updates_on_host(self) -> bool:
-        """Return whether the optimizer's state rests on the host, which updates it."""
-        return self.offload is not None and self.offload.optimizer is not None
+        on_host = updates and self.offload.optimizer is not None
+        return choose(self.kernels, torch.device("cpu") if on_host else self.device, dtype)
 
     def pool(self, dtype: torch.dtype) -> Pool:
         """Return the buffers of all units for whole parameters, and whole gradients, of a dtype."""
@@ -60,7 +56,7 @@ class Memory:
             self.device,
             self.pool(dtype),
             self.pool(precision.gradients),
-            offload=self.offload or Offload(),
+            offload=self.offload,
             ops=self.ops(dtype if dtype.is_floating_point else torch.float32),
         )
         return Unit(layout, self.axes, resources, trainable=trained)
@@ -91,9 +87,8 @@ class Assembly:
     engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
-        self.optimizer = self.recipe.make(self._trained(), self.grid.comm.bucket, self._update_kernels())
-        there = "host_" if self.memory.updates_on_host else ""
-        self.memory.ledger.hold(f"{there}staging", self.optimizer.staging_bytes)
+        bucket, ops = self.grid.comm.bucket, self._update_kernels()
+        self.optimizer = Following(self._trained(), lambda unit: self.recipe.make(unit, bucket, ops), self.recipe.state)
         self.engine = self._engine()
 
     def _trained(self) -> list[Unit]:

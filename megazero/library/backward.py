@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.library.assembly import Assembly
-from megazero.library.describe import loss_text
 from megazero.library.lockstep import in_lockstep
 
 
@@ -77,7 +76,7 @@ class Backwards:
             raise UserError(510, "the module was sharded without an optimizer", "give shard one", where="step")
         if self._failed:
             raise UserError(503, "the last backward failed", "run the step's forward and backward again", where="step")
-        self._require_backward("step", summed=self._all_summed, do="give the last one last=True")
+        self.require_backward("step", summed=self._all_summed)
 
     def refuse_thawed(self) -> None:
         """Refuse parameters that were unfrozen since the step's first forward. Raises UserError 502."""
@@ -85,14 +84,12 @@ class Backwards:
             what = f"{thawed[0]} was unfrozen between a forward and its step"
             raise UserError(502, what, "call requires_grad_(True) after the step, and then the module")
 
-    def require_reduced(self, call: str) -> None:
+    def require_backward(self, call: str, *, summed: bool | None = None) -> None:
         """Refuse a look at gradients that are not there, or have not been summed. Raises UserError 503."""
-        self._require_backward(call, summed=self._reduced, do="gradients are reduced by the last one")
-
-    def _require_backward(self, call: str, *, summed: bool, do: str) -> None:
         if not self.count:
             raise UserError(503, f"{call} without a backward", "call sharded.backward(loss) before", where=call)
-        if not summed:
+        if not (self._reduced if summed is None else summed):
+            do = "give the last one last=True, which reduces gradients"
             raise UserError(503, "the last backward of the step had last=False", do, where=call)
 
     def forget(self) -> None:
@@ -101,7 +98,8 @@ class Backwards:
         stage.finish_reduction()
         for unit in self.engine.units:
             unit.gradients.drop()
-        self.assembly.tables.forget()
+        for group in self.assembly.tables.groups:
+            group.forget()
         self.assembly.values.release_all()
         self.begin_step()
 
@@ -112,7 +110,9 @@ def run_backward(loss: Tensor, modules: Sequence[Backwards], *, last: bool) -> N
     The modules reduce one after the other, the last one first, whatever the order in which their gradients come.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        what = f"expected one number that depends on parameters, got {loss_text(loss)}"
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        got += " without a graph" if isinstance(loss, Tensor) and not loss.requires_grad else ""
+        what = f"expected one number that depends on parameters, got {got}"
         raise UserError(505, what, "give the mean of the losses, outside of torch.no_grad()", where="backward")
     if not modules or not all(module.trains for module in modules):
         what = "a module that was sharded without an optimizer" if modules else "without a module"

@@ -135,7 +135,7 @@ class Calls:
         self.factor: Tensor | None = None
         self.reduced: set[Part] = set()
         self.on_thaw: Callable[[], object] = lambda: None
-        self._anchor: Tensor | None = None
+        self._anchor = torch.zeros((), requires_grad=True, device=values.device)
         self._held: Part | None = None  # a part without gradients that backward has gathered
         self._task = -1  # autograd's number of the backward
         self._sharded = any(part.sharded for part in values.parts)
@@ -192,8 +192,6 @@ class Calls:
         """Put a part's parameters where its module looks for them."""
         live = set() if call is None else set(call.members)
         if call is not None and live:
-            if self._anchor is None:
-                self._anchor = torch.zeros((), requires_grad=True, device=self.values.device)
             if not (self.in_backward and part.open):  # else a checkpoint repeats a call, which stands for it
                 part.open.add(call)
             for member, value in zip(call.members, _Parameters.apply(call, self._anchor), strict=True):

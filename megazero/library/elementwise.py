@@ -9,7 +9,7 @@ small matrix, and on the same elements in two pieces.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,7 @@ def trial(make: Factory, name: str) -> Kept:
             count.
     """
     draw = torch.Generator().manual_seed(0)
-    start = torch.randn(_SHAPE, generator=draw, dtype=torch.float64)
-    gradients = [torch.randn(_SHAPE, generator=draw, dtype=torch.float64) for _ in range(_STEPS)]
+    start, *gradients = torch.randn(1 + _STEPS, *_SHAPE, generator=draw, dtype=torch.float64)
     whole, optimizer = _stepped(make, name, start, gradients)
     for cut in (slice(0, _CUT), slice(_CUT, None)):
         piece, _ = _stepped(make, name, start.view(-1)[cut], [gradient.view(-1)[cut] for gradient in gradients])
@@ -137,7 +136,7 @@ class Elementwise:
         state: by unit and name.
     """
 
-    KIND: ClassVar[str] = "torch"
+    KIND = "torch"
 
     def __init__(self, unit: Unit, make: Factory, options: Mapping[str, Options], kept: Kept):
         self._counts = kept.counts
@@ -150,11 +149,6 @@ class Elementwise:
             piece = _Piece(where, parameter, states, of_group, group.lr_factor, torch.zeros(()))
             piece.keep(of_group())  # some begin with other values than zeros
             self._pieces.append(piece)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Return the bytes kept besides the state: none, gradients are widened while a unit is updated."""
-        return 0
 
     def steps(self, unit: Unit) -> list[Tensor]:
         """Return the update counts of the unit's pieces, to be set when a run resumes."""

@@ -7,7 +7,6 @@ then has a count of its updates for each. A frozen one is updated with the rest 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,22 +19,20 @@ UnitOptimizer = AdamW | Elementwise
 
 
 class Following:
-    """An optimizer for each unit, which follows `requires_grad_` (`optim/optimizer.py`); `following` makes it.
+    """An optimizer for each unit, which follows `requires_grad_` (`optim/optimizer.py`).
 
     Args:
         make: makes the optimizer of a unit.
+        names: of the state that they keep of each element.
 
     Attributes:
-        STATE: the names of what they keep of each element.
+        STATE: these names.
         state: for each unit its state.
         frozen: the parameters that the next update leaves alone, by name.
     """
 
-    KIND: ClassVar[str] = "following"
-    STATE: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, units: Sequence[Unit], make: Callable[[Unit], UnitOptimizer]):
-        self._make = make
+    def __init__(self, units: Sequence[Unit], make: Callable[[Unit], UnitOptimizer], names: tuple[str, ...]):
+        self._make, self.STATE = make, names
         self._of: dict[Unit, UnitOptimizer] = {}
         self.state: dict[Unit, dict[str, Tensor]] = {}
         self._missed: dict[str, Tensor] = {}  # updates in which a parameter was frozen
@@ -51,11 +48,6 @@ class Following:
         """Update another unit from now on, which was frozen in so many updates."""
         self._add(unit)
         self._missed |= {i.name: torch.tensor(float(updates), device=unit.device) for i in unit.layout.intervals}
-
-    @property
-    def staging_bytes(self) -> int:
-        """Return the bytes kept besides the state."""
-        return sum(optimizer.staging_bytes for optimizer in self._of.values())
 
     def steps(self, unit: Unit) -> list[Tensor]:
         """Return the update counts of a unit's pieces, to be set when a run resumes."""
@@ -122,8 +114,3 @@ def _pieces(unit: Unit) -> list[tuple[str, slice]]:
     places = [where for _, where in unit.layout.group_slices(unit.shard)]
     firsts = [bisect_right(starts, unit.shard.start + where.start) - 1 for where in places]
     return [(unit.layout.intervals[first].name, where) for first, where in zip(firsts, places, strict=True)]
-
-
-def following(units: Sequence[Unit], make: Callable[[Unit], UnitOptimizer], state: tuple[str, ...]) -> Following:
-    """Return the optimizer of some units that keeps this state."""
-    return type("Following", (Following,), {"STATE": state})(units, make)

@@ -75,21 +75,17 @@ def _compare(values: Values, axis: Axis, meeting: str, order: int) -> None:
         return
     mine = [MEETINGS.index(meeting), order, crc32(bytes(values.trained_now()))]
     with in_lockstep(values.rank):
-        calls, orders, froze = all_gather(torch.tensor([mine], device=values.device), axis, "agree").T.tolist()
-    if (at := _odd(calls)) is not None:
-        values.process.order = 0  # what follows begins alike
-        own, first = MEETINGS[calls[at]], MEETINGS[calls[0]]
-        what = f"it waits for sharded.{own}, and rank {axis.ranks[0]} for sharded.{first}"
+        first, *others = all_gather(torch.tensor([mine], device=values.device), axis, "agree").tolist()
+    odd = next(((rank, own) for rank, own in zip(axis.ranks[1:], others, strict=True) if own != first), None)
+    if odd is None:
+        return
+    values.process.order = 0  # the messages that follow begin alike
+    rank, (call, parts, _) = odd
+    if call != first[0]:
+        what = f"it waits for sharded.{MEETINGS[call]}, and rank {axis.ranks[0]} for sharded.{MEETINGS[first[0]]}"
         do = "let every rank make the same calls, and as many backwards before each step"
-        raise UserError(507, what, do, rank=axis.ranks[at])
-    if (at := _odd(orders)) is not None:
-        values.process.order = 0
-        raise _other_parts(axis.ranks[at], axis.ranks[0])
-    if (at := _odd(froze)) is not None:
-        what = f"it has frozen other parameters than rank {axis.ranks[0]}"
-        raise UserError(502, what, "call requires_grad_ alike on every rank", rank=axis.ranks[at])
-
-
-def _odd(numbers: list[int]) -> int | None:
-    """Return the place of the first number that is another than the first; None: all are alike."""
-    return next((at for at, number in enumerate(numbers) if number != numbers[0]), None)
+        raise UserError(507, what, do, rank=rank)
+    if parts != first[1]:
+        raise _other_parts(rank, axis.ranks[0])
+    what = f"it has frozen other parameters than rank {axis.ranks[0]}"
+    raise UserError(502, what, "call requires_grad_ alike on every rank", rank=rank)

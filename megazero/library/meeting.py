@@ -1,6 +1,5 @@
 """Meet the other ranks: those that torchrun or srun started, or those that `launch` forks; alone without either."""
 
-import json
 import pickle
 import signal
 import tempfile
@@ -15,6 +14,8 @@ from typing import IO, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from megazero.base.errors import FailedElsewhere, UserError
 from megazero.base.version import __version__
@@ -25,7 +26,6 @@ from megazero.launcher.environment import RankContext, world_from_environment
 from megazero.launcher.rendezvous import connect, disconnect
 from megazero.launcher.spawn import run_local
 from megazero.launcher.world import World
-from megazero.library.plain import decoded, encoded
 from megazero.library.values import Process
 
 T = TypeVar("T")
@@ -85,19 +85,17 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
     torch must not have computed with several threads in this process before: a fork does not have its threads.
 
     Args:
-        function: called with `arguments` in each rank; what it returns consists of numbers, text, None, tensors, lists,
-            tuples and dictionaries with text for keys.
+        function: called with `arguments` in each rank. Tensors that it returns come to the host's memory.
 
     Raises:
-        UserError: 510, a rank failed, and has said why; or what rank 0 returned is none of these.
+        UserError: 510, a rank failed, and has said why; or rank 0's result cannot be pickled.
         BaseException: the first exception of the function on any rank, with that rank and its traceback as a note; a
             RuntimeError with its name and text where it cannot be pickled, or made again from its pickle.
     """
     lines: list[str] = []
     where = getattr(function, "__name__", "launch")
     with ExitStack() as files:
-        answer = files.enter_context(tempfile.TemporaryFile())
-        raised = [files.enter_context(tempfile.TemporaryFile()) for _ in range(nproc)]
+        answer, *raised = (files.enter_context(tempfile.TemporaryFile()) for _ in range(nproc + 1))
 
         def main(place: RankContext) -> int:
             be(place)
@@ -111,8 +109,7 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
                     raise
                 raise UserError(510, f"raised {type(error).__name__}: {error}", where=where) from None
             if place.world.rank == 0:
-                answer.write(json.dumps(encoded(found)).encode())
-                answer.flush()
+                _answer(found, answer)
             disconnect()
             return 0
 
@@ -123,7 +120,17 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
             why = lines[0] if lines else f"exit code {code}"
             raise UserError(510, f"a rank failed: {why}", where=where)
         answer.seek(0)
-        return cast(T, decoded(json.loads(answer.read())))
+        return cast(T, pickle.load(answer))
+
+
+def _answer(found: object, file: IO[bytes]) -> None:
+    """Write what rank 0 returns into a file. Raises UserError 510: it cannot be pickled."""
+    try:
+        pickle.dump(tree_map_only(Tensor, lambda x: x.detach().cpu(), found), file)
+    except Exception as error:  # whatever a class of the user's raises
+        do = "return numbers, text, tensors, lists and dictionaries"
+        raise UserError(510, f"rank 0 returned a {type(found).__name__}: {error}", do, where="launch") from None
+    file.flush()
 
 
 def _keep(error: BaseException, rank: int, file: IO[bytes]) -> None:

@@ -18,7 +18,7 @@ import torch
 from megazero.base.errors import UserError
 from megazero.kernels.operations import Operations
 from megazero.library.elementwise import Elementwise, Factory, Options, trial
-from megazero.library.following import Following, following
+from megazero.library.following import UnitOptimizer
 from megazero.optim.adamw import AdamW
 from megazero.zero.layout import Group
 from megazero.zero.unit import Unit
@@ -35,12 +35,14 @@ class Recipe:
 
     Attributes:
         lr: its learning rate where a step does not say one.
-        make: (units, bucket, kernels) -> the optimizer.
+        state: the names of what it keeps of each element.
+        make: (unit, bucket, kernels) -> the optimizer of a unit.
         group: the group of a parameter, by its name.
     """
 
     lr: float
-    make: Callable[[list[Unit], int, Operations], Following]
+    state: tuple[str, ...]
+    make: Callable[[Unit, int, Operations], UnitOptimizer]
     group: Callable[[str], Group]
 
 
@@ -51,7 +53,7 @@ def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
         UserError: 501, there is none of that name, it does not know an option, or it does not treat elements alike.
     """
     if asked is None:
-        return Recipe(0.0, lambda units, bucket, ops: following([], _none, ()), lambda name: Group(True))
+        return Recipe(0.0, (), _none, lambda name: Group(True))
     if callable(asked):
         return _of_torch(asked, groups)
     if not isinstance(asked, str | Mapping):
@@ -68,7 +70,7 @@ def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
 
 
 def _adamw(options: dict[str, Any], groups: Groups) -> Recipe:
-    decay, lr = options["weight_decay"], options["lr"]
+    lr, decay = options.pop("lr"), options["weight_decay"]
     for pattern, own in groups:
         if odd := sorted(own.keys() - {"lr", "weight_decay"}):
             raise UserError(501, f"{pattern!r}: adamw has no option {odd[0]!r} of a group", where=_WHERE)
@@ -76,12 +78,8 @@ def _adamw(options: dict[str, Any], groups: Groups) -> Recipe:
             what = f"{pattern!r}: weight_decay {own['weight_decay']} next to {decay}"
             raise UserError(501, what, "give 0, or an optimizer of torch", where=_WHERE)
     own_groups = [Group(own.get("weight_decay", decay) != 0.0, _lr_factor(pattern, own, lr)) for pattern, own in groups]
-
-    def make(units: list[Unit], bucket: int, ops: Operations) -> Following:
-        told = {"betas": options["betas"], "eps": options["eps"], "weight_decay": decay, "bucket": bucket, "ops": ops}
-        return following(units, lambda unit: AdamW([unit], **told), AdamW.STATE)
-
-    return Recipe(lr, make, _first_that_fits(groups, own_groups, Group(decay != 0.0)))
+    group = _first_that_fits(groups, own_groups, Group(decay != 0.0))
+    return Recipe(lr, AdamW.STATE, lambda unit, bucket, ops: AdamW([unit], **options, bucket=bucket, ops=ops), group)
 
 
 def _of_torch(make: Factory, groups: Groups) -> Recipe:
@@ -97,14 +95,11 @@ def _of_torch(make: Factory, groups: Groups) -> Recipe:
         kind = f"{Elementwise.KIND} {number}"
         options[kind] = rest
         own_groups.append(Group(True, _lr_factor(pattern, own, lr), kind))
-
-    def of(units: list[Unit], bucket: int, ops: Operations) -> Following:
-        return following(units, lambda unit: Elementwise(unit, make, options, kept), kept.elements)
-
-    return Recipe(lr, of, _first_that_fits(groups, own_groups, Group(True, 1.0, Elementwise.KIND)))
+    group = _first_that_fits(groups, own_groups, Group(True, 1.0, Elementwise.KIND))
+    return Recipe(lr, kept.elements, lambda unit, bucket, ops: Elementwise(unit, make, options, kept), group)
 
 
-def _none(unit: Unit) -> AdamW:
+def _none(unit: Unit, bucket: int, ops: Operations) -> AdamW:
     raise AssertionError(f"{unit.name} is not trained")
 
 

@@ -51,15 +51,6 @@ class Member:
     index: int = field(init=False)
 
     @property
-    def tables(self) -> Iterator[nn.Embedding]:
-        """Yield the plain embeddings that look it up; one whose forward is of a subclass is none."""
-        for place in self.places:
-            owner = place.owner
-            is_weight = place.attribute == "weight" and "forward" not in vars(owner)
-            if is_weight and isinstance(owner, nn.Embedding) and type(owner).forward is nn.Embedding.forward:
-                yield owner
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """Return the parameter's shape as a whole."""
         return self.unit.layout.intervals[self.index].shape
@@ -126,19 +117,6 @@ class Part:
     def thawed(self) -> list[Member]:
         """Return the parameters that were frozen when they got their units, and are not frozen now."""
         return _asking(self.members[len(self.trained) :])
-
-    def groups(self, dtype: torch.dtype | None) -> dict[tuple[torch.dtype, bool], list[Member]]:
-        """Return the members by dtype and by whether they are trained; each group is a unit.
-
-        Args:
-            dtype: of all that have floating point; None: each keeps its own.
-        """
-        found: dict[tuple[torch.dtype, bool], list[Member]] = {}
-        for member in self.members:
-            of = member.parameter
-            own = dtype if dtype is not None and of.is_floating_point() else of.dtype
-            found.setdefault((own, of.requires_grad), []).append(member)
-        return found
 
 
 def _asking(members: Sequence[Member]) -> list[Member]:

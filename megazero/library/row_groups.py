@@ -25,6 +25,7 @@ from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
 from megazero.comm.rows import Counts, exchange_counts, exchange_rows
+from megazero.kernels import counter
 from megazero.library.adopt import from_first
 from megazero.library.calls import Calls
 from megazero.library.row_optimizers import RowOptimizer
@@ -68,6 +69,15 @@ class RowShard:
     def shape(self) -> tuple[int, int]:
         """Return the shape of the whole table."""
         return self.whole, self.values.shape[1]
+
+    def draw(self, padding: int | None) -> None:
+        """Write initial values, normal as those of torch's tables; they depend on name and row alone."""
+        flat, start = self.values.view(-1), self.first * self.values.shape[1]
+        for at in range(0, len(flat), PIECE):
+            stop = min(at + PIECE, len(flat))
+            flat[at:stop] = counter.normal(0, self.name, start + at, start + stop)
+        if padding is not None and self.first <= padding < self.first + len(self.values):
+            self.values[padding - self.first] = 0.0
 
     def _pieces(self) -> Iterator[tuple[slice, Tensor, slice, slice]]:
         """Yield the whole table in pieces that are sent at a time.
@@ -187,9 +197,10 @@ class RowGroup:
         here = rows - owners * self._eaches[of_key] + self._begins[owners, of_key]
         by_owner = torch.argsort(owners, stable=True)
         found, own = of_key.bincount(minlength=len(self.tables)), owners.bincount(minlength=world.size)
-        *found, odd = torch.cat([found, own, wrong.any()[None]]).tolist()
-        found, own = found[: len(self.tables)], found[len(self.tables) :]
-        said = exchange_counts([*own, odd, zlib.crc32(repr(self._names(tables)).encode())], world, device)
+        *found, odd = torch.cat([found[tables], own, wrong.any()[None]]).tolist()
+        each, own = found[: len(tables)], found[len(tables) :]
+        asks = ", ".join(self.tables[table].name for table in tables)
+        said = exchange_counts([*own, odd, zlib.crc32(asks.encode())], world, device)
         if odd:
             at = int(wrong.nonzero()[0])
             table = self.tables[int(of_id[at])]
@@ -199,21 +210,16 @@ class RowGroup:
             if theirs:
                 raise FailedElsewhere(rank, 511)
             if names != said[0][-1]:
-                what = f"it looks up in other tables than rank 0 in {', '.join(self._names(tables))}"
-                raise UserError(507, what, rank=rank)
+                raise UserError(507, f"it looks up in other tables than rank 0 in {asks}", rank=rank)
         counts = [of_rank[: world.size] for of_rank in said]
         asked = exchange_rows(here[by_owner], counts, world, "row ids")
         self._calls.follow()
         wants = torch.is_grad_enabled() and self._is_live(tables[0])
         anchor = torch.zeros((), requires_grad=True, device=device) if wants else None
-        each = [found[table] for table in tables]
         values = _LookUp.apply(self, asked, by_owner, each, counts, anchor)
+        wholes = zip(rows.split(each), values, places.split([len(one) for one in ids]), strict=True)
         firsts = accumulate(each, initial=0)
-        places_of = places.split([len(one) for one in ids])
-        return [
-            FoundRows(rows[first : first + len(one)], one, at - first)
-            for first, one, at in zip(firsts, values, places_of, strict=False)
-        ]
+        return [FoundRows(own, one, at - first) for (own, one, at), first in zip(wholes, firsts, strict=False)]
 
     def _is_live(self, table: int) -> bool:
         """Return whether rows of a table are to be updated. Raises UserError 502: it was frozen when it was sharded."""
@@ -223,18 +229,10 @@ class RowGroup:
             raise UserError(502, what, "freeze it after megazero.shard, which then has memory for its state")
         return live
 
-    def _names(self, tables: list[int]) -> list[str]:
-        return [self.tables[table].name for table in tables]
-
     def values_of(self, asked: Tensor, counts: Counts) -> Tensor:
         """Return the values of the rows that each rank wants; here they come from their owners."""
         back = [list(column) for column in zip(*counts, strict=True)]
         return exchange_rows(self.rows[asked], back, self._world, "row values")
-
-    @property
-    def epoch(self) -> int:
-        """Return the epoch of the module's values: rows that were looked up in an earlier one are stale."""
-        return self._calls.values.epoch
 
     def take_gradients(self, epoch: int, asked: Tensor, gradients: Tensor, counts: Counts) -> None:
         """Send gradients to the owners of their rows, and keep those that come; drop them if others are trained.
@@ -243,24 +241,19 @@ class RowGroup:
             UserError: 506, no backward runs, or the rows were looked up before the last update.
         """
         calls = self._calls
-        if not calls.values.process.in_backward or epoch != self.epoch:
+        if not calls.values.process.in_backward or epoch != calls.values.epoch:
             what = f"{self.tables[0].name}: gradients outside of sharded.backward, or of an earlier step"
             raise UserError(506, what, "call sharded.backward(loss) between two steps")
         if calls.in_backward and calls.trains:
             gradients = gradients if calls.factor is None else gradients * calls.factor
             self._arrived.append((asked, exchange_rows(gradients, counts, self._world, "row gradients")))
 
-    def _all_arrived(self) -> tuple[Tensor, Tensor]:
-        """Return the gradients that have come for rows, and the places of these; a row may have several."""
-        none = torch.empty(0, dtype=torch.int64, device=self.rows.device), self.rows[:0]
-        rows, gradients = zip(none, *self._arrived, strict=True)
-        return torch.cat(rows), torch.cat(gradients)
-
     def squares(self) -> Tensor:
         """Return the sum of squares of this rank's gradients of the step, fp64; sums them by row first."""
-        rows, gradients = self._all_arrived()
-        touched, places = torch.unique(rows, return_inverse=True)
-        total = self.rows.new_zeros((len(touched), self.rows.shape[1])).index_add_(0, places, gradients)
+        none = torch.empty(0, dtype=torch.int64, device=self.rows.device), self.rows[:0]
+        rows, gradients = zip(none, *self._arrived, strict=True)
+        touched, places = torch.unique(torch.cat(rows), return_inverse=True)
+        total = self.rows.new_zeros((len(touched), self.rows.shape[1])).index_add_(0, places, torch.cat(gradients))
         self._arrived = [(touched, total)]
         return total.to(torch.float64).square().sum()
 
@@ -290,7 +283,8 @@ class _LookUp(torch.autograd.Function):
     def forward(
         ctx: Any, group: RowGroup, asked: Tensor, by_owner: Tensor, each: list[int], counts: Counts, anchor: Any
     ) -> tuple[Tensor, ...]:
-        ctx.group, ctx.asked, ctx.by_owner, ctx.counts, ctx.epoch = group, asked, by_owner, counts, group.epoch
+        ctx.group, ctx.asked, ctx.by_owner, ctx.counts = group, asked, by_owner, counts
+        ctx.epoch = group._calls.values.epoch  # rows that were looked up in an earlier one are stale
         came = group.values_of(asked, counts)
         return torch.empty_like(came).index_copy_(0, by_owner, came).split(each)
 

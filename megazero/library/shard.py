@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from megazero.library.assembly import Assembly, Memory
 from megazero.library.calls import Calls
 from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
-from megazero.library.parameters import guard
-from megazero.library.parts import Part, Units, fitting, parts_of, submodules
+from megazero.library.parameters import ShardedParameter, guard
+from megazero.library.parts import Member, Part, Units, fitting, parts_of, submodules
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
 from megazero.library.tables import Table, split_rows
@@ -83,25 +84,25 @@ def shard(
         module.requires_grad_(False)
     recipe, rows, by_row = recipe_of(optimizer, groups), row_optimizer(table_optimizer), _tables(module, tables)
     parts = parts_of(module, units, by_row)
+    members = [member for part in parts for member in part.members]
     fitting([pattern for pattern, _ in groups], [name for name, _ in module.named_parameters()], "groups")
-    if optimizer is not None and not any(m.parameter.requires_grad for part in parts for m in part.members):
+    if optimizer is not None and not any(member.parameter.requires_grad for member in members):
         do = "give None for the optimizer of a frozen module"
         raise UserError(510, "the module has no parameter that requires a gradient", do, where="shard")
-    if odd := next((m for p in parts for m in p.members if _untrainable(m.parameter)), None):
+    if odd := next((m for m in members if m.parameter.requires_grad and not m.parameter.is_floating_point()), None):
         what = f"{odd.name} is {odd.parameter.dtype}: only parameters of floating point are trained"
         raise UserError(510, what, "freeze it, or keep its real and imaginary parts", where="shard")
     world, comm, process = meet(timedelta(seconds=timeout))
     device = world.device
     grid = single(comm)
     if world.size > 1:
-        grid = make_grid(
-            comm=comm, device_type=device.type if comm.backend == "nccl" else "cpu", shard_ranks=shard_ranks
-        )
+        device_type = device.type if comm.backend == "nccl" else "cpu"
+        grid = make_grid(comm=comm, device_type=device_type, shard_ranks=shard_ranks)
     _require_one_module(parts, grid["world"], device)
     dtype = None if precision is None else _DTYPES[precision]
     axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=STAGES[stage], replica=grid["replica"])
     memory = Memory(axes, device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
-    shapes = {place: m.parameter.shape for part in parts for m in part.members for place in m.places}
+    shapes = {place: member.parameter.shape for member in members for place in member.places}
     for part in parts:
         make = partial(make_values, part, grid["world"], device, initial, shapes)
         _give_units(part, dtype, recipe, memory, grid["world"], make)
@@ -124,25 +125,19 @@ def _require_known(module: nn.Module, stage: int, precision: str | None) -> None
         raise UserError(510, f"stage: expected 0 to 3, got {stage!r}", where="shard")
     if precision is not None and precision not in _DTYPES:
         raise UserError(510, f"precision: expected one of {', '.join(_DTYPES)}, got {precision!r}", where="shard")
-    if any(hasattr(parameter, "gradient_slot") for parameter in module.parameters()):
+    sharded = [name for name, one in module.named_parameters() if isinstance(one, ShardedParameter)]
+    if sharded and len(sharded) == len([*module.parameters()]):
         raise UserError(510, "the module is sharded already", "shard a module once", where="shard")
-    if odd := next((name for name, one in module.named_parameters() if hasattr(one, "is_sharded")), None):
-        what = f"{odd} is a parameter of another module too, which is sharded already"
+    if sharded:
+        what = f"{sharded[0]} is a parameter of another module too, which is sharded already"
         raise UserError(510, what, "shard one module that holds both", where="shard")
-
-
-def _untrainable(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and not parameter.is_floating_point()
 
 
 def _tables(module: nn.Module, asked: Units) -> dict[str, Table]:
     """Return the tables that were asked for, by name. Raises UserError 511: one is no embedding, or is shared."""
-    modules, found = dict(module.named_modules()), dict[str, Table]()
-    uses = Counter(id(parameter) for one in modules.values() for parameter in one._parameters.values())
-    chosen = submodules(module, asked, "tables")
-    for name, table in modules.items():
-        if name not in chosen:
-            continue
+    chosen, found = submodules(module, asked, "tables"), dict[str, Table]()
+    uses = Counter(id(parameter) for one in module.modules() for parameter in one._parameters.values())
+    for name, table in ((name, one) for name, one in module.named_modules() if name in chosen):
         if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
             raise UserError(511, f"tables: {name} is a {type(table).__name__}", "give nn.Embedding or nn.EmbeddingBag")
         if uses[id(table.weight)] > 1:
@@ -151,36 +146,32 @@ def _tables(module: nn.Module, asked: Units) -> dict[str, Table]:
     return found
 
 
-def _offload_of(asked: str | Mapping[str, str] | None, device: torch.device, ledger: Ledger) -> Offload | None:
-    """Return what rests on the host; None: nothing. Raises UserError 510."""
+def _offload_of(asked: str | Mapping[str, str] | None, device: torch.device, ledger: Ledger) -> Offload:
+    """Return what rests on the host. Raises UserError 510."""
     options: dict[str, str] = dict.fromkeys(_OFFLOAD, asked) if isinstance(asked, str) else dict(asked or {})
     odd = [key for key, value in options.items() if key not in _OFFLOAD or value not in ("cpu", "none")]
     if odd:
         do = 'give "cpu", or {"optimizer": "cpu", "parameters": "cpu"}'
         raise UserError(510, f"offload: {odd[0]!r}: {options[odd[0]]!r}", do, where="shard")
-    if "cpu" not in options.values():
-        return None
     host = Host(device, ledger)
-    if not host.apart:
+    if "cpu" in options.values() and not host.apart:
         _LOG.info("offload changes nothing: on a CPU the host's memory is the device's")
-        return None
+    if "cpu" not in options.values() or not host.apart:
+        return Offload()
     optimizer, parameters = (host if options.get(key) == "cpu" else None for key in _OFFLOAD)
     return Offload(host, optimizer, parameters)
 
 
 def _require_one_module(parts: Sequence[Part], world: Axis, device: torch.device) -> None:
     """Refuse ranks with different modules. Raises UserError 504, with the first difference."""
-    lines = [
-        f"{m.name} {tuple(m.parameter.shape)} {m.parameter.dtype} {m.parameter.requires_grad} in {part.name}"
-        for part in parts
-        for m in part.members
-    ]
-    everybody = [said.decode().split("\n") for said in gather_bytes("\n".join(lines).encode(), world, "agree", device)]
-    for rank, theirs in enumerate(everybody):
-        if theirs != everybody[0]:
-            pairs = zip([*everybody[0], "nothing"], [*theirs, "nothing"], strict=False)
-            first, other = next((a, b) for a, b in pairs if a != b)
-            what = f"has another module than rank 0: {other} instead of {first}"
+    own = ((part.name, m.name, m.parameter) for part in parts for m in part.members)
+    lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad} in {part}" for part, name, p in own]
+    first, *others = [said.decode() for said in gather_bytes("\n".join(lines).encode(), world, "agree", device)]
+    for rank, theirs in enumerate(others, 1):
+        if theirs != first:
+            pairs = zip_longest(first.split("\n"), theirs.split("\n"), fillvalue="nothing")
+            expected, other = next((a, b) for a, b in pairs if a != b)
+            what = f"has another module than rank 0: {other} instead of {expected}"
             raise UserError(504, what, "build the same module on every rank", rank=rank)
 
 
@@ -188,7 +179,11 @@ def _give_units(
     part: Part, dtype: torch.dtype | None, recipe: Recipe, memory: Memory, world: Axis, make: Callable[[], None]
 ) -> None:
     """Give the parameters of a part units, and initial values: those that rank 0 has after `make`."""
-    kinds = part.groups(dtype)
+    kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}  # each becomes a unit
+    for member in part.members:
+        own, trained = member.parameter.dtype, member.parameter.requires_grad
+        own = dtype if dtype is not None and own.is_floating_point else own
+        kinds.setdefault((own, trained), []).append(member)
     agree(world, memory.device, make)
     for (own, trained), members in kinds.items():
         entries = [Entry(m.name, tuple(m.parameter.shape), recipe.group(m.name), split=True) for m in members]

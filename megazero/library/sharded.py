@@ -194,9 +194,9 @@ class Sharded(WholeValues):
         rate = assembly.recipe.lr if lr is None else lr
         result = assembly.engine.finish_step(rate, beside=assembly.tables.squares())
         self._skipped += result.skipped
-        if assembly.tables.shards:
+        for group in assembly.tables.groups:
             done = self.steps + 1 - int(self._skipped)
-            assembly.tables.update(table_lr, result.applied, done, skipped=bool(result.skipped))
+            group.update(table_lr, result.applied, done, skipped=bool(result.skipped))
         values.begin_epoch()
         values.gather.unshard([unit for unit in values.units if unit.parameters.rest_whole])
         self._backwards.begin_step()

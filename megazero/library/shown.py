@@ -101,19 +101,16 @@ def tensors_in(outputs: Any) -> Iterator[Tensor]:
 
 
 def prepare(part: Part, run: Callable[..., Any], take: Callable[[Part, Member, nn.Parameter], object]) -> None:
-    """Let calls of a part go through `run`, and gradients that come to its parameters themselves to `take`."""
-    for table in dict.fromkeys(table for member in part.trained for table in member.tables):
-        give_rows(table)
-    wrap(part, run)
+    """Let calls of a part go through `run`, and gradients that come to its parameters themselves to `take`.
+
+    A module that is compiled stays so inside of a call. A call from code that torch.compile compiles is refused.
+    """
+    for place in (place for member in part.trained for place in member.places):
+        owner, looked_up = place.owner, place.attribute == "weight" and "forward" not in vars(place.owner)
+        if looked_up and isinstance(owner, nn.Embedding) and type(owner).forward is nn.Embedding.forward:
+            give_rows(owner)
     for unit in part.units:
         watch(part, unit, take)
-
-
-def wrap(part: Part, run: Callable[..., Any]) -> None:
-    """Let every call of a part's module run between its events; a module that is compiled stays so inside of them.
-
-    A call of it from code that torch.compile compiles is refused.
-    """
     module = part.module
     compiled: Forward | None = module._compiled_call_impl
     forward: Forward = compiled or module.forward

@@ -9,6 +9,7 @@ import math
 import platform
 import uuid
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -43,14 +44,12 @@ class State:
         self._units, self._buffers = assembly.values.units, saved_buffers(assembly.module)
         self._rows = {name: (table, own) for table in assembly.tables.shards for name, own in _tensors_of(table)}
         self._kinds = [WEIGHT, *assembly.optimizer.STATE]
-        self._logical = {
-            i.name: _logical(i.shape, unit.masters.dtype, trained=unit.trainable)
-            for unit in self._units
-            for i in unit.layout.intervals
-        }
-        self._logical |= {name: _logical(buffer.shape, buffer.dtype) for name, buffer in self._buffers.items()}
+        self._logical = {name: _logical(buffer.shape, buffer.dtype) for name, buffer in self._buffers.items()}
         for name, (table, own) in self._rows.items():
             self._logical[name] = _logical((table.whole, *own.shape[1:]), own.dtype)
+        for unit in self._units:
+            dtype, trained = unit.masters.dtype, unit.trainable
+            self._logical |= {i.name: _logical(i.shape, dtype, trained=trained) for i in unit.layout.intervals}
 
     def save(self, folder: Path, steps: int, skipped: int) -> Path:
         """Write a step into a folder of steps; return the step's own folder. Every rank calls it.
@@ -64,14 +63,12 @@ class State:
         first, store = self._world.rank == 0, Store(folder, "library")
 
         def prepare() -> None:
-            if not first:
-                return
             folder.mkdir(parents=True, exist_ok=True)
             store.reap()
             if store.path(steps).exists():
                 raise UserError(508, f"step {steps} is there already", "give another folder", where=folder)
 
-        agree(self._world, self._device, prepare)
+        agree(self._world, self._device, prepare if first else lambda: None)
         saver = Saver(
             store,
             [*self._held(saves=True), *(self._held_buffers() if first else [])],
@@ -146,9 +143,8 @@ class State:
         return held
 
     def _held_buffers(self) -> list[ShardState]:
-        return [
-            _held(name, buffer.detach().reshape(-1).clone(), any_value=True) for name, buffer in self._buffers.items()
-        ]
+        flats = {name: buffer.detach().reshape(-1).clone() for name, buffer in self._buffers.items()}
+        return [_held(name, flat, any_value=True) for name, flat in flats.items()]
 
     def _progress(self, steps: int, skipped: int) -> Progress:
         scale = self._assembly.engine.loss_scale
@@ -162,12 +158,10 @@ class State:
         )
 
     def _commit(self, store: Store, step: int, progress: Progress, written: Sequence[WrittenShard]) -> None:
-        tensors = dict(self._logical)
-        for name, logical in tensors.items():
-            pieces = sorted(
-                (piece for one in written for piece in one.tensors.get(name, [])), key=lambda piece: piece[1]
-            )
-            tensors[name] = logical.model_copy(update={"pieces": pieces})
+        tensors: dict[str, Logical] = {}
+        for name, logical in self._logical.items():
+            pieces = [piece for one in written for piece in one.tensors.get(name, [])]
+            tensors[name] = logical.model_copy(update={"pieces": sorted(pieces, key=itemgetter(1))})
         sizes = {name: self._assembly.grid[name].size for name in ("tensor", "pipeline", "data")}
         counts = self._assembly.optimizer.counts(progress.updates)
         main = (self._assembly.engine.units or self._units)[0].masters.dtype

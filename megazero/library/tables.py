@@ -15,9 +15,8 @@ from torch.nn import functional
 from megazero.base.errors import UserError
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
-from megazero.kernels import counter
 from megazero.library.calls import Calls
-from megazero.library.row_groups import PIECE, RowGroup, RowShard
+from megazero.library.row_groups import RowGroup, RowShard
 from megazero.library.row_optimizers import RowOptimizer
 
 Table = nn.Embedding | nn.EmbeddingBag
@@ -28,17 +27,17 @@ class Tables:
 
     Args:
         shards: of all tables.
-        groups: each with its tables, by the names of their modules and their numbers in the group.
+        places: the group of each table and its number there, by the name of its module.
 
     Attributes:
+        groups: of all tables.
         trained: rows of some of them are updated.
     """
 
-    def __init__(self, shards: Sequence[RowShard], groups: Sequence[tuple[RowGroup, dict[str, int]]], world: Axis):
-        self.shards, self._world = shards, world
-        self._groups = [group for group, _ in groups]
-        self.trained = any(group.trained for group in self._groups)
-        self._places = {name: (group, number) for group, numbers in groups for name, number in numbers.items()}
+    def __init__(self, shards: Sequence[RowShard], places: Mapping[str, tuple[RowGroup, int]], world: Axis):
+        self.shards, self._places, self._world = shards, places, world
+        self.groups = list(dict.fromkeys(group for group, _ in places.values()))
+        self.trained = any(group.trained for group in self.groups)
 
     def fetch(self, ids: Mapping[str, Tensor]) -> None:
         """Look up in several tables at once; their next look-up finds it. Every rank calls it.
@@ -51,29 +50,15 @@ class Tables:
         """
         if odd := next((name for name in ids if name not in self._places), None):
             raise UserError(511, f"prefetch_rows: {odd} is no table whose rows are split", "name it in tables=")
-        for group in self._groups:
+        for group in self.groups:
             if asked := {self._places[name][1]: one for name, one in ids.items() if self._places[name][0] is group}:
                 group.fetch(asked)
 
     def squares(self) -> Tensor | None:
         """Return the sum of squares of the gradients of all tables over all ranks; None: there are no tables."""
-        if not self._groups:
+        if not self.groups:
             return None
-        return all_reduce(torch.stack([group.squares() for group in self._groups]).sum(), self._world, "norm")
-
-    def update(self, lr: float | None, scale: Tensor, step: int, *, skipped: bool) -> None:
-        """Update the touched rows with gradients multiplied by `scale`, and forget them.
-
-        Args:
-            lr: None: the optimizer's own.
-        """
-        for group in self._groups:
-            group.update(lr, scale, step, skipped=skipped)
-
-    def forget(self) -> None:
-        """Forget the gradients of this step."""
-        for group in self._groups:
-            group.forget()
+        return all_reduce(torch.stack([group.squares() for group in self.groups]).sum(), self._world, "norm")
 
 
 def split_rows(
@@ -97,23 +82,23 @@ def split_rows(
         weight = table.weight
         alike.setdefault((weight.shape[1], weight.dtype, weight.requires_grad), []).append(name)
     shards = {name: RowShard(f"{name}.weight", len(table.weight), world) for name, table in tables.items()}
-    groups = []
+    places: dict[str, tuple[RowGroup, int]] = {}
     for (width, dtype, trained), names in alike.items():
         like = torch.empty((0, width), dtype=dtype, device=calls.values.device)
         group = RowGroup([shards[name] for name in names], like, optimizer, calls, trained=trained)
-        groups.append((group, {name: number for number, name in enumerate(names)}))
+        places |= {name: (group, number) for number, name in enumerate(names)}
         for number, name in enumerate(names):
             _split(tables[name], shards[name])
             tables[name].forward = _forward(tables[name], group, number, computes)  # type: ignore[method-assign]
         world.comm.ledger.hold("parameters", group.rows.nbytes)
         world.comm.ledger.hold("optimizer", sum(state.nbytes for state in group.state.values()))
-    return Tables(list(shards.values()), groups, world)
+    return Tables(list(shards.values()), places, world)
 
 
 def _split(table: Table, shard: RowShard) -> None:
     """Give a table the rows that this rank owns, in the place of all."""
     if table.weight.is_meta:
-        _draw(shard, table.padding_idx)
+        shard.draw(table.padding_idx)
     else:
         shard.take(table.weight)
     table.weight = shard.weight
@@ -124,16 +109,6 @@ def _split(table: Table, shard: RowShard) -> None:
 def _refuse(name: str) -> None:
     do = "look its rows up; the whole table is in sharded.full_state_dict()"
     raise UserError(506, f"{name} has a rank's own rows alone, and was used outside of a look-up", do)
-
-
-def _draw(shard: RowShard, padding: int | None) -> None:
-    """Write initial values, normal as those of torch's tables; they depend on name and row alone."""
-    flat, start = shard.values.view(-1), shard.first * shard.values.shape[1]
-    for at in range(0, len(flat), PIECE):
-        stop = min(at + PIECE, len(flat))
-        flat[at:stop] = counter.normal(0, shard.name, start + at, start + stop)
-    if padding is not None and shard.first <= padding < shard.first + len(shard.values):
-        shard.values[padding - shard.first] = 0.0
 
 
 def _forward(table: Table, group: RowGroup, number: int, computes: torch.dtype | None) -> Callable[..., Tensor]:

@@ -84,7 +84,7 @@ class WholeValues:
             return {}
         for name, buffer in saved_buffers(self.module).items():
             found[name] = buffer.detach().to("cpu", copy=True)
-        return {key: found[name] for key, name in self._keys().items()}
+        return {key: found[name] for key, (name, _) in self._keys().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the values of a state_dict of the whole module: of rank 0's, those of the others are not read.
@@ -97,8 +97,9 @@ class WholeValues:
         self._assembly.meet("load_state_dict")
         values, world = self._assembly.values, self._assembly.world
         keys = self._keys()
-        agree(world, values.device, lambda: None if world.rank else _require_fitting(state, self._shapes(keys)))
-        by_name = {name: state.get(key) for key, name in reversed(keys.items())}
+        shapes = {key: shape for key, (_, shape) in keys.items()}
+        agree(world, values.device, lambda: None if world.rank else _require_fitting(state, shapes))
+        by_name = {name: state.get(key) for key, (name, _) in reversed(keys.items())}
         values.release_all()
         for unit in values.units:
             take(unit, by_name, world)
@@ -146,14 +147,13 @@ class WholeValues:
             norms += [values.double().norm() for values in of_unit.values()]
             chosen.append((unit, list(of_unit)))
         norm = torch.stack(norms).norm()
-        factor = clip_factor(norm, limit)
         for unit, own in chosen:
-            _scale_reduced(unit, own, factor)
+            _scale_reduced(unit, own, clip_factor(norm, limit))
         return norm
 
     def _gradients(self, names: Names, call: str) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
         """Yield units with their whole reduced gradients, copies, of the parameters that have these names."""
-        self._backwards.require_reduced(call)
+        self._backwards.require_backward(call)
         self._assembly.meet(call)
         engine = self._assembly.engine
         chosen = fitting(names, [name for unit in engine.units for name in _names(unit)], call)
@@ -166,24 +166,16 @@ class WholeValues:
             found = {i.name: whole[i.start : i.stop].view(i.shape) for i in unit.layout.intervals if i.name in chosen}
             yield unit, {name: values * factor.to(values.dtype) for name, values in found.items()}
 
-    def _shapes(self, keys: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each entry of the module's state_dict."""
-        shapes = {i.name: i.shape for unit in self._assembly.values.units for i in unit.layout.intervals}
-        shapes |= {table.name: table.shape for table in self._assembly.tables.shards}
-        shapes |= {name: tuple(buffer.shape) for name, buffer in saved_buffers(self.module).items()}
-        return {key: shapes[name] for key, name in keys.items()}
-
-    def _keys(self) -> dict[str, str]:
-        """Return the keys of the module's state_dict, each with the name of its parameter or buffer."""
-        by_value = {id(member.parameter): member.name for part in self._assembly.parts for member in part.members}
-        by_value |= {id(table.weight): table.name for table in self._assembly.tables.shards}
-        by_value |= {id(buffer): name for name, buffer in saved_buffers(self.module).items()}
-        keys: dict[str, str] = {}
+    def _keys(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return the keys of the module's state_dict, each with the name and the shape of its parameter or buffer."""
+        found = {id(m.parameter): (m.name, m.shape) for part in self._assembly.parts for m in part.members}
+        found |= {id(table.weight): (table.name, table.shape) for table in self._assembly.tables.shards}
+        found |= {id(buffer): (name, tuple(buffer.shape)) for name, buffer in saved_buffers(self.module).items()}
+        keys: dict[str, tuple[str, tuple[int, ...]]] = {}
         for prefix, owner in self.module.named_modules(remove_duplicate=False):
             for attribute, value in (*owner._parameters.items(), *owner._buffers.items()):
-                name = by_value.get(id(value))
-                if name is not None and attribute not in owner._non_persistent_buffers_set:
-                    keys[f"{prefix}.{attribute}".lstrip(".")] = name
+                if id(value) in found and attribute not in owner._non_persistent_buffers_set:
+                    keys[f"{prefix}.{attribute}".lstrip(".")] = found[id(value)]
         return keys
 
     def _difference(self, values: Mapping[str, Tensor]) -> UserError | None:

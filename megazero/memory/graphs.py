@@ -17,112 +17,56 @@ so no message of another rank may be awaited then: no pipelines. It happens in t
 in which the kernels' libraries prepare themselves.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megazero.comm.ledger import Ledger
-from megazero.memory.recompute import ActivationStore, LayerContext, PlainStore, Recomputed
+from megazero.memory.recompute import ActivationStore, LayerContext, Recomputed
+from megazero.zero.gradients import DeliveryCounter, GradientAccumulator
 
 WARM_UP = 2  # calls of a layer's forward, and of its backward, that are not recorded
 
 Work = Callable[[], None]
+Record = Callable[[Work], Work]  # records what some work launches, without doing it; returns the function that does it
 Key = tuple[Any, ...]
 
 
-class Graphs(Protocol):
-    """A way to record work on a device and to do it again."""
+def graphs_of(device: torch.device) -> Record | None:
+    """Return a device's way to record, as CUDA graphs in one memory pool; None: it has none, or is only pretended."""
+    if device.type != "cuda":
+        return None
+    pool = torch.cuda.graph_pool_handle()
 
-    def record(self, work: Work) -> Work:
-        """Record what some work launches, without doing it; return the function that does it."""
-        ...
-
-
-class CudaGraphs:
-    """CUDA graphs that share one memory pool."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, work: Work) -> Work:
+    def record(work: Work) -> Work:
         graph = torch.cuda.CUDAGraph()
         # Other threads (the loader's copies, the monitor's events) use the device meanwhile, which is no fault.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             work()
         return graph.replay
 
-
-def graphs_of(device: torch.device) -> Graphs | None:
-    """Return a device's way to record; None: it has none, as where a GPU is only pretended."""
-    return CudaGraphs() if device.type == "cuda" else None
+    return record
 
 
-class Slot(Protocol):
-    """The place of a parameter's gradient, as a graph needs it (`zero/gradients.py`).
-
-    Attributes:
-        view: the memory; it may move from one micro-batch to the next.
-        fresh: the next delivery overwrites what the memory holds; later ones add to it.
-    """
-
-    view: Tensor
-    fresh: bool
-
-    def open(self) -> None:
-        """Make sure that there is memory."""
-        ...
-
-    def expect(self) -> None:
-        """Announce a use of the parameter."""
-        ...
-
-    def delivered(self) -> None:
-        """Count a gradient that has been written."""
-        ...
-
-    def write(self, gradient: Tensor) -> None:
-        """Write a gradient without counting it."""
-        ...
-
-    def write_product(self, left: Tensor, right: Tensor) -> None:
-        """Write the gradient left @ right without counting it."""
-        ...
-
-    def write_rows(self, rows: Tensor, values: Tensor) -> None:
-        """Write a gradient that is zero except in some rows, without counting it."""
-        ...
-
-
-class _Uncounted:
-    """A slot whose deliveries are noted instead of counted (a `GradientSlot` of the model).
+class _Notes(DeliveryCounter):
+    """Notes deliveries instead of counting them.
 
     Args:
-        deliveries: receives the slot at each of them.
+        delivered: receives the name of the parameter at each of them.
     """
 
-    def __init__(self, slot: Slot, deliveries: list[Slot]):
-        self._slot, self._deliveries = slot, deliveries
+    def __init__(self, delivered: list[str]):
+        super().__init__("of a graph")
+        self._names = delivered
 
-    def expect(self) -> None: ...
+    def expect(self, parameter: str) -> None: ...
 
-    def add(self, gradient: Tensor) -> None:
-        self._slot.write(gradient)
-        self._deliveries.append(self._slot)
-
-    def add_sum(self, rows: Tensor) -> None:
-        self.add(rows.sum(0))
-
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        self._slot.write_product(left, right)
-        self._deliveries.append(self._slot)
-
-    def add_rows(self, rows: Tensor, values: Tensor) -> None:
-        self._slot.write_rows(rows, values)
-        self._deliveries.append(self._slot)
+    def delivered(self, parameter: str) -> None:
+        self._names.append(parameter)
 
 
 class Exchange:
@@ -143,10 +87,10 @@ class GraphedLayer(Recomputed):
         exchange: shared by all layers that run one at a time.
     """
 
-    def __init__(self, layer: nn.Module, store: ActivationStore | type[PlainStore], graphs: Graphs, exchange: Exchange):
+    def __init__(self, layer: nn.Module, store: ActivationStore, record: Record, exchange: Exchange):
         super().__init__(layer, store)
         self._module, self._exchange = layer, exchange
-        self._forwards, self._backwards = _Recorded(graphs), _Recorded(graphs)
+        self._forwards, self._backwards = _Recorded(record), _Recorded(record)
 
     @cached_property
     def _parameters(self) -> list[nn.Parameter]:
@@ -157,7 +101,7 @@ class GraphedLayer(Recomputed):
         at = self._exchange
         at.input.copy_(x)
 
-        def work(_: list[Slot]) -> None:
+        def work(_: list[str]) -> None:
             at.output.copy_(self.layer(at.input, context))
 
         self._forwards.do(self._places, work)
@@ -167,23 +111,24 @@ class GraphedLayer(Recomputed):
         at, recompute = self._exchange, super().backward
         at.input.copy_(x)
         at.grad_output.copy_(grad)
-        slots: list[Slot] = [parameter.gradient_slot for parameter in self._parameters]  # type: ignore[attr-defined]
+        slots: list[GradientAccumulator] = [p.gradient_slot for p in self._parameters]  # type: ignore[attr-defined]
         for slot in slots:
             slot.open()
 
-        def work(deliveries: list[Slot]) -> None:
-            with _uncounted(self._parameters, deliveries):
+        def work(delivered: list[str]) -> None:
+            with _noted(slots, delivered):
                 again = recompute(at.input, at.grad_output, context)
                 assert again is not None, "the output depends on the input"
                 at.grad_input.copy_(again)
 
         key = (*self._places, *((slot.view.data_ptr(), slot.fresh) for slot in slots))
-        delivered = self._backwards.do(key, work)
+        by_name = {slot.name: slot for slot in slots}
+        delivered = [by_name[name] for name in self._backwards.do(key, work)]
         for slot in delivered:  # of a unit all uses first: its gradients are complete with the last delivery
             slot.fresh = False
             slot.expect()
         for slot in delivered:
-            slot.delivered()
+            slot.counter.delivered(slot.name)
         return at.grad_input.clone()
 
     @property
@@ -194,38 +139,36 @@ class GraphedLayer(Recomputed):
 class _Recorded:
     """The recordings of one layer's forward or backward, by the places of all that they touch."""
 
-    def __init__(self, graphs: Graphs):
-        self._graphs, self._calls = graphs, 0
-        self._known: dict[Key, tuple[Work, list[Slot]]] = {}
+    def __init__(self, record: Record):
+        self._record, self._calls = record, 0
+        self._known: dict[Key, tuple[Work, list[str]]] = {}
 
-    def do(self, key: Key, work: Callable[[list[Slot]], None]) -> list[Slot]:
-        """Do some work, recorded before if it may be; return the slots that it has written to, in order.
+    def do(self, key: Key, work: Callable[[list[str]], None]) -> list[str]:
+        """Do some work, recorded before if it may be; return the parameters whose gradients came, in order.
 
         Args:
             work: notes those in the list that it is given.
         """
         self._calls += 1
+        delivered: list[str] = []
         if self._calls <= WARM_UP:
-            written: list[Slot] = []
-            work(written)
-            return written
+            work(delivered)
+            return delivered
         if key not in self._known:
-            written = []
-            replay = self._graphs.record(lambda: work(written))
-            self._known[key] = replay, written
-        replay, written = self._known[key]
+            self._known[key] = self._record(lambda: work(delivered)), delivered
+        replay, delivered = self._known[key]
         replay()
-        return written
+        return delivered
 
 
 @contextmanager
-def _uncounted(parameters: list[nn.Parameter], deliveries: list[Slot]) -> Iterator[None]:
-    """Be a context in which the gradients of some parameters are written and not counted."""
-    slots = [parameter.gradient_slot for parameter in parameters]  # type: ignore[attr-defined]
-    for parameter, slot in zip(parameters, slots, strict=True):
-        parameter.gradient_slot = _Uncounted(slot, deliveries)  # type: ignore[attr-defined]
+def _noted(slots: Sequence[GradientAccumulator], delivered: list[str]) -> Iterator[None]:
+    """Be a context in which gradients are written, and noted instead of counted."""
+    counters, notes = [slot.counter for slot in slots], _Notes(delivered)
+    for slot in slots:
+        slot.count_with(notes)
     try:
         yield
     finally:
-        for parameter, slot in zip(parameters, slots, strict=True):
-            parameter.gradient_slot = slot  # type: ignore[attr-defined]
+        for slot, counter in zip(slots, counters, strict=True):
+            slot.count_with(counter)

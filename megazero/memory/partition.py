@@ -21,7 +21,7 @@ from megazero.comm.grid import Axis
 from megazero.comm.pool import Pool
 from megazero.comm.streams import SideStream
 from megazero.memory.activation_store import Arena
-from megazero.memory.disk_arena import DiskArena
+from megazero.memory.recompute import Kept
 
 
 class PartitionedStore:
@@ -33,17 +33,18 @@ class PartitionedStore:
         pool: for whole inputs.
     """
 
-    def __init__(self, arena: Arena | DiskArena, axis: Axis, pool: Pool, device: torch.device):
+    def __init__(self, arena: Arena, axis: Axis, pool: Pool, device: torch.device):
         self.arena, self.axis, self.pool, self.stream = arena, axis, pool, SideStream(device)
         self._last: _Part | None = None
 
-    def keep(self, x: Tensor) -> "_Part":
+    def __call__(self, x: Tensor) -> "_Part":
+        """Keep an input until its backward."""
         part = x.detach().reshape(-1).chunk(self.axis.size)[self.axis.rank]
         self._last = _Part(self, self.arena.put(part), x.shape, self._last)
         return self._last
 
 
-class _Part:
+class _Part(Kept):
     """The part of one input on this rank; `before` is the input that was kept before it.
 
     That one is of the block before, or of another micro-batch, whose backward is done if micro-batches go through

@@ -28,43 +28,22 @@ class LayerContext(Protocol):
         ...
 
 
-class Kept(Protocol):
-    """The input of a layer, kept between forward and backward."""
-
-    def restore(self) -> Tensor:
-        """Return the input, valid until `free`."""
-        ...
-
-    def free(self) -> None:
-        """Free the input, which is not needed any more."""
-        ...
-
-
-class ActivationStore(Protocol):
-    """A way to keep inputs."""
-
-    def keep(self, x: Tensor) -> Kept:
-        """Keep an input until its backward."""
-        ...
-
-
-class PlainStore:
-    """A store that keeps a reference to the tensor."""
+class Kept:
+    """The input of a layer, kept between forward and backward: by a reference here, in other ways in subclasses."""
 
     def __init__(self, x: Tensor):
         self._x = x
 
-    @classmethod
-    def keep(cls, x: Tensor) -> "PlainStore":
-        return cls(x)
-
     def restore(self) -> Tensor:
+        """Return the input, valid until `free`."""
         return self._x
 
     def free(self) -> None:
+        """Free the input, which is not needed any more."""
         del self._x
 
 
+ActivationStore = Callable[[Tensor], Kept]
 Layer = Callable[[Tensor, Any], Tensor]
 
 
@@ -76,7 +55,7 @@ class Recomputed:
         store: keeps its input.
     """
 
-    def __init__(self, layer: Layer, store: ActivationStore | type[PlainStore]):
+    def __init__(self, layer: Layer, store: ActivationStore):
         self.layer, self.store = layer, store
 
     def __call__(self, x: Tensor, context: LayerContext) -> Tensor:
@@ -102,7 +81,7 @@ class _Recompute(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, recomputed: Recomputed, context: LayerContext) -> Tensor:
         ctx.recomputed, ctx.context = recomputed, context
         y = recomputed.forward(x, context)
-        ctx.kept = recomputed.store.keep(x)
+        ctx.kept = recomputed.store(x)
         return y
 
     @staticmethod

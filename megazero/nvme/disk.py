@@ -26,9 +26,8 @@ from megazero.comm.home import WINDOW, Access, PagedHome
 from megazero.comm.ledger import DISK, Ledger
 from megazero.nvme.crossing import Crossing, Mark
 from megazero.nvme.disk_queue import DiskQueue
-from megazero.nvme.files import open_all
-from megazero.nvme.pieces import Loaded, Piece, grow, padded
-from megazero.nvme.traffic import PieceMemory, PieceTraffic
+from megazero.nvme.files import UnnamedFile
+from megazero.nvme.traffic import Loaded, Piece, PieceMemory, PieceTraffic, padded
 
 PIECE = WINDOW  # elements
 _AHEAD = 4  # pieces that are read before they are needed
@@ -64,7 +63,7 @@ class Disk(PagedHome):
         self.window = window
         self._ledger, self._queue = ledger, queue
         self._crossing = Crossing(device or torch.device("cpu"))
-        self._files = open_all(folders)
+        self._files = [_opened(folder) for folder in folders]
         self._sizes = [0] * len(folders)
         self._buffers: dict[int, tuple[Tensor, list[Piece]]] = {}  # by the storage of their handles
         self._traffic = PieceTraffic(queue, PieceMemory(memory, self._crossing.memory, ledger))
@@ -81,12 +80,13 @@ class Disk(PagedHome):
         handle, before = torch.empty(numel, dtype=dtype, device="meta"), list(self._sizes)
         firsts = range(0, numel, self.window)
         pieces = [self._reserve(min(self.window, numel - first), dtype.itemsize) for first in firsts]
-        try:
-            for file, size in zip(self._files, self._sizes, strict=True):
-                grow(file, size)
-        except UserError:
-            self._sizes = before
-            raise
+        for file, size in zip(self._files, self._sizes, strict=True):
+            try:
+                file.reserve(size)
+            except OSError as error:
+                self._sizes = before
+                what = f"expected room for {size:,} bytes of this rank, got: {error.strerror}"
+                raise UserError(602, what, "free some, or give a larger disk", where=file.folder) from None
         self._buffers[handle.untyped_storage()._cdata] = handle, pieces
         self._ledger.hold(f"nvme_{category}", numel * dtype.itemsize)
         return handle
@@ -98,17 +98,13 @@ class Disk(PagedHome):
             self._sent.popleft().result()
         self._sent.append(self._thread.submit(self._write, x, into, self._crossing.mark()))
 
-    def start_bring(self, x: Tensor, into: Tensor, purpose: str) -> "Future[None]":
+    def start_bring(self, x: Tensor, into: Tensor, purpose: str) -> Future[None]:
         """Start to copy from a disk to memory, behind all that was sent before."""
         self._ledger.add(DISK, f"{purpose} back", x.numel(), x.element_size())
         return self._thread.submit(self._read, x, into, self._crossing.mark())
 
-    def bring(self, x: Tensor, into: Tensor, purpose: str) -> None:
-        """Copy from a disk to memory."""
-        self.start_bring(x, into, purpose).result()
-
     def expect(self, x: Tensor) -> None:
-        """Start to read what will be brought soon, as far as there is memory that nobody has."""
+        """Start to read what will be brought soon, as far as memory is spare."""
         self._thread.submit(self._expect, x)
 
     def clear(self, x: Tensor) -> None:
@@ -159,7 +155,11 @@ class Disk(PagedHome):
                 now = ahead.popleft()
                 where = slice(first, min(first + self.window, numel))
                 yield where, [self._tensor(one, flat.dtype) for one, (flat, _) in zip(now, flats, strict=True)]
-                self._take_back(now, [access for _, access in flats])
+                for one, (_, access) in zip(now, flats, strict=True):
+                    if isinstance(one, Loaded) and access != "read":
+                        self._traffic.start_write(one.piece, one.memory, updates=access == "update")
+                    elif isinstance(one, Loaded):
+                        self._traffic.memory.give(one.memory)
                 now = []
             self._traffic.drain()
         finally:
@@ -231,21 +231,13 @@ class Disk(PagedHome):
 
     # Pieces.
 
-    def _load(self, flat: Tensor, where: slice, access: Access) -> "Loaded | Tensor":
+    def _load(self, flat: Tensor, where: slice, access: Access) -> Loaded | Tensor:
         if not flat.is_meta:
             return flat[where]
         ((_, _, piece),) = self._parts(flat[where])
         return self._traffic.start_read(piece, wanted=access != "write")
 
-    def _take_back(self, window: "Sequence[Loaded | Tensor]", accesses: Sequence[Access]) -> None:
-        """Write back what a caller has changed; free the rest."""
-        for one, access in zip(window, accesses, strict=True):
-            if isinstance(one, Loaded) and access != "read":
-                self._traffic.start_write(one.piece, one.memory, updates=access == "update")
-            elif isinstance(one, Loaded):
-                self._traffic.memory.give(one.memory)
-
-    def _tensor(self, one: "Loaded | Tensor", dtype: torch.dtype) -> Tensor:
+    def _tensor(self, one: Loaded | Tensor, dtype: torch.dtype) -> Tensor:
         return one if isinstance(one, Tensor) else self._traffic.arrived(one).view(dtype)
 
     def _reserve(self, numel: int, itemsize: int) -> Piece:
@@ -253,3 +245,12 @@ class Disk(PagedHome):
         offset = self._sizes[disk]
         self._sizes[disk] += padded(numel * itemsize)
         return Piece(self._files[disk], offset, numel * itemsize, self.window * itemsize)
+
+
+def _opened(folder: Path) -> UnnamedFile:
+    """Return a new file in a folder. Raises UserError: 601, nothing can be written there."""
+    try:
+        return UnnamedFile(folder)
+    except OSError as error:
+        what = f"nothing can be written there: {error.strerror}"
+        raise UserError(601, what, "give another zero.offload.path", where=folder) from None

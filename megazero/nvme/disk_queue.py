@@ -8,8 +8,7 @@ they seem; addresses, lengths and offsets are then multiples of `ALIGNMENT`.
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -32,12 +31,10 @@ class Transfer:
 
     def __init__(self, queue: "DiskQueue", ticket: int, tensor: Tensor):
         self._queue, self._ticket, self._tensor = queue, ticket, tensor
-        self._ended, self._error = False, 0
 
-    @property
-    def done(self) -> bool:
-        """Return whether it has ended, well or not."""
-        return self._ended or self._queue.is_done(self._ticket)
+    @cached_property
+    def _error(self) -> int:
+        return self._queue.wait_for(self._ticket)
 
     def wait(self) -> Tensor:
         """Wait until it has ended; return the tensor.
@@ -45,9 +42,6 @@ class Transfer:
         Raises:
             OSError: of the system; ENODATA: the file ends before the transfer does.
         """
-        if not self._ended:
-            self._error = self._queue.wait_for(self._ticket)
-            self._ended = True
         if self._error:
             reason = "the file ends too early" if self._error == errno.ENODATA else os.strerror(self._error)
             raise OSError(self._error, reason)
@@ -75,12 +69,10 @@ class DiskQueue:
         self._block, self._library = block, _library()
         self._queue: int | None = None
         self._under_way: dict[int, Tensor] = {}  # which the system has, whoever else has forgotten them
-        tried: Sequence[Engine] = ENGINES if engine is None else (engine,)
-        self.engine: Engine = tried[0]
         error = ctypes.c_int()
-        for each in tried:
-            self.engine = each
-            self._queue = self._library.megazero_disk_open(each == "io_uring", depth, ctypes.byref(error))
+        self.engine: Engine
+        for self.engine in ENGINES if engine is None else (engine,):
+            self._queue = self._library.megazero_disk_open(self.engine == "io_uring", depth, ctypes.byref(error))
             if self._queue is not None:
                 return
         raise OSError(error.value, f"{self.engine}: {os.strerror(error.value)}")
@@ -100,10 +92,6 @@ class DiskQueue:
         )
         self._under_way[ticket] = tensor
         return Transfer(self, ticket, tensor)
-
-    def is_done(self, ticket: int) -> bool:
-        """Return whether a transfer has ended."""
-        return self._queue is None or bool(self._library.megazero_disk_done(self._queue, ticket))
 
     def wait_for(self, ticket: int) -> int:
         """Wait for a transfer, once; return 0 or the system's error."""
@@ -127,18 +115,6 @@ def aligned(nbytes: int) -> Tensor:
     return whole[skip : skip + nbytes]
 
 
-def usable_engines() -> list[Engine]:
-    """Return the engines that work here, the better one first. Raises BuildError."""
-    found: list[Engine] = []
-    for engine in ENGINES:
-        try:
-            DiskQueue(engine, depth=1).close()
-        except OSError:
-            continue
-        found.append(engine)
-    return found
-
-
 @cache
 def _library() -> ctypes.CDLL:
     """Build the library (once per machine) and load it. Raises BuildError."""
@@ -154,7 +130,6 @@ def _library() -> ctypes.CDLL:
     library.megazero_disk_close.restype = None
     library.megazero_disk_submit.argtypes = [pointer, number, number, pointer, long, long, long]
     library.megazero_disk_submit.restype = ctypes.c_int64
-    for name in ("megazero_disk_wait", "megazero_disk_done"):
-        getattr(library, name).argtypes = [pointer, ctypes.c_int64]
-        getattr(library, name).restype = number
+    library.megazero_disk_wait.argtypes = [pointer, ctypes.c_int64]
+    library.megazero_disk_wait.restype = number
     return library

@@ -1,4 +1,4 @@
-"""Open the disks of a rank, with as many blocks in flight as serve them best."""
+"""Open the disks of a rank, with as many blocks in flight as serve them best; say how fast a disk is."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from megazero.base.errors import UserError
-from megazero.comm.home import PagedHome
+from megazero.comm.home import DiskSpeed, PagedHome
 from megazero.comm.ledger import Ledger
 
 _MEASURED, _SECONDS = 64 << 20, 0.4  # bytes of disk and memory at most, and time, to find how many blocks are best
@@ -14,6 +14,8 @@ _MEASURED, _SECONDS = 64 << 20, 0.4  # bytes of disk and memory at most, and tim
 
 def open_disk(folders: Sequence[Path], ledger: Ledger, memory: int, device: torch.device) -> tuple[PagedHome, str]:
     """Return the home of a rank on disks, and how it reads and writes them, in words.
+
+    All ranks of a host measure their first disk at once, as they will read and write.
 
     Args:
         folders: one on each disk.
@@ -23,11 +25,18 @@ def open_disk(folders: Sequence[Path], ledger: Ledger, memory: int, device: torc
         UserError: 601, a folder cannot be written; 607, no queue of transfers can be built.
     """
     from megazero.kernels.build import BuildError
+    from megazero.nvme import measure
     from megazero.nvme.disk import Disk
-    from megazero.nvme.disk_queue import DiskQueue
+    from megazero.nvme.disk_queue import BLOCK, DEPTH, DiskQueue
 
+    depth, block, said = DEPTH, BLOCK, ""
     try:
-        depth, block, said = _best(folders[0])
+        try:
+            found = measure.best_speed(folders[0], _MEASURED, _SECONDS)
+            depth, block = found.depth, found.block
+            said = f" (read {found.read / 1e9:.2f}, written {found.write / 1e9:.2f} GB/s)"
+        except OSError:  # no room, or nothing can be written: opening it says so
+            pass
         queue = DiskQueue(depth=depth, block=block)
     except (BuildError, OSError) as error:
         do = "run megazero doctor, which says what is missing"
@@ -41,17 +50,16 @@ def open_disk(folders: Sequence[Path], ledger: Ledger, memory: int, device: torc
     return disks, f"by {queue.engine}, {way}, {depth} blocks of {block >> 10} KiB in flight{said}"
 
 
-def _best(folder: Path) -> tuple[int, int, str]:
-    """Return blocks in flight and bytes of each that serve a disk best, with what was measured, in words.
+def speed_of(folder: Path, most: int) -> DiskSpeed:
+    """Return how fast a disk is read and written.
 
-    All ranks of a host measure at once, as they will read and write. Raises BuildError.
+    Args:
+        most: bytes to take of the disk, and of memory.
+
+    Raises:
+        BuildError: the queue cannot be built.
+        OSError: the folder cannot be written, or has no room.
     """
-    from megazero.nvme.disk_queue import BLOCK, DEPTH
-    from megazero.nvme.measure import best_speed
+    from megazero.nvme import measure
 
-    try:
-        found = best_speed(folder, _MEASURED, _SECONDS)
-    except OSError:  # no room, or nothing can be written: who opens it says so
-        return DEPTH, BLOCK, ""
-    said = f" (read {found.read / 1e9:.2f}, written {found.write / 1e9:.2f} GB/s)"
-    return found.depth, found.block, said
+    return measure.best_speed(folder, most)

@@ -3,12 +3,49 @@
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
+import xxhash
 from torch import Tensor
 
+from megazero.base.errors import UserError
 from megazero.comm.ledger import Ledger
-from megazero.nvme.disk_queue import DiskQueue
-from megazero.nvme.pieces import Loaded, Piece, Write, hash_of, lost, padded, unwritten
+from megazero.nvme.disk_queue import ALIGNMENT, DiskQueue, Transfer
+from megazero.nvme.files import UnnamedFile
+
+_LOST = "look at the disk, and resume from the last checkpoint"
+
+
+@dataclass(eq=False)
+class Piece:
+    """A piece of a buffer, and its place on a disk.
+
+    Attributes:
+        file: on whose disk it is.
+        offset: its first byte there.
+        nbytes: without the padding that aligns it.
+        room: bytes of a whole piece of this dtype.
+        hash: of its bytes; None: it was never written, and is zeros.
+        version: the updates that have written it; what is sent there counts as none.
+        writing: it is being written.
+    """
+
+    file: UnnamedFile
+    offset: int
+    nbytes: int
+    room: int
+    hash: int | None = None
+    version: int = 0
+    writing: bool = False
+
+
+@dataclass(eq=False)
+class Loaded:
+    """A piece in memory, or on its way there."""
+
+    piece: Piece
+    memory: Tensor
+    transfer: Transfer | None
 
 
 class PieceMemory:
@@ -26,24 +63,24 @@ class PieceMemory:
 
     @property
     def spare(self) -> int:
-        """Return the bytes that nobody uses."""
+        """Return the bytes that are not in use."""
         return self._left + sum(size * len(free) for size, free in self._free.items())
 
-    def has(self, size: int) -> bool:
-        """Return whether `size` bytes may be taken; free memory of other sizes for them."""
+    def take(self, size: int, *, beyond: bool) -> Tensor | None:
+        """Return memory of `size` bytes; None: so much is not left.
+
+        Args:
+            beyond: take more than the bound rather than return None.
+        """
         if self._free[size]:
-            return True
+            return self._free[size].pop()
         for other, free in self._free.items():
             while free and self._left < size:
                 free.pop()
                 self._left += other
                 self._ledger.hold("host_pieces", -other)
-        return self._left >= size
-
-    def take(self, size: int) -> Tensor:
-        """Return memory of `size` bytes."""
-        if free := self._free[size]:
-            return free.pop()
+        if self._left < size and not beyond:
+            return None
         self._left -= size
         self._ledger.hold("host_pieces", size)
         return self._allocate(size)
@@ -63,12 +100,12 @@ class PieceTraffic:
 
     def __init__(self, queue: DiskQueue, memory: PieceMemory):
         self._queue, self.memory = queue, memory
-        self._expected: dict[Piece, Loaded] = {}  # read before anybody asked, in that order
-        self._writes: deque[Piece] = deque()
+        self._expected: dict[Piece, Loaded] = {}  # read before they were asked for, in that order
+        self._writes: deque[tuple[Piece, Transfer, Tensor, bool]] = deque()  # from memory, which an update has changed
 
     def expect(self, piece: Piece) -> bool:
-        """Start to read a piece before it is asked for; return False if there is no memory that nobody has."""
-        if piece in self._expected or piece.hash is None or piece.writing is not None:
+        """Start to read a piece before it is asked for; return False if no memory is spare."""
+        if piece in self._expected or piece.hash is None or piece.writing:
             return True
         if self.memory.spare < piece.room:
             return False
@@ -81,7 +118,7 @@ class PieceTraffic:
         self.drop(self._expected.pop(piece, None))
 
     def drop(self, one: Loaded | Tensor | None) -> None:
-        """Free the memory of a piece that nobody will look at."""
+        """Free the memory of a piece that is not needed."""
         if isinstance(one, Loaded):
             if one.transfer is not None:
                 with suppress(OSError):
@@ -94,7 +131,7 @@ class PieceTraffic:
         if expected is not None and wanted:
             return expected
         self.drop(expected)
-        if piece.writing is not None:
+        if piece.writing:
             self.drain()
         memory = self._room(piece.room)
         if piece.hash is None or not wanted:
@@ -109,39 +146,53 @@ class PieceTraffic:
             try:
                 loaded.transfer.wait()
             except OSError as error:
-                raise lost(piece, f"cannot be read: {error.strerror}") from None
-            if (found := hash_of(memory)) != piece.hash:
-                raise lost(piece, f"expected xxh3 {piece.hash:016x}, got {found:016x}")
+                raise _lost(piece, f"cannot be read: {error.strerror}") from None
+            if (found := _hash_of(memory)) != piece.hash:
+                raise _lost(piece, f"expected xxh3 {piece.hash:016x}, got {found:016x}")
         return memory
 
     def start_write(self, piece: Piece, memory: Tensor, *, updates: bool = False) -> None:
         """Start to write a piece from its memory, which is free when that has ended."""
-        piece.hash = hash_of(memory[: piece.nbytes])
+        piece.hash = _hash_of(memory[: piece.nbytes])
         transfer = self._queue.write(piece.file.handle, piece.offset, memory[: padded(piece.nbytes)])
-        piece.writing = Write(transfer, memory, updates)
-        self._writes.append(piece)
+        piece.writing = True
+        self._writes.append((piece, transfer, memory, updates))
 
     def drain(self, leave: int = 0) -> None:
         """Wait for writes, the oldest first. Raises UserError: 604, one fails."""
         while len(self._writes) > leave:
-            piece = self._writes[0]
-            write = piece.writing
-            assert write is not None
+            piece, transfer, memory, updates = self._writes[0]
             try:
-                write.transfer.wait()
+                transfer.wait()
             except OSError as error:
-                raise unwritten(piece, error) from None
+                what = f"{piece.nbytes:,} bytes could not be written: {error.strerror}"
+                raise UserError(604, what, _LOST, where=piece.file.folder) from None
             self._writes.popleft()
-            piece.writing = None
-            piece.version += write.updates
-            self.memory.give(write.memory)
+            piece.writing = False
+            piece.version += updates
+            self.memory.give(memory)
 
     def _room(self, size: int) -> Tensor:
         """Return memory for a piece; wait for writes that have some where no more may be taken."""
-        while not self.memory.has(size) and (self._expected or self._writes):
+        while (memory := self.memory.take(size, beyond=not (self._expected or self._writes))) is None:
             if self._expected:  # the last one is needed last
-                _, loaded = self._expected.popitem()
-                self.drop(loaded)
+                self.drop(self._expected.popitem()[1])
             else:
                 self.drain(len(self._writes) - 1)
-        return self.memory.take(size)
+        return memory
+
+
+def _lost(piece: Piece, why: str) -> UserError:
+    """Return the error for a piece whose bytes are not those that were written."""
+    what = f"bytes {piece.offset:,} to {piece.offset + piece.nbytes:,} of what a rank keeps there: {why}"
+    return UserError(603, what, _LOST, where=piece.file.folder)
+
+
+def _hash_of(memory: Tensor) -> int:
+    """Return xxh3 (64 bits) of some bytes."""
+    return xxhash.xxh3_64_intdigest(memory.numpy().data)
+
+
+def padded(nbytes: int) -> int:
+    """Return the bytes that a piece takes on a disk."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

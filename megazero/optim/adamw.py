@@ -7,8 +7,8 @@ rounded parameters in the same pass (`kernels/csrc/cpu.cpp`; the same bits). Whe
 step count stay as they were, and the host need not know.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -50,8 +50,8 @@ class AdamW:
         state: for each unit, the two moments of its shard.
     """
 
-    KIND: ClassVar[str] = "adamw"
-    STATE: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    KIND = "adamw"
+    STATE: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -69,12 +69,7 @@ class AdamW:
         self._pieces = {unit: _pieces(unit, weight_decay, bucket if self._widens(unit) else None) for unit in units}
         widened = [piece for unit in units if self._widens(unit) for piece in self._pieces[unit]]
         longest = max((piece.where.stop - piece.where.start for piece in widened), default=0)
-        self._staging = torch.empty(longest, dtype=units[0].masters.dtype, device=_updates_on(units[0]))
-
-    @property
-    def staging_bytes(self) -> int:
-        """Return the bytes of the buffer in which 16-bit gradients are widened."""
-        return self._staging.nbytes
+        self._staging = units[0].resting.new_staging(longest)
 
     def steps(self, unit: Unit) -> list[Tensor]:
         """Return the update counts of a unit's pieces, to be set when a run resumes."""
@@ -94,7 +89,7 @@ class AdamW:
                 here = slice(piece.where.start - where.start, piece.where.stop - where.start)
                 flats = (masters[here], gradients[here], first[here], second[here])
                 if self._adamw is None:
-                    self._update(piece, *flats, lr=lr, scale=scale, divide_by=divide_by, skip=skip)
+                    self._update(piece, flats, lr, scale, divide_by, skip)
                 else:
                     factors = (lr * piece.lr_factor, *self.betas, self.eps, piece.decay)
                     self._adamw(*flats, updated[here], piece.step, divide_by, skip, *factors)
@@ -104,19 +99,10 @@ class AdamW:
         assert piece is None or (unit.masters.is_meta and bool(skip)), "every piece lies within a window"
 
     def _update(
-        self,
-        piece: _Piece,
-        masters: Tensor,
-        gradients: Tensor,
-        first: Tensor,
-        second: Tensor,
-        *,
-        lr: float,
-        scale: Tensor,
-        divide_by: Tensor,
-        skip: Tensor,
+        self, piece: _Piece, flats: Sequence[Tensor], lr: float, scale: Tensor, divide_by: Tensor, skip: Tensor
     ) -> None:
-        """Update one piece by torch's kernel."""
+        """Update one piece by torch's kernel: its masters, with its gradients and moments."""
+        masters, gradients, first, second = flats
         wide = masters.dtype == torch.float64
         if wide:
             # The fused kernel takes its scale in fp32 only, which would cap fp64 training at fp32 accuracy.
@@ -148,11 +134,6 @@ class AdamW:
         return self._adamw is None and unit.gradients.reduced.dtype != unit.masters.dtype
 
 
-def _updates_on(unit: Unit) -> torch.device:
-    """Return the device that updates a unit: the host what rests on disks."""
-    return torch.device("cpu") if unit.masters.is_meta else unit.masters.device
-
-
 def _pieces(unit: Unit, weight_decay: float, bucket: int | None) -> list[_Piece]:
     """Return the groups of a unit's shard, cut where windows begin, and in pieces of at most `bucket` bytes."""
     longest = unit.resting.window
@@ -164,7 +145,7 @@ def _pieces(unit: Unit, weight_decay: float, bucket: int | None) -> list[_Piece]
         cut = elements.start
         while cut < elements.stop:
             stop = min((cut // longest + 1) * longest, elements.stop)
-            step = torch.zeros((), dtype=torch.float32, device=_updates_on(unit))
+            step = torch.zeros((), dtype=torch.float32, device=unit.resting.updates_on)
             pieces.append(_Piece(slice(cut, stop), weight_decay if group.decay else 0.0, group.lr_factor, step))
             cut = stop
     return pieces

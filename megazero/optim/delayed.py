@@ -11,7 +11,7 @@ uses the parameters of the next step.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -19,15 +19,14 @@ from megazero.zero.unit import Unit
 
 
 class Delayed:
-    """The update under way on the host.
+    """The update under way on the host, in a thread of its own.
 
     Args:
         publish: sends a unit's updated parameters to where forward and backward see them.
-        thread: the host's thread that computes updates.
     """
 
-    def __init__(self, publish: Callable[[Unit], None], thread: Executor):
-        self._publish, self._thread = publish, thread
+    def __init__(self, publish: Callable[[Unit], None]):
+        self._publish, self._thread = publish, ThreadPoolExecutor(max_workers=1, thread_name_prefix="update")
         self._under_way: list[tuple[Unit, Future[None]]] = []
 
     def begin(self, units: list[Unit], update: Callable[[Unit], None]) -> None:
@@ -40,10 +39,10 @@ class Delayed:
             update: updates one unit.
         """
         assert not self._under_way
-        self._under_way = [(unit, self._thread.submit(_quietly, update, unit)) for unit in reversed(units)]
+        quietly = torch.no_grad()(update)
+        self._under_way = [(unit, self._thread.submit(quietly, unit)) for unit in reversed(units)]
         for unit, done in self._under_way:
-            assert unit.resting.offloaded_gradients is not None, "the host updates"
-            unit.resting.offloaded_gradients.wait = done.result  # its gradients are read until then
+            unit.gradients.wait = done.result  # its gradients are read until then
 
     def flush_delayed(self) -> None:
         """Wait for the update under way and publish it. Every rank calls it."""
@@ -51,8 +50,3 @@ class Delayed:
             done.result()
             self._publish(unit)
         self._under_way = []
-
-
-def _quietly(update: Callable[[Unit], None], unit: Unit) -> None:
-    with torch.no_grad():
-        update(unit)

@@ -5,7 +5,7 @@ is the only kind today; nothing but `adamw.py` knows it.
 """
 
 from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -13,26 +13,16 @@ from megazero.zero.unit import Unit
 
 
 class Optimizer(Protocol):
-    """An optimizer over the flat shards of units.
-
-    Attributes:
-        KIND: the name by which groups of parameters ask for it.
-        STATE: the names of the state it keeps for each element.
-        state: the state of each unit by these names, flat and as long as its masters.
-        staging_bytes: bytes that it keeps besides the state.
-    """
-
-    KIND: ClassVar[str]
-    STATE: ClassVar[tuple[str, ...]]
+    """An optimizer over the flat shards of units."""
 
     @property
-    def state(self) -> Mapping[Unit, Mapping[str, Tensor]]:
-        """Return the state of each unit."""
+    def STATE(self) -> tuple[str, ...]:
+        """Return the names of the state that it keeps for each element."""
         ...
 
     @property
-    def staging_bytes(self) -> int:
-        """Return the bytes kept besides the state."""
+    def state(self) -> Mapping[Unit, Mapping[str, Tensor]]:
+        """Return the state of each unit by these names, flat and as long as its masters."""
         ...
 
     def steps(self, unit: Unit) -> list[Tensor]:

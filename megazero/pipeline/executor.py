@@ -4,6 +4,7 @@ The same code runs a model in one stage on one process (its 1f1b is F0 B0 F1 B1 
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,16 +51,8 @@ class Pipeline:
         shape: Callable[[Batch], Sequence[int]],
         reduce_tied: Callable[[], None],
     ):
-        self.stages, self.num_stages = stages, num_stages
-        self._rank, self._schedule, self._transport, self._shape, self._reduce_tied = (
-            rank,
-            schedule,
-            transport,
-            shape,
-            reduce_tied,
-        )
-        self._training: dict[int, Schedule] = {}
-        self._evaluation: dict[int, Schedule] = {}
+        self.stages, self.num_stages, self._rank, self._transport = stages, num_stages, rank, transport
+        self._schedule, self._shape, self._reduce_tied = cache(schedule), shape, reduce_tied
         self._batches: Sequence[Batch] = ()
         self._feed: Callable[[Batch], StageInputs] = lambda batch: batch
         self._reduced: frozenset[tuple[int, int]] = frozenset()
@@ -68,16 +61,30 @@ class Pipeline:
         self._losses: list[Tensor] = []
 
     def begin(
-        self, batches: Sequence[Batch], feed: Callable[[Batch], StageInputs], *, look: Look | None = None
+        self,
+        batches: Sequence[Batch],
+        feed: Callable[[Batch], StageInputs],
+        *,
+        look: Look | None = None,
+        trains: bool = True,
     ) -> Sequence[Action]:
-        """Begin a training step, and return what this rank has to do in it, in order: forward, backward, communicate.
+        """Begin a step, and return what this rank has to do in it, in order: forward, backward, communicate.
 
         Args:
             batches: the micro-batches, in order.
             feed: what the stages need to know of one; asked for when a forward begins.
             look: called with what each stage makes for another: output of a forward, or gradient of its input.
+            trains: False: of the step's actions those of forward alone.
         """
-        return self._begin(self._lowered(self._training, len(batches), lambda schedule: schedule), batches, feed, look)
+        self._transport.open()
+        self._batches, self._feed, self._look = batches, feed, look
+        for stage in self.stages.values():
+            stage.clear()
+        schedule = self._schedule(len(batches))
+        actions = (schedule if trains else schedule.forward_only()).ranks[self._rank]
+        self._reduced = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.REDUCE)
+        self._before_forward = before_forward(actions)
+        return actions
 
     def end(self) -> None:
         """End a step: wait until all that was sent has gone. Gradients are where the engine updates from."""
@@ -100,7 +107,7 @@ class Pipeline:
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
         """Return what this rank does in a training step of some micro-batches, in order."""
-        return self._lowered(self._training, micro_batches, lambda schedule: schedule).ranks[self._rank]
+        return self._schedule(micro_batches).ranks[self._rank]
 
     def describe(self, action: Action) -> str | None:
         """Return what an action is, for people; None of one that takes no time of its own."""
@@ -112,44 +119,20 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], feed: Callable[[Batch], StageInputs]) -> list[Tensor]:
         """Return the token losses of every batch where the last stage is, nothing elsewhere."""
-        schedule = self._lowered(self._evaluation, len(batches), Schedule.forward_only)
-        for action in self._begin(schedule, batches, feed, None):
+        for action in self.begin(batches, feed, trains=False):
             self.run(action)
         self.end()
         losses, self._losses = self._losses, []
         return losses
 
-    def _begin(
-        self,
-        schedule: Schedule,
-        batches: Sequence[Batch],
-        feed: Callable[[Batch], StageInputs],
-        look: Look | None,
-    ) -> Sequence[Action]:
-        self._transport.open()
-        self._batches, self._feed, self._look = batches, feed, look
-        for stage in self.stages.values():
-            stage.clear()
-        actions = schedule.ranks[self._rank]
-        self._reduced = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.REDUCE)
-        self._before_forward = before_forward(actions)
-        return actions
-
     def run(self, action: Action) -> None:
-        """Compute or communicate as an action of a begun step says."""
+        """Do one action of a step that has begun."""
         if action.kind is F:
             self.forward(action)
         elif action.kind in BACKWARDS:
             self.backward(action)
         else:
             self.communicate(action)
-
-    def _lowered(
-        self, known: dict[int, Schedule], micro_batches: int, choose: Callable[[Schedule], Schedule]
-    ) -> Schedule:
-        if micro_batches not in known:
-            known[micro_batches] = choose(self._schedule(micro_batches))
-        return known[micro_batches]
 
     def forward(self, action: Action) -> None:
         """Run the forward of one micro-batch in one stage."""

@@ -40,12 +40,14 @@ def open_disks(homes: Homes, config: Config, device: torch.device, ledger: Ledge
         here: ranks that share this host's memory.
 
     Raises:
-        UserError: 601, a folder cannot be written; 605, it is on another machine; 606, too little memory; 607, no
-            queue of transfers can be built.
+        UserError: 104, no disks are in the table of homes; 601, a folder cannot be written; 605, it is on another
+            machine; 606, too little memory; 607, no queue of transfers can be built.
     """
     offload = config.zero.offload
     if not config.uses_disks:
         return None
+    if (home := homes.get("nvme")) is None:
+        raise UserError(104, "nvme: this copy of megazero has no such home", "offload to cpu, or to none")
     return_freed_memory()
     folders = [Path(each) for each in ([offload.path] if isinstance(offload.path, str) else offload.path or ())]
     for folder in folders:
@@ -54,7 +56,7 @@ def open_disks(homes: Homes, config: Config, device: torch.device, ledger: Ledge
     if needed * here > there:
         what = f"expected zero.offload.host_mb={offload.host_mb} MiB of free memory for each of {here} ranks here"
         raise UserError(606, f"{what}, got {there >> 20:,} MiB", "lower zero.offload.host_mb")
-    disks, way = homes["nvme"](folders, ledger, needed, device)
+    disks, way = home.open(folders, ledger, needed, device)
     where = ", ".join(map(str, folders))
     logging.getLogger("megazero").info(f"nvme: {where} {way}; {offload.host_mb} MiB of memory")
     return disks

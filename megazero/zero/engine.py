@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Grid
+from megazero.comm.readback import Readback
 from megazero.kernels.operations import Operations
 from megazero.optim.clip import clip_factor, only_odd, unit_squares
 from megazero.optim.delayed import Delayed
@@ -38,7 +39,7 @@ from megazero.optim.loss_scale import LossScale
 from megazero.optim.optimizer import Optimizer
 from megazero.zero.extension import Extension
 from megazero.zero.gather import Gather
-from megazero.zero.hooks import Layer, shard_layers
+from megazero.zero.hooks import Layer, ShardedLayer
 from megazero.zero.offload import Offload
 from megazero.zero.reduce import Reduction, sum_copies, sum_tp_replicated
 from megazero.zero.stage import StageGradients
@@ -71,7 +72,6 @@ class StepResult:
     Attributes:
         loss: mean over valid tokens, nats; nan when there was none.
         grad_norm: norm of the gradient of that loss, before clipping.
-        valid_tokens: their count.
         skipped: True when the update was suppressed.
         finite: False when loss or gradient norm were not finite although there were valid tokens.
         loss_scale: the scale with which the gradients were computed.
@@ -83,7 +83,6 @@ class StepResult:
 
     loss: Tensor
     grad_norm: Tensor
-    valid_tokens: Tensor
     skipped: Tensor
     finite: Tensor
     loss_scale: Tensor
@@ -137,10 +136,7 @@ class Engine:
         self.clip, self.tokens_per_step = clip, tokens_per_step
         device = units[0].device if units else torch.device("cpu")
         self.gather = gather or Gather(device)
-        self._delayed: Delayed | None = None
-        if self._offload.delayed:
-            assert self._offload.host is not None, "the host is late"
-            self._delayed = Delayed(self.gather.publish, self._offload.host.thread())
+        self._delayed = Delayed(self.gather.publish) if self._offload.delayed else None
         self.loss_scale = LossScale(device, dynamic=scaling)
         self._units = {unit.layout.name: unit for unit in units}
         self.stages = list(self._stage_gradients(stages, device))
@@ -178,13 +174,20 @@ class Engine:
 
         Args:
             stage: of `stages`.
+            layers: in forward order.
             names: of each layer, the units that it uses.
             keep_last: the last layer's backward follows its forward, so its parameters stay.
             recomputed: the layers whose forward runs again in their backward.
         """
         units = [[self._units[name] for name in used] for used in names]
         stage.first_units = units[0]
-        return shard_layers(layers, units, self.gather, keep_last=keep_last, recomputed=recomputed)
+        whole = all(unit.parameters.rest_whole for used in units for unit in used)
+        sharded: list[ShardedLayer] = []
+        for layer, used in zip(layers, units, strict=True):
+            before, again = (sharded[-1] if sharded else None), layer in recomputed
+            sharded.append(ShardedLayer(layer, used, self.gather, before, recomputed=again, rests_whole=whole))
+        sharded[-1].keep = keep_last
+        return [*sharded]
 
     def begin_step(self) -> None:
         """Reset the per-step state: sums, deferred and accumulated gradients."""
@@ -231,8 +234,8 @@ class Engine:
             extension.end_step(skipped, loss_scale, self.loss_scale.scale)
         scale, skip = factor * clip_factor(norm, self.clip), skipped.to(torch.float32)
         applied = scale
-        if self._offload.optimizer is not None and self._offload.host is not None:  # which does the update
-            scale, skip = self._offload.host.read(scale, skip)
+        if self._offload.optimizer is not None:  # the host does the update
+            scale, skip = Readback(scale, skip).wait()
 
         def update(unit: Unit) -> None:
             self.optimizer.update(unit, lr=lr, scale=scale, skip=skip)
@@ -249,7 +252,7 @@ class Engine:
                 self.gather.publish(unit)
         flags = (x.to(torch.float64) for x in (loss, norm, loss_scale, finite, skipped))
         packed = torch.cat([torch.stack([*flags]), self._totals[3:]])
-        return StepResult(loss, norm, valid.to(torch.int64), skipped, finite, loss_scale, squares, applied, packed)
+        return StepResult(loss, norm, skipped, finite, loss_scale, squares, applied, packed)
 
     def _sum_totals(self, squares: Tensor, votes: Iterable[int]) -> Tensor:
         """Return the sums over all ranks of what they add to the totals of a step; see `_totals`."""
@@ -313,7 +316,7 @@ class Engine:
         self.begin_step()
         for number, stage in enumerate(self.stages):
             stage.reduction.inspect = lambda unit, number=number: faults.extend(
-                (number, fault) for fault in _not_finite(unit)
+                (number, fault) for fault in unit.gradients.not_finite()
             )
         try:
             compute()
@@ -343,8 +346,3 @@ class Engine:
                     if not torch.isfinite(reduced[start:stop]).all():
                         return f"reduced gradient of {interval.name}"
         return None
-
-
-def _not_finite(unit: Unit) -> list[str]:
-    """Return the parameters of a unit whose own gradients hold a value that is not finite, in words."""
-    return [f"gradient of {name}" for name, view in unit.gradients.views.items() if not torch.isfinite(view.view).all()]

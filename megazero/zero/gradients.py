@@ -6,30 +6,20 @@ unit's gradients are complete. Nothing simpler works: a unit with integer input 
 input; a tied weight's two gradients come at the beginning and at the end of backward; and where the computation of the
 weight gradients is split off, none comes while the input gradient is computed.
 
-The phase of each unit in each micro-batch is kept, so that a gradient that comes too late or too early is an error that
-names the parameter, and not a wrong sum.
+The deliveries to each unit in each micro-batch are counted apart, so that a gradient that comes too late or too early
+is an error that names the parameter, and not a wrong sum.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.kernels.operations import Operations
-
-
-class Phase(Enum):
-    """The phase of a unit in one micro-batch."""
-
-    FORWARD = "its forward runs or has run"
-    BACKWARD = "its gradients arrive"
-    COMPLETE = "all have arrived"
 
 
 @dataclass
@@ -41,7 +31,6 @@ class Deliveries:
         left: their sum.
     """
 
-    phase: Phase = Phase.FORWARD
     due: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     left: int = 0
 
@@ -69,7 +58,7 @@ class DeliveryCounter:
         deliveries = self._by_micro_batch.get(self.micro_batch)
         if deliveries is None:
             deliveries = self._by_micro_batch[self.micro_batch] = Deliveries()
-        assert deliveries.phase is not Phase.COMPLETE, self._wrong(parameter, "is used", deliveries)
+        assert deliveries.left or not deliveries.due, self._wrong(parameter, "is used", deliveries)
         deliveries.due[parameter] += 1
         deliveries.left += 1
 
@@ -80,11 +69,9 @@ class DeliveryCounter:
             parameter, "has a gradient", deliveries
         )
         self._delivered.add(parameter)
-        deliveries.phase = Phase.BACKWARD
         deliveries.due[parameter] -= 1
         deliveries.left -= 1
         if deliveries.left == 0:
-            deliveries.phase = Phase.COMPLETE
             self.on_complete()
 
     def require(self, parameters: Iterable[str]) -> None:
@@ -93,13 +80,10 @@ class DeliveryCounter:
         Raises:
             UserError: 305.
         """
-        lacking = [name for name in parameters if name not in self._delivered]
-        if lacking:
-            what = f"expected a gradient of {lacking[0]} in each step, got none"
-            what += f" ({len(lacking) - 1} more of unit {self._unit})" if len(lacking) > 1 else ""
-            do = (
-                "see that its layer announces and delivers it (megazero/model/contract.py), or take it out of the units"
-            )
+        if lacking := [name for name in parameters if name not in self._delivered]:
+            more = f" ({len(lacking) - 1} more of unit {self._unit})" if len(lacking) > 1 else ""
+            what = f"expected a gradient of {lacking[0]} in each step, got none{more}"
+            do = "see that its layer announces and delivers it (model/contract.py), or take it out of the units"
             raise UserError(305, what, do)
 
     def end(self) -> None:
@@ -112,23 +96,10 @@ class DeliveryCounter:
         self._delivered.clear()
 
     def _wrong(self, parameter: str, event: str, deliveries: Deliveries | None) -> str:
-        state = "was never begun" if deliveries is None else deliveries.phase.value
-        return f"{parameter} {event} in micro-batch {self.micro_batch} of unit {self._unit}, of which {state}"
-
-
-class Owner(Protocol):
-    """The gradients of the unit of an accumulator.
-
-    Attributes:
-        partial: the memory of its gradients; None: there is none.
-    """
-
-    deliveries: DeliveryCounter
-    partial: Tensor | None
-
-    def open(self) -> None:
-        """Make sure that there is memory for the gradients, and that the accumulators' views point into it."""
-        ...
+        left = 0 if deliveries is None else deliveries.left
+        return (
+            f"{parameter} {event} in micro-batch {self.micro_batch} of unit {self._unit}, to which {left} are to come"
+        )
 
 
 class GradientAccumulator:
@@ -139,49 +110,57 @@ class GradientAccumulator:
     (fp32 for a 16-bit parameter), a gradient is computed narrow and widened as it is delivered, in one pass; a product
     is wide from the start where the device has such a one (`kernels/products.py`).
 
+    Args:
+        open: makes sure that there is memory for the gradient, and that `view` is in it.
+
     Attributes:
         view: of the parameter's shape, in the unit's buffer.
         fresh: nothing has been delivered since the last reduction, so the memory holds anything.
     """
 
-    def __init__(self, unit: Owner, name: str, ops: Operations):
-        self._unit, self._name, self._ops, self._counter = unit, name, ops, unit.deliveries
+    def __init__(self, counter: DeliveryCounter, name: str, ops: Operations, open: Callable[[], None]):
+        self.name, self._ops, self.open = name, ops, open
         self.view: Tensor = torch.empty(0)
         self.fresh = True
-        self.expect: Callable[[], None] = partial(unit.deliveries.expect, name)  # announces a use in forward
+        self.count_with(counter)
+
+    def count_with(self, counter: DeliveryCounter) -> None:
+        """Let a counter count uses and deliveries from now on."""
+        self.counter = counter
+        self.expect: Callable[[], None] = partial(counter.expect, self.name)  # announces a use in forward
 
     def add(self, gradient: Tensor) -> None:
         """Deliver a gradient of the parameter's shape."""
-        if self._counter.deferred is None:
+        if self.counter.deferred is None:
             self.write(gradient)
-            self._counter.delivered(self._name)
+            self.counter.delivered(self.name)
         else:
             self._defer(self.write, gradient)
 
     def add_sum(self, rows: Tensor) -> None:
         """Deliver a gradient that is the sum of rows; where it is the first and of this dtype, without a copy."""
-        if self._counter.deferred is None:
+        if self.counter.deferred is None:
             self.open()
             if self.fresh and rows.dtype == self.view.dtype:
                 torch.sum(rows, 0, out=self.view)
                 self.fresh = False
-                self._counter.delivered(self._name)
+                self.counter.delivered(self.name)
                 return
         self.add(rows.sum(0))
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Deliver a gradient that is the matrix product of two tensors."""
-        if self._counter.deferred is None:
+        if self.counter.deferred is None:
             self.write_product(left, right)
-            self._counter.delivered(self._name)
+            self.counter.delivered(self.name)
         else:
             self._defer(self.write_product, left, right)
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
         """Deliver a gradient that is zero except for some rows: row `rows[i]` gets `values[i]`; rows may repeat."""
-        if self._counter.deferred is None:
+        if self.counter.deferred is None:
             self.write_rows(rows, values)
-            self._counter.delivered(self._name)
+            self.counter.delivered(self.name)
         else:
             self._defer(self.write_rows, rows, values)
 
@@ -193,23 +172,14 @@ class GradientAccumulator:
 
     def _defer(self, write: Callable[..., None], *tensors: Tensor) -> None:
         """Let a gradient be written and counted later."""
-        assert self._counter.deferred is not None
+        assert self.counter.deferred is not None
         held = [tensor.detach() for tensor in tensors]  # the tensors themselves would hold the graph
 
         def deliver() -> None:
             write(*held)
-            self._counter.delivered(self._name)
+            self.counter.delivered(self.name)
 
-        self._counter.deferred.append(deliver)
-
-    def open(self) -> None:
-        """Make sure that there is memory for the gradient, and that `view` is in it."""
-        if self._unit.partial is None:
-            self._unit.open()
-
-    def delivered(self) -> None:
-        """Count a gradient that has been written."""
-        self._counter.delivered(self._name)
+        self.counter.deferred.append(deliver)
 
     def write(self, gradient: Tensor) -> None:
         """Write a gradient of the parameter's shape, or add it to those before."""

@@ -14,9 +14,8 @@ only (`saved.py`). A unit of which a layer saved nothing (the embedding's table)
 layer that is recomputed in its backward saves nothing before that, and needs all its units.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -71,6 +70,7 @@ class ShardedLayer:
     Args:
         layer: takes the output of the layer before, and any further arguments.
         units: whose parameters it uses.
+        before: its neighbour in forward order; None: it is the first.
         recomputed: its forward runs again in its backward, which then needs all its units.
         rests_whole: so do the units of all layers around it; nothing is gathered or released.
 
@@ -79,10 +79,20 @@ class ShardedLayer:
         keep: its units stay gathered after a forward that has a backward.
     """
 
-    def __init__(self, layer: Layer, units: list[Unit], gather: Gather, *, recomputed: bool, rests_whole: bool):
+    def __init__(
+        self,
+        layer: Layer,
+        units: list[Unit],
+        gather: Gather,
+        before: "ShardedLayer | None",
+        *,
+        recomputed: bool,
+        rests_whole: bool,
+    ):
         self.layer, self.units, self._gather, self._recomputed = layer, units, gather, recomputed
-        self.before: ShardedLayer | None = None
-        self.after: ShardedLayer | None = None
+        self.before, self.after = before, None
+        if before is not None:
+            before.after = self
         self.keep, self._rests_whole = False, rests_whole
         self._call: _Call | None = None
 
@@ -121,30 +131,3 @@ class ShardedLayer:
 def _sharded_by_storage(units: list[Unit]) -> dict[int, Unit]:
     gathered = ((unit, unit.parameters.whole) for unit in units if not unit.parameters.rest_whole)
     return {whole.untyped_storage()._cdata: unit for unit, whole in gathered if whole is not None}
-
-
-def shard_layers(
-    layers: Sequence[Layer],
-    units: Sequence[list[Unit]],
-    gather: Gather,
-    *,
-    keep_last: bool,
-    recomputed: Container[Layer],
-) -> list[Layer]:
-    """Return the same layers, each with hooks around it that gather and release its units.
-
-    Args:
-        layers: in forward order.
-        units: of each layer, those that it uses.
-        keep_last: the last layer's units stay gathered after a forward that has a backward.
-        recomputed: the layers whose forward runs again in their backward.
-    """
-    rests_whole = all(unit.parameters.rest_whole for used in units for unit in used)
-    sharded = [
-        ShardedLayer(layer, used, gather, recomputed=layer in recomputed, rests_whole=rests_whole)
-        for layer, used in zip(layers, units, strict=True)
-    ]
-    for first, second in pairwise(sharded):
-        first.after, second.before = second, first
-    sharded[-1].keep = keep_last
-    return list(sharded)

@@ -13,16 +13,11 @@ host updates the next unit. From a paged home an update reads masters, moments a
 writes them back behind it (`comm/home.py`). Results are the same bit for bit.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from megazero.comm.home import Home, PagedHome
 from megazero.comm.host import Host
 from megazero.plan.placements import Placement
-from megazero.zero.placement import FlatBuffer, redistribute
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +25,7 @@ class Offload:
     """The choice of a unit's values that rest elsewhere than on the device.
 
     Attributes:
-        host: the host; None: nothing rests elsewhere.
+        host: the host, if its memory is not the device's: values from a paged home to the device stop there.
         optimizer, parameters: the home of these; None: the device.
         delayed: updates go on beside the next step (`optim/delayed.py`).
     """
@@ -52,12 +47,7 @@ class Offload:
         """
         if not isinstance(self.optimizer, PagedHome) or placement is Placement.SHARD:
             return self.optimizer
-        return self.relay
-
-    @property
-    def relay(self) -> Home | None:
-        """Return the host, if its memory is not the device's: what goes from a paged home to the device stops there."""
-        return self.host if self.host is not None and self.host.apart else None
+        return self.host
 
     def join(self) -> None:
         """Queue later work behind all that was sent, whose memory may still be read."""
@@ -72,31 +62,5 @@ class Offload:
 
     def _homes(self) -> list[Home]:
         """Return the distinct places that something is sent to."""
-        through = self.relay if isinstance(self.optimizer, PagedHome) else None
+        through = self.host if isinstance(self.optimizer, PagedHome) else None
         return [home for home in dict.fromkeys((self.optimizer, self.parameters, through)) if home is not None]
-
-
-class OffloadedGradients:
-    """The reduced gradients of one unit's shard, away from the device between the reductions of a step and its update.
-
-    Attributes:
-        buffer: the shard's gradients.
-        begun: the buffer holds gradients of this step.
-        wait: returns when nobody reads the gradients of the step before any more.
-    """
-
-    def __init__(self, home: Home, shard: slice, dtype: torch.dtype):
-        self.buffer = FlatBuffer(home.zeros(shard.stop - shard.start, dtype, "gradients"), {}, 0, home)
-        self.begun = False
-        self.wait: Callable[[], object] = lambda: None
-
-    def send(self, reduced: Tensor, at: int = 0) -> None:
-        """Copy from the device to elements [at, ...)."""
-        self.wait()
-        redistribute(FlatBuffer(reduced, {}, at), self.buffer, "gradients")
-        self.begun = True
-
-    def bring(self, into: Tensor, at: int = 0) -> None:
-        """Copy elements [at, ...) to the device."""
-        part = self.buffer.part(slice(at, at + len(into)))
-        redistribute(part, FlatBuffer(into, {}, at), "gradients").wait()

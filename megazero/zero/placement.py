@@ -18,13 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import (
-    Pending,
-    done,
-    start_all_gather_in_place,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from megazero.comm.collectives import Pending, done, start_all_gather_in_place, start_all_reduce, start_reduce_scatter
 from megazero.comm.grid import Axis
 from megazero.comm.home import Home, PagedHome
 from megazero.comm.pool import Pool, same_place
@@ -124,12 +118,7 @@ def shard_slice(numel: int, placement: Placement, axis: Axis) -> slice:
 
 
 def redistribute(
-    source: FlatBuffer,
-    target: FlatBuffer,
-    purpose: str,
-    *,
-    accumulate: bool = False,
-    through: Pool | None = None,
+    source: FlatBuffer, target: FlatBuffer, purpose: str, *, accumulate: bool = False, through: Pool | None = None
 ) -> Pending:
     """Start to bring the value of `source` to the placement of `target`: copy between host and device, gather, reduce.
 

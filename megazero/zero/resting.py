@@ -19,7 +19,7 @@ from megazero.comm.pool import Pool, same_place
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.zero.extension import Extension
 from megazero.zero.layout import UnitLayout
-from megazero.zero.offload import Offload, OffloadedGradients
+from megazero.zero.offload import Offload
 from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, shard_slice
 
 _INITIAL_PIECE = 1 << 20  # elements of initial values that are made at once
@@ -63,7 +63,7 @@ class RestingState:
         parameters, gradients, masters: see above.
         own_gradients: the part of `gradients` that receives the reduced ones; None: these rest elsewhere.
         updated: where an update writes parameters in the precision of forward and backward.
-        offloaded_gradients: the reduced gradients, where they do not rest on the device.
+        offloaded_gradients: the reduced gradients of the shard, where they do not rest on the device.
         paged: the home of values that have no data in memory (`comm/home.py`); None: all values have.
     """
 
@@ -82,9 +82,10 @@ class RestingState:
         self.masters = self.own_parameters
         if apart or (trainable and precision.masters != precision.parameters):
             self.masters = self._rest(self.shard, precision.masters, "optimizer", updater)
-        self.offloaded_gradients: OffloadedGradients | None = None
+        self.offloaded_gradients: FlatBuffer | None = None
         if trainable and (home := offload.gradients(stage.gradients)) is not None:
-            self.offloaded_gradients = OffloadedGradients(home, self.shard, precision.gradients)
+            numel = self.shard.stop - self.shard.start
+            self.offloaded_gradients = FlatBuffer(home.zeros(numel, precision.gradients, "gradients"), {}, 0, home)
         elsewhere = not trainable or (updater is not None and stage.gradients is Placement.SHARD)
         elements = slice(0, 0) if elsewhere else shard_slice(self.numel, stage.gradients, axes.shard)
         self.gradients = self._rest(elements, precision.gradients, "gradients", None)
@@ -107,11 +108,11 @@ class RestingState:
 
     def _updated(self, precision: Precision) -> FlatBuffer:
         """Return the buffer for `updated` where the masters have memory of their own."""
-        offload = self._offload
-        if self.masters.values.is_meta and (offload.parameters is not None or offload.relay is None):
+        offload, on_disks = self._offload, self.masters.values.is_meta
+        if on_disks and (offload.parameters is not None or offload.host is None):
             return self.own_parameters
-        through = offload.relay if self.masters.values.is_meta else offload.optimizer
-        if through is not None and (self.masters.values.is_meta or precision.masters != precision.parameters):
+        through = offload.host if on_disks else offload.optimizer
+        if through is not None and (on_disks or precision.masters != precision.parameters):
             return self._rest(self.shard, precision.parameters, "parameters", through)
         return self.masters
 
@@ -127,6 +128,18 @@ class RestingState:
             return self._rest(self.shard, masters.dtype, "optimizer", home).values
         self._axes.shard.comm.ledger.hold("host_optimizer", masters.nbytes)
         return torch.zeros_like(masters)  # the host alone reads and writes it: pages that a GPU reads would be dearer
+
+    @property
+    def updates_on(self) -> torch.device:
+        """Return the device that updates the unit: the host, if it rests on disks."""
+        return torch.device("cpu") if self.masters.values.is_meta else self.masters.values.device
+
+    def new_staging(self, numel: int) -> Tensor:
+        """Return memory of the masters' dtype in which an update widens gradients."""
+        staging = torch.empty(numel, dtype=self.masters.values.dtype, device=self.updates_on)
+        there = "" if self._offload.optimizer is None else "host_"
+        self._axes.shard.comm.ledger.hold(f"{there}staging", staging.nbytes)
+        return staging
 
     def fill(self, initial: Callable[[str, int, int], Tensor]) -> None:
         """Write the initial values that rest here; `initial(name, start, stop)` gives an interval of one parameter."""
@@ -165,7 +178,7 @@ class RestingState:
     def reduced_gradients(self) -> Tensor:
         """Return the reduced gradients that the update reads at the end of a step, where they rest."""
         if self.offloaded_gradients is not None:
-            return self.offloaded_gradients.buffer.values
+            return self.offloaded_gradients.values
         assert self.own_gradients is not None, f"unit {self._layout.name} has no gradients"
         return self.own_gradients
 

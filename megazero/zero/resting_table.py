@@ -15,11 +15,8 @@ def resting_table(units: list[Unit]) -> str:
     held, stage = axes.shard.comm.ledger.bytes, axes.stage
     parameters = sum(interval.stop - interval.start for unit in units for interval in unit.layout.intervals)
     lines = []
-    for name, placement in (
-        ("parameters", stage.parameters),
-        ("gradients", stage.gradients),
-        ("optimizer", stage.optimizer),
-    ):
+    placements = {"parameters": stage.parameters, "gradients": stage.gradients, "optimizer": stage.optimizer}
+    for name, placement in placements.items():
         places = (name, f"host_{name}", f"nvme_{name}")
         here, there, disk = (held[place].now if place in held else 0 for place in places)
         size, share = here + there + disk, _WORDS[placement].format(size=axes.shard.size)

@@ -40,7 +40,8 @@ class StageGradients:
 
     def forward(self, micro_batch: int) -> None:
         """Begin the forward of a micro-batch (counted from 0): uses announced until the next call are its uses."""
-        self._enter(micro_batch)
+        for unit in self.units:
+            unit.gradients.deliveries.micro_batch = micro_batch
 
     def backward(
         self, micro_batch: int, begin: Callable[[], None], *, reduce: bool, last: bool, forward_follows: bool = False
@@ -61,7 +62,7 @@ class StageGradients:
     def backward_input(self, micro_batch: int, begin: Callable[[], None], *, forward_follows: bool = False) -> None:
         """Compute the gradient of the input; defer those of the units. Arguments as of `backward`."""
         deferred = self._deferred[micro_batch] = deque()
-        self._enter(micro_batch)
+        self.forward(micro_batch)
         for unit in self.units:
             unit.gradients.deliveries.deferred = deferred
         with self._gathering(forward_follows):
@@ -90,10 +91,6 @@ class StageGradients:
         self._gather.reshard_all(self.units)
         self._gather.following = []
 
-    def _enter(self, micro_batch: int) -> None:
-        for unit in self.units:
-            unit.gradients.deliveries.micro_batch = micro_batch
-
     def _deliver(self, micro_batch: int, reduce: bool, last: bool) -> None:
-        self._enter(micro_batch)
+        self.forward(micro_batch)
         self.reduction.begin_backward(reduce=reduce, last=last)

@@ -29,16 +29,11 @@ class UnitGradients:
         views: the accumulator of each parameter, in buffer order.
         summing: how they are summed over the shard axis.
         reduction: buffers of another dtype in which they are summed over other axes; None: as they are.
+        wait: returns when an update under way does not read offloaded gradients any more.
         on_event: called with "reduce" and "reduced" when these happen.
     """
 
-    def __init__(
-        self,
-        layout: UnitLayout,
-        axes: UnitAxes,
-        resting: RestingState,
-        resources: Resources,
-    ):
+    def __init__(self, layout: UnitLayout, axes: UnitAxes, resting: RestingState, resources: Resources):
         self._layout, self._axes, self._resting = layout, axes, resting
         self._pool, self._offload, self.reduction = resources.partials, resources.offload, resources.reduction
         self._device = resources.device
@@ -50,11 +45,14 @@ class UnitGradients:
             self.summing = extension.summing(self.summing, resting.shard, axes)
         self._away, self._shares = resting.offloaded_gradients, len(resting.masters) < resting.numel
         self._share: Tensor | None = None
+        self._begun = False  # offloaded gradients of this step are there
+        self.wait: Callable[[], object] = lambda: None
         self._ends_of_sum: tuple[FlatBuffer, FlatBuffer] | None = None  # of the reduction, where both rest here
         self._padding = list(layout.padding(resting.numel))
         self._places: dict[int, list[Tensor]] = {}  # in each buffer that the pool has given, by its storage
         self.deliveries = DeliveryCounter(layout.name)
-        self.views = {i.name: GradientAccumulator(self, i.name, resources.ops) for i in layout.intervals}
+        names, ops = [interval.name for interval in layout.intervals], resources.ops
+        self.views = {name: GradientAccumulator(self.deliveries, name, ops, self.open) for name in names}
         if self.partial is not None:
             self._show(self.partial)
 
@@ -74,7 +72,7 @@ class UnitGradients:
     @property
     def reduced(self) -> Tensor:
         """Return the reduced gradients that the update reads at the end of a step, wherever they rest."""
-        return self.own if self._away is None else self._away.buffer.values
+        return self.own if self._away is None else self._away.values
 
     @contextmanager
     def reduced_in_memory(self) -> Iterator[Tensor]:
@@ -82,21 +80,31 @@ class UnitGradients:
         if self._away is None or not self.reduced.is_meta:
             yield self.reduced
             return
-        numel, dtype = len(self._resting.masters), self.reduced.dtype
-        found = self._pool.take(numel) if self._device.type == "cpu" else torch.empty(numel, dtype=dtype)
-        try:
-            self._away.bring(found)
-            yield found
-        finally:
-            if self._device.type == "cpu":
-                self._pool.give(found)
+        numel, pooled = len(self._resting.masters), self._device.type == "cpu"
+        found = self._pool.take(numel) if pooled else torch.empty(numel, dtype=self.reduced.dtype)
+        self._bring(found)
+        yield found
+        if pooled:
+            self._pool.give(found)
+
+    def send(self, reduced: Tensor, at: int = 0) -> None:
+        """Copy reduced gradients from the device to elements [at, ...) of those that are offloaded."""
+        assert self._away is not None, f"the gradients of unit {self._layout.name} are on the device"
+        self.wait()
+        redistribute(FlatBuffer(reduced, {}, at), self._away, "gradients")
+        self._begun = True
+
+    def _bring(self, into: Tensor, at: int = 0) -> None:
+        """Copy elements [at, ...) of the offloaded gradients to the device."""
+        assert self._away is not None, f"the gradients of unit {self._layout.name} are on the device"
+        part = self._away.part(slice(at, at + len(into)))
+        redistribute(part, FlatBuffer(into, {}, at), "gradients").wait()
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
         self.deliveries.clear()
         self.forget()
-        if self._away is not None:
-            self._away.begun = False
+        self._begun = False
 
     def open(self) -> None:
         """Make sure that there is memory for the gradients of all parameters."""
@@ -105,8 +113,8 @@ class UnitGradients:
         self.partial = self._pool.take(self._resting.numel)
         self._show(self.partial)
         self._offload.join()
-        if self._away is not None and self._away.begun and not self._shares:
-            self._away.bring(self.partial)  # with one shard rank gradients are accumulated here alone
+        if self._begun and not self._shares:
+            self._bring(self.partial)  # with one shard rank gradients are accumulated here alone
             for view in self.views.values():
                 view.fresh = False
 
@@ -119,6 +127,10 @@ class UnitGradients:
         for view in self.views.values():
             if view.fresh:
                 view.close()
+
+    def not_finite(self) -> list[str]:
+        """Return the parameters whose gradients on this rank hold a value that is not finite, in words."""
+        return [f"gradient of {name}" for name, own in self.views.items() if not torch.isfinite(own.view).all()]
 
     def require(self) -> None:
         """Raise an error if a parameter has had no gradient in this step: UserError 305."""
@@ -154,12 +166,12 @@ class UnitGradients:
         self._share = self._pool.take(len(self._resting.masters))
         self._offload.join()
         if accumulate:
-            self._away.bring(self._share)
+            self._bring(self._share)
 
     def end_reduce(self) -> None:
         """Send the reduced gradients to where the update reads them, if they do not rest on the device."""
         if self._away is not None:
-            self._away.send(self.own)
+            self.send(self.own)
         if self._share is not None:
             self._pool.give(self._share)
             self._share = None
@@ -170,13 +182,13 @@ class UnitGradients:
         if self._away is None:
             return self.own[first:]
         reduced = self._pool.take(len(self._resting.masters) - first)
-        self._away.bring(reduced, first)
+        self._bring(reduced, first)
         return reduced
 
     def put_reduced(self, first: int, reduced: Tensor) -> None:
         """Write the reduced gradients back and free the buffer."""
         if self._away is not None:
-            self._away.send(reduced, first)
+            self.send(reduced, first)
             self._pool.give(reduced)
 
     def drop(self) -> None:
@@ -204,7 +216,7 @@ class UnitGradients:
 
     def whole(self) -> Tensor:
         """Return the reduced gradients of the whole unit, in new memory. Every rank calls it."""
-        axes, home = self._axes, None if self._away is None else self._away.buffer.home
+        axes, home = self._axes, None if self._away is None else self._away.home
         own = FlatBuffer(self.reduced, {axes.shard: axes.stage.optimizer}, self._resting.shard.start, home)
         whole = torch.empty(self._resting.numel, dtype=own.values.dtype, device=self._device)
         found = redistribute(own, FlatBuffer(whole, {}), "gradients").wait()

@@ -2,7 +2,7 @@
 
 products  the gradient of a weight in fp32 out of bf16 factors, compared with the same product in bf16
 host      copies between a GPU and pinned memory, how long pinning takes, and AdamW on all cores
-disk      4 GB past the system's cache
+disk      the best of some settings, past the system's cache
 loading   seconds and bytes of the device of a process that loads all kernels at the start (EAGER, as a run does)
           or each at its first use (LAZY): for a first step of a tiny GPT
 """
@@ -22,12 +22,11 @@ import torch
 
 from megazero.comm.grid import single
 from megazero.comm.pinned import pinned_bytes
+from megazero.extensions.homes import HOMES
 from megazero.kernels import reference
 from megazero.kernels.build import BuildError
 from megazero.kernels.products import wide_products
 from megazero.kernels.select import choose, for_host
-from megazero.nvme.disk_queue import DiskQueue, aligned
-from megazero.nvme.files import open_unnamed
 from scripts.gpu_check import commands
 from scripts.gpu_check.findings import Asked, Row
 from scripts.gpu_check.layouts import Case
@@ -101,22 +100,15 @@ def host(asked: Asked) -> Iterator[Row]:
 def disk(asked: Asked) -> Iterator[Row]:
     """Yield the speed of the disk of temporary files, as state that is offloaded to it is written and read."""
     folder = Path(tempfile.gettempdir())
-    size = min(1 << 24 if asked.tiny else DISK, shutil.disk_usage(folder).free // 4)
-    try:
-        file, queue, memory = open_unnamed(folder), DiskQueue(), aligned(size)
-    except (OSError, BuildError) as error:
-        yield {"name": "disk", "absent": str(error)}
-        return
-    memory.view(-1, 1 << 20)[:] = torch.randint(256, (1 << 20,), generator=torch.Generator(), dtype=torch.uint8)
-    file.reserve(size)
-    row: Row = {"name": "disk", "gb": size / 1e9, "direct": str(file.direct), "engine": queue.engine}
-    for way, move in (("write", queue.write), ("read", queue.read)):
-        begin = time.perf_counter()
-        move(file.handle, 0, memory).wait()
-        row[f"{way}_gb_per_s"] = size / (time.perf_counter() - begin) / 1e9
-    queue.close()
-    file.close()
-    yield row
+    most = min(1 << 24 if asked.tiny else DISK, shutil.disk_usage(folder).free // 4)
+    for name, home in HOMES.items():
+        try:
+            found = home.speed(folder, most)
+        except (OSError, BuildError) as error:
+            yield {"name": name, "absent": str(error)}
+            continue
+        row: Row = {"name": name, "direct": str(found.direct), "engine": found.engine, "depth": found.depth}
+        yield row | {"write_gb_per_s": found.write / 1e9, "read_gb_per_s": found.read / 1e9}
 
 
 def loading(asked: Asked) -> Iterator[Row]:

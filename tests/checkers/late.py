@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from megazero.comm.context import CommContext
 from megazero.comm.grid import make_grid
-from megazero.comm.host import Host
 from megazero.comm.pool import same_place
 from megazero.model.transformer import Shape
+from megazero.optim import delayed
 from megazero.optim.adamw import AdamW
 from megazero.plan.job import Job
 from megazero.zero.engine import StepResult
@@ -323,7 +323,7 @@ def on_gpus(world: int, order: Order, work: Callable[[CommContext, Gpu], Result]
         detector.watch_hosts(),
     ):
         patch.setattr(AdamW, "update", _host_updates(detector.on_host))
-        patch.setattr(Host, "thread", lambda host: _Updates(here.gpu))
+        patch.setattr(delayed, "ThreadPoolExecutor", lambda **_: _Updates(here.gpu))
         threads = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(world)]
         for thread in threads:
             thread.start()

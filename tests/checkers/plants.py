@@ -20,10 +20,11 @@ from megazero.memory import partition
 from megazero.memory.activation_store import Arena
 from megazero.model import linear
 from megazero.zero.gather import Gather
-from megazero.zero.offload import Offload, OffloadedGradients
+from megazero.zero.offload import Offload
 from megazero.zero.placement import Precision
 from megazero.zero.reduce import Reduction
 from megazero.zero.unit import Unit
+from megazero.zero.unit_gradients import UnitGradients
 from tests.layouts import job_on
 
 OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
@@ -128,10 +129,10 @@ def store_of(comm: CommContext) -> partition.PartitionedStore:
 
 def keep_three(store: partition.PartitionedStore) -> Tensor:
     """Keep an input while the first one is on its way back; return the first one."""
-    first, second = (store.keep(torch.full([8], x)) for x in (1.0, 2.0))
+    first, second = (store(torch.full([8], x)) for x in (1.0, 2.0))
     second.restore()
     second.free()
-    store.keep(torch.full([8], 3.0))
+    store(torch.full([8], 3.0))
     return first.restore()
 
 
@@ -168,13 +169,13 @@ def plant_queued(patch: pytest.MonkeyPatch) -> None:
 
 def plant_wait(patch: pytest.MonkeyPatch) -> None:
     """The host sends gradients while the delayed update still reads those of the step before."""
-    honest = OffloadedGradients.send
+    honest = UnitGradients.send
 
-    def send(self: OffloadedGradients, reduced: Tensor, at: int = 0) -> None:
+    def send(self: UnitGradients, reduced: Tensor, at: int = 0) -> None:
         self.wait = lambda: None
         honest(self, reduced, at)
 
-    patch.setattr(OffloadedGradients, "send", send)
+    patch.setattr(UnitGradients, "send", send)
 
 
 def plant_chunk(patch: pytest.MonkeyPatch) -> None:

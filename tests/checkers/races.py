@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megazero.comm.host import Host
+from megazero.optim import delayed
 from megazero.optim.adamw import AdamW
 from megazero.zero.unit import Unit
 from tests.checkers.trace import Await, Operation, Point, Trace
@@ -155,7 +155,7 @@ class Races(Trace):
         return stack
 
     def threads(self) -> AbstractContextManager[object]:
-        return patch.object(Host, "thread", lambda host: InlineThread(self))
+        return patch.object(delayed, "ThreadPoolExecutor", lambda **_: InlineThread(self))
 
     @contextmanager
     def muted(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from megazero.checkpoint import save, shard, snapshot
 from megazero.checkpoint.checkpoints import Checkpoints
 from megazero.checkpoint.store import Store
 from megazero.data.loader import BatchLoader
-from megazero.memory.disk_arena import DiskArena
+from megazero.memory.activation_store import Arena
 from megazero.nvme.disk import Disk
 from megazero.observe.jsonl import JsonlSink, read_rows
 from megazero.optim.adamw import AdamW
@@ -76,8 +76,8 @@ ON_DISKS: dict[str, tuple[Any, str, int]] = {
     "end an update": (Disk, "_take_back", 20),
 }
 ON_INPUTS: dict[str, tuple[Any, str, int]] = {
-    "keep an input": (DiskArena, "put", 40),
-    "bring an input back": (DiskArena, "fetch", 41),
+    "keep an input": (Arena, "put", 40),
+    "bring an input back": (Arena, "fetch", 41),
 }
 POINTS |= ON_DISKS | ON_INPUTS
 LAYOUTS = {

@@ -14,8 +14,7 @@ from megazero.kernels.operations import REFERENCE
 from megazero.kernels.products import Product, WideProducts, wide_products
 from megazero.kernels.select import choose
 from megazero.tools.certify.tolerances import GRADIENT_FP32
-from megazero.zero.gradients import GradientAccumulator
-from tests.zero.test_layout_and_unit import Owner
+from tests.zero.test_layout_and_unit import slot_of
 
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -91,7 +90,7 @@ def test_weight_gradients_are_not_rounded_on_their_way(dtype: torch.dtype) -> No
     pairs = [[torch.randn(size, generator=generator).to(dtype) for size in ((64, 40), (40, 24))] for _ in range(2)]
     found = {}
     for name, products in (("narrow", None), ("wide", wide_products(CPU, dtype, write, add))):
-        view = GradientAccumulator(Owner(), "weight", replace(REFERENCE, wide_products=products))
+        view = slot_of("weight", replace(REFERENCE, wide_products=products))
         view.view = found[name] = torch.full((64, 24), torch.nan)
         for _ in pairs:
             view.expect()
@@ -108,7 +107,7 @@ def test_wide_factors_and_narrow_gradients_do_without() -> None:
 
     ops = replace(REFERENCE, wide_products=WideProducts(refused, refused))
     for dtype in (torch.float32, torch.bfloat16):
-        view = GradientAccumulator(Owner(), "weight", ops)
+        view = slot_of("weight", ops)
         view.view = torch.empty(3, 4, dtype=dtype)
         for _ in range(2):
             view.expect()

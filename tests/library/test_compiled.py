@@ -48,7 +48,13 @@ def from_compiled(way: str, stage: int) -> str:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
-@pytest.mark.parametrize("way", ["in place", "a container", "before", "after", "the module after", "a function"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("in place", "the module after", "a function"),
+        *(pytest.param(way, marks=pytest.mark.full) for way in ("a container", "before", "after")),
+    ],
+)
 def test_what_is_compiled_around_units_is_refused(way: str, stage: int):
     for line in on_ranks(2, from_compiled, way, stage):
         assert re.search(r"MZ-510: .* torch.compile compiles; compile each block", line), line

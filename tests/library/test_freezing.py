@@ -81,7 +81,7 @@ def scenario(name: str, optimizer: str, *, micro: bool = False) -> Scenario:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("optimizer", ["ours", "sgd"])
+@pytest.mark.parametrize("optimizer", ["ours", pytest.param("sgd", marks=pytest.mark.full)])
 def test_what_is_frozen_after_sharding_stays(name: str, optimizer: str, stage: int):
     compare(scenario(name, optimizer), 2, [stage])
 
@@ -141,7 +141,7 @@ def loaded(name: str, stage: int, optimizer: str, folder: Path) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("optimizer", ["ours", "sgd"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("ours", marks=pytest.mark.full)])
 def test_checkpoints_have_the_count_of_each_parameter(name: str, optimizer: str, tmp_path: Path):
     expected = plain_state(scenario(name, optimizer), 2)
     for before, after in ((3, 1), (0, 3)):

@@ -25,7 +25,7 @@ from megazero.kernels.operations import REFERENCE
 from megazero.memory import graphs
 from megazero.memory.graphs import WARM_UP, Exchange, GraphedLayer
 from megazero.memory.graphs import graphs_of as honest_graphs_of
-from megazero.memory.recompute import PlainStore
+from megazero.memory.recompute import Kept
 from megazero.model.batch_context import BatchContext
 from megazero.plan.job import Job
 from megazero.plan.memory import memory
@@ -71,7 +71,7 @@ class Recording(TorchDispatchMode):
 
 
 class Recordings:
-    """In the place of `CudaGraphs`; they are counted."""
+    """In the place of CUDA graphs; they are counted."""
 
     made, replayed = 0, 0
 
@@ -91,7 +91,7 @@ class Recordings:
 
 @pytest.fixture(autouse=True)
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "graphs_of", lambda device: Recordings())
+    monkeypatch.setattr(recompute, "graphs_of", lambda device: Recordings().record)
     monkeypatch.setattr(Recordings, "made", 0)
     monkeypatch.setattr(Recordings, "replayed", 0)
     monkeypatch.setitem(SHAPES, "still", SHAPE)
@@ -178,7 +178,7 @@ class Scaled(torch.nn.Module):
 def test_parameters_that_move_get_a_graph_of_their_own() -> None:
     """As those of stage 3 do, in buffers of a pool."""
     layer, x = Scaled(), torch.ones(2, requires_grad=True)
-    graphed = GraphedLayer(layer, PlainStore, Recordings(), Exchange((2,), torch.float32, CPU, Ledger()))
+    graphed = GraphedLayer(layer, Kept, Recordings().record, Exchange((2,), torch.float32, CPU, Ledger()))
     memory = [torch.full((2,), value) for value in (2.0, 5.0)]
     for place in (0, 1, 0, 1, 0, 1):
         layer.factor.data = memory[place]

@@ -10,7 +10,6 @@ from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
 from megazero.memory.activation_store import Arena
-from megazero.memory.disk_arena import DiskArena
 from megazero.memory.partition import PartitionedStore
 from megazero.nvme.disk import Disk
 from megazero.nvme.disk_queue import DiskQueue
@@ -22,7 +21,7 @@ def store_of(slots: int, place: str, folder: Path) -> PartitionedStore:
     ledger = Ledger()
     if place == "disk":
         disk = Disk([folder], ledger, 1 << 20, DiskQueue(depth=4), window=4)
-        arena: Arena | DiskArena = DiskArena(slots, torch.empty(6), disk)
+        arena = Arena(slots, 6, torch.float32, CPU, ledger, disk, torch.empty(6))
     else:
         host = Host(CPU, ledger, apart=True) if place == "host" else None
         arena = Arena(slots, 6, torch.float32, CPU, ledger, host)
@@ -33,12 +32,12 @@ def store_of(slots: int, place: str, folder: Path) -> PartitionedStore:
 def test_a_slot_is_taken_until_its_reading_is_behind_the_computation(place: str, tmp_path: Path) -> None:
     """The second input is asked for, which starts to fetch the first: that slot must not be written to yet."""
     store = store_of(2, place, tmp_path)
-    first, second = (store.keep(torch.full((2, 3), float(number))) for number in (1, 2))
+    first, second = (store(torch.full((2, 3), float(number))) for number in (1, 2))
     assert not store.arena._free
     assert torch.equal(second.restore(), torch.full((2, 3), 2.0))
     assert len(store.arena._free) == 1, "the second's; the first's has been queued to be read"
     second.free()
-    third = store.keep(torch.full((2, 3), 3.0))  # takes the slot of the second
+    third = store(torch.full((2, 3), 3.0))  # takes the slot of the second
     assert not store.arena._free
     assert torch.equal(first.restore(), torch.full((2, 3), 1.0))
     first.free()
@@ -51,7 +50,7 @@ def test_a_slot_is_taken_until_its_reading_is_behind_the_computation(place: str,
 def test_an_input_may_be_written_to_when_it_is_kept(place: str, tmp_path: Path) -> None:
     """On a CPU at once, whatever is on its way; nor is one lost that is kept right behind another."""
     store, x = store_of(8, place, tmp_path), torch.empty(2, 3)
-    kept = [store.keep(x.fill_(number)) for number in range(8)]
+    kept = [store(x.fill_(number)) for number in range(8)]
     for number, one in reversed(list(enumerate(kept))):
         assert torch.equal(one.restore(), torch.full((2, 3), float(number)))
         one.free()
@@ -60,10 +59,10 @@ def test_an_input_may_be_written_to_when_it_is_kept(place: str, tmp_path: Path) 
 @pytest.mark.parametrize("place", ["device", "host", "disk"])
 def test_what_has_been_used_is_not_fetched_again(place: str, tmp_path: Path) -> None:
     store = store_of(2, place, tmp_path)
-    first = store.keep(torch.ones(2, 3))
+    first = store(torch.ones(2, 3))
     first.restore()
     first.free()
-    second = store.keep(torch.full((2, 3), 2.0))  # its `before` is the first
+    second = store(torch.full((2, 3), 2.0))  # its `before` is the first
     assert torch.equal(second.restore(), torch.full((2, 3), 2.0)) and first._whole is None
     second.free()
     assert len(store.arena._free) == 2

@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.comm.grid import Grid
 from megazero.comm.ledger import Ledger
 from megazero.memory.activation_store import Arena
-from megazero.memory.recompute import PlainStore, Recomputed
+from megazero.memory.recompute import Kept, Recomputed
 from megazero.model.dropout import Dropout
 from megazero.observe.allocations import Allocations
 from megazero.plan.job import Job
@@ -56,7 +56,7 @@ def check(
     equal(train(replace(layout, **RECOMPUTED[mode]), flavour, DTYPES[dtype]), without(flavour, dtype, layout))
 
 
-FEW = COVER[:8]  # the first of a cover hold most of its pairs
+FEW = COVER[:5]  # the first of a cover hold most of its pairs
 # What comes from disks is gathered: a cover's tensor ranks may all have split the stream already.
 GATHERED = [("deep-untied", "bf16", 2, False, "interleaved", 1, 1, "Pa+nvme")]
 
@@ -79,7 +79,9 @@ def test_it_changes_no_bit_anywhere(case: tuple) -> None:
     check(*case)
 
 
-@pytest.mark.parametrize("mode", RECOMPUTED)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode in ("selective", "Pa") else pytest.mark.full) for mode in RECOMPUTED]
+)
 def test_other_masks_the_second_time_are_noticed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: a replay that draws other dropout masks gives other gradients, but for selective
     recompute, where there is no dropout.
@@ -226,7 +228,7 @@ def tell_deep(mode: str, layers: int) -> int:
 def test_an_arena_that_is_too_small_says_so() -> None:
     arena = Arena(1, 4, torch.float32, torch.device("cpu"), Ledger())
     slot = arena.put(torch.ones(4))
-    with pytest.raises(AssertionError, match="1 slots are taken"):
+    with pytest.raises(AssertionError, match="all slots are taken"):
         arena.put(torch.ones(4))
     arena.give(slot)
     arena.put(torch.ones(4))
@@ -242,7 +244,7 @@ def test_a_part_alone_gives_the_gradients_of_autograd() -> None:
     torch.manual_seed(0)
     layer = torch.nn.Linear(8, 8, dtype=torch.float64)
     results = []
-    for part in (lambda x, now: torch.tanh(layer(x)), Recomputed(lambda x, now: torch.tanh(layer(x)), PlainStore)):
+    for part in (lambda x, now: torch.tanh(layer(x)), Recomputed(lambda x, now: torch.tanh(layer(x)), Kept)):
         x = torch.linspace(0, 1, 16, dtype=torch.float64).view(2, 8).requires_grad_()
         layer.zero_grad()
         part(x, Now()).square().sum().backward()

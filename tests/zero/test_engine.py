@@ -79,7 +79,6 @@ def test_steps_equal_torch(dtype: torch.dtype, shape, clip: float, kernels: str)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), clip or float("inf"))
         theirs.step()
-        assert int(result.valid_tokens) == count
         assert abs(result.loss - loss.item()) <= tolerance * abs(loss.item())
         assert abs(result.grad_norm - norm.item()) <= tolerance * norm.item()
         assert not result.skipped

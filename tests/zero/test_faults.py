@@ -18,7 +18,7 @@ from megazero.observe.jsonl import read_rows
 from megazero.plan.job import Job
 from megazero.schedules.actions import Kind
 from megazero.tools.certify.tolerances import GRADIENT_FP64, LOSS_FP64, WEIGHTS_FP64, difference
-from megazero.zero.gradients import DeliveryCounter, Phase
+from megazero.zero.gradients import DeliveryCounter
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Rank, Trained, job_on, record, train
 from tests.ranks import run_ranks
@@ -225,7 +225,7 @@ def test_a_run_names_the_rank_whose_reduced_gradient_is_at_fault(
 
 def test_a_gradient_at_the_wrong_moment_is_an_error_with_its_name() -> None:
     deliveries = DeliveryCounter("blocks.3")
-    with pytest.raises(AssertionError, match=r"a has a gradient in micro-batch 0 of unit blocks.3, .* never begun"):
+    with pytest.raises(AssertionError, match=r"a has a gradient .* of unit blocks.3, to which 0 are to come"):
         deliveries.delivered("a")
     completed = []
     deliveries.on_complete = lambda: completed.append(1)
@@ -234,14 +234,14 @@ def test_a_gradient_at_the_wrong_moment_is_an_error_with_its_name() -> None:
     deliveries.expect("b")
     deliveries.delivered("a")
     assert not completed
-    with pytest.raises(AssertionError, match=r"c has a gradient .* its gradients arrive"):
+    with pytest.raises(AssertionError, match=r"c has a gradient .* 2 are to come"):
         deliveries.delivered("c")
     deliveries.delivered("b")
     deliveries.delivered("a")
     assert completed == [1]
-    with pytest.raises(AssertionError, match=rf"b has a gradient .* {Phase.COMPLETE.value}"):
+    with pytest.raises(AssertionError, match=r"b has a gradient .* 0 are to come"):
         deliveries.delivered("b")
-    with pytest.raises(AssertionError, match=rf"b is used .* {Phase.COMPLETE.value}"):
+    with pytest.raises(AssertionError, match=r"b is used .* 0 are to come"):
         deliveries.expect("b")
     deliveries.end()
     deliveries.expect("b")  # the micro-batch is over, its number may come again

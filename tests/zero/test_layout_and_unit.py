@@ -12,7 +12,7 @@ from megazero.base.quantized import BLOCK
 from megazero.builders.units import build_units, resources_of
 from megazero.comm.grid import Axis
 from megazero.comm.ledger import Ledger
-from megazero.kernels.operations import REFERENCE
+from megazero.kernels.operations import REFERENCE, Operations
 from megazero.kernels.select import choose
 from megazero.model.transformer import Transformer
 from megazero.plan.placements import ALIGNMENT
@@ -110,20 +110,14 @@ def test_gradients_in_units_equal_autograd_s_bit_for_bit() -> None:
             assert all(p.grad is None for p in model.parameters())
 
 
-class Owner:
-    """A unit whose gradients are always there."""
-
-    def __init__(self) -> None:
-        self.deliveries = DeliveryCounter("owner")
-        self.partial = torch.empty(0)
-
-    def open(self) -> None:
-        pass
+def slot_of(name: str, ops: Operations) -> GradientAccumulator:
+    """Return the gradient of a parameter whose memory is always there."""
+    return GradientAccumulator(DeliveryCounter("owner"), name, ops, lambda: None)
 
 
 def test_first_delivery_overwrites_later_ones_add() -> None:
     memory = torch.full((3, 4), torch.nan)
-    view = GradientAccumulator(Owner(), "weight", REFERENCE)
+    view = slot_of("weight", REFERENCE)
     view.view = memory
     for _ in range(5):
         view.expect()
@@ -152,10 +146,9 @@ def test_a_sum_of_rows_is_delivered_as_the_sum_would_be(dtype: torch.dtype, defe
     each = [torch.randn(1000, 7).to(dtype) for _ in range(2)]
     found = []
     for by_rows in (True, False):
-        owner = Owner()
-        view = GradientAccumulator(owner, "bias", REFERENCE)
+        view = slot_of("bias", REFERENCE)
         view.view = torch.full((7,), torch.nan)
-        later = owner.deliveries.deferred = deque() if deferred else None
+        later = view.counter.deferred = deque() if deferred else None
         for _ in each:
             view.expect()
         for rows in each:
@@ -170,7 +163,7 @@ def test_a_sum_of_rows_is_delivered_as_the_sum_would_be(dtype: torch.dtype, defe
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_gradients_are_gathered_wide(kernels: str, dtype: torch.dtype) -> None:
     memory = torch.full((37, 5), torch.nan)
-    view = GradientAccumulator(Owner(), "weight", choose(kernels, torch.device("cpu"), dtype))
+    view = slot_of("weight", choose(kernels, torch.device("cpu"), dtype))
     view.view = memory
     for _ in range(4):
         view.expect()

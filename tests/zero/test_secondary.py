@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.comm.grid import Grid
+from megazero.base.errors import UserError
+from megazero.comm.grid import Grid, single
+from megazero.extensions import registry
+from megazero.kernels.operations import REFERENCE
 from megazero.plan.job import Job
 from megazero.plan.memory import memory
 from megazero.plan.traffic import traffic
-from tests.layouts import SHAPES, Rank, equal, job_on, planned, second_step, train
+from tests.layouts import SHAPES, Rank, config_of, equal, job_on, planned, second_step, train
 from tests.ranks import run_ranks
 from tests.zero.test_offload import DTYPES
 
@@ -103,3 +106,13 @@ def changed(grid: Grid, job: Job) -> tuple[Tensor, Tensor, Tensor]:
 def test_what_changes_is_gathered_from_all() -> None:
     for before, after, by_hand in run_ranks(4, changed, near(job_on(1, 4, False, 1, 3)), shard=2):
         assert not torch.equal(before, after) and (by_hand == 3.0).all()
+
+
+@pytest.mark.parametrize("option", ["zero.quantize", "zero.secondary_ranks"])
+def test_an_extension_that_was_taken_out_is_refused(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(registry.EXTENSIONS, option)
+    job = replace(near(LAYOUTS["all are near"][0]), quantize_gradients="int8")
+    config = config_of(job, SHAPES["deep"], DTYPES["bf16"])
+    with pytest.raises(UserError, match=f"{option}: this copy of megazero has no such extension") as caught:
+        registry.extensions_of(config, single(), REFERENCE, DTYPES["bf16"], torch.device("cpu"))
+    assert "\n" not in str(caught.value)

@@ -72,12 +72,6 @@ class Queue {
     return error;
   }
 
-  bool done(int64_t ticket) {
-    std::lock_guard lock(mutex_);
-    auto found = transfers_.find(ticket);
-    return found == transfers_.end() || found->second.blocks == 0;
-  }
-
  protected:
   // Let the system have blocks that wait, or wake who does. With the mutex held.
   virtual void start() = 0;
@@ -328,6 +322,4 @@ int64_t megazero_disk_submit(
 }
 
 int megazero_disk_wait(void* queue, int64_t ticket) { return static_cast<Queue*>(queue)->wait(ticket); }
-
-int megazero_disk_done(void* queue, int64_t ticket) { return static_cast<Queue*>(queue)->done(ticket); }
 }

@@ -151,8 +151,7 @@ def reduced_gradients(engine: Engine, applied: Tensor, clipped: Tensor) -> Itera
         clipped: the clip factor within it, which depends on all gradients.
     """
     for unit in engine.units:
-        if unit.resting.offloaded_gradients is not None:
-            unit.resting.offloaded_gradients.wait()  # an update under way changes them
+        unit.gradients.wait()  # an update under way changes those that are offloaded
         factor = clipped / applied if unit.gradients.reduced.is_meta else clipped
         with unit.gradients.reduced_in_memory() as own:
             flat = own if len(own) == unit.numel else all_gather(own.contiguous(), unit.axes.shard, "examination")

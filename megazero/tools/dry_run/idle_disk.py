@@ -41,9 +41,6 @@ class IdleDisk(PagedHome):
         done.set_result(None)
         return done
 
-    def bring(self, x: Tensor, into: Tensor, purpose: str) -> None:
-        self.start_bring(x, into, purpose)
-
     def windows(
         self, flats: Sequence[tuple[Tensor, Access]], purpose: str, skip: Tensor | None = None
     ) -> Iterator[tuple[slice, list[Tensor]]]:
