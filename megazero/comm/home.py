@@ -123,7 +123,7 @@ class Disks(NamedTuple):
 
     Attributes:
         open: (folders, ledger, bytes of host memory, the rank's device) -> the home, and how it is reached, in words.
-        speed: (folder, ranks that share it) -> its speed.
+        speed: (folder, bytes to take of the disk and of memory) -> its speed.
     """
 
     open: Callable[[Sequence[Path], Ledger, int, device], tuple[PagedHome, str]]
