@@ -85,6 +85,6 @@ def test_tables_of_certify_and_doctor_fit_too() -> None:
 
 def test_a_pipe_gets_whole_lines() -> None:
     assert terminal.wrapped("word " * 100, None) == ["word " * 100]
-    line = [sys.executable, "-m", "megazero", "explain", "data.tokenizer"]
+    line = [sys.executable, "-m", "megazero", "explain", "data.train"]
     said = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert max(map(len, said)) > 80

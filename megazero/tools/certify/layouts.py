@@ -36,7 +36,6 @@ CODES += [{"quantize_gradients": "int8", "error_feedback": True}]
 # In a sample every two values of these that go together occur.
 _PAIRED = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
 _PAIRED += ("schedule", "recompute", "offloaded", "delayed", "parameter_bits", "gradient_bits", "error_feedback")
-_PAIRED += ("inputs",)
 
 
 def layouts_of(config: Config, max_ranks: int) -> list[Job]:
@@ -133,4 +132,5 @@ def admission(config: Config) -> Callable[[Job], bool]:
 
 
 def _pairs(layout: Job) -> set[tuple[tuple[str, object], ...]]:
-    return set(combinations([(name, getattr(layout, name)) for name in _PAIRED], 2))
+    inputs: tuple[str, object] = ("inputs", (layout.partition, layout.offload))
+    return set(combinations([*((name, getattr(layout, name)) for name in _PAIRED), inputs], 2))

@@ -264,10 +264,12 @@ _TRUNCATED, _LARGER_SCALES = (
     in_codes("gradients.summing", "quantize_", wrong) for wrong in (_truncate, _enlarge_scales)
 )
 _LARGER_OWN = before(
-    block, "gradients.summing._start_exchange", lambda _, parts, outs, axis, *rest: parts[axis.rank][0].mul_(1.02)
+    block,
+    "gradients.summing._start_exchange",
+    lambda _, parts, outs, axis, *rest, **how: parts[axis.rank][0].mul_(1.02),
 )
-_NO_RESIDUALS = before(block, _QUANTIZE, lambda quantizer, *given: quantizer.residuals.zero_())
-_INVERTED = before(block, _QUANTIZE, lambda quantizer, codes, x, number: quantizer.residuals[number].neg_())
+_NO_RESIDUALS = before(block, _QUANTIZE, lambda quantizer, *given, **how: quantizer.residuals.zero_())
+_INVERTED = before(block, _QUANTIZE, lambda quantizer, codes, x, number, **how: quantizer.residuals[number].neg_())
 _AT_ONCE = after(itself, "built.engine.finish_step", lambda engine, lr: engine.flush_delayed())
 _TWICE = _of_one_rank(_held_otherwise(lambda holding: [*holding.pieces, holding.pieces[0]]))
 _NOT_HELD = _of_one_rank(_held_otherwise(_shorter))

@@ -65,7 +65,6 @@ def link_of(measured: Measured, road: str) -> dict[str, float] | None:
 def as_yaml(hardware: dict[str, Any]) -> str:
     """Return the file: a field on each line. JSON's numbers and mappings are YAML's."""
     lines = ["# Measured by `megazero doctor`. Of one device; all devices of the host were busy at once."]
-    lines += ["# docs/planning.md says what each field means."]
     lines += [f"{field}: {json.dumps(_rounded(value))}" for field, value in hardware.items()]
     return "\n".join(lines) + "\n"
 
