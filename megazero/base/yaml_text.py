@@ -1,16 +1,19 @@
 """Parse YAML of unknown origin within bounds.
 
 A text of a few hundred bytes can name itself over and over (`&a [*b, *b]`, a merge `<<`) and stand for 2^40 values. So
-there is a limit of bytes, and one of the values that a text stands for. No configuration comes near them.
+there is a limit of bytes, one of brackets inside each other, and one of the values that a text stands for. No
+configuration comes near them.
 """
 
 import warnings
+from itertools import accumulate
 from typing import Any
 
 from ruamel.yaml import YAML
 
 MOST_BYTES = 32 << 10
 _MOST_VALUES = 10_000
+_MOST_OPEN = 100
 
 
 def parse_yaml(text: str, *, keeps_places: bool = False) -> Any:
@@ -25,6 +28,8 @@ def parse_yaml(text: str, *, keeps_places: bool = False) -> Any:
     """
     if (size := len(text.encode(errors="surrogatepass"))) > MOST_BYTES:
         raise ValueError(f"expected at most {MOST_BYTES:,} bytes, got {size:,}")
+    if max(accumulate((mark in "[{") - (mark in "]}") for mark in text), default=0) > _MOST_OPEN:
+        raise ValueError(f"expected at most {_MOST_OPEN} brackets inside each other")  # the parser's time is quadratic
     if any(line.startswith("%") for line in text.splitlines()):
         raise ValueError("expected YAML 1.2 without directives (%)")
     with warnings.catch_warnings():

@@ -71,7 +71,9 @@ def connect(
     store, roll = _meet(place, start_timeout or timeout, _presence(fingerprint, transport))
     store.set_timeout(timeout)  # all ranks are there
     together = partial(_together, place, group_timeout.total_seconds())
+    ledger, queue = Ledger(), DeviceQueue()
     if transport is not None:
+        ledger.hold("staging", Outbox.size(world.size))
         with together("shared memory"):
             _open_outboxes(transport, store, roll)
     if on_gpu:
@@ -86,13 +88,9 @@ def connect(
             device_id=world.device if backend == "nccl" else None,
             pg_options=options(group_timeout, few_ctas=True) if backend == "nccl" else None,
         )
-    ledger = Ledger()
-    queue = DeviceQueue()
     if backend == "nccl":
         Monitor(queue, place, timeout.total_seconds()).start()
     staging = staging_pool(world.device, ledger) if on_gpu and backend == "gloo" else None
-    if transport is not None:
-        ledger.hold("staging", Outbox.size(world.size))
     slot = place.status_slot
     return CommContext(
         backend, group_timeout, bucket, ledger, transport, slot, queue, host_staging=staging, together=together

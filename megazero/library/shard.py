@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map
 from megazero.base.errors import UserError
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
-from megazero.comm.grid import Axis, make_grid, single
+from megazero.comm.context import CommContext
+from megazero.comm.grid import Axis, Grid, make_grid, single
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
 from megazero.library.adopt import Initial, adopt, adopt_buffers, make_values
@@ -86,18 +87,10 @@ def shard(
     parts = parts_of(module, units, by_row)
     members = [member for part in parts for member in part.members]
     fitting([pattern for pattern, _ in groups], [name for name, _ in module.named_parameters()], "groups")
-    if optimizer is not None and not any(member.parameter.requires_grad for member in members):
-        do = "give None for the optimizer of a frozen module"
-        raise UserError(510, "the module has no parameter that requires a gradient", do, where="shard")
-    if odd := next((m for m in members if m.parameter.requires_grad and not m.parameter.is_floating_point()), None):
-        what = f"{odd.name} is {odd.parameter.dtype}: only parameters of floating point are trained"
-        raise UserError(510, what, "freeze it, or keep its real and imaginary parts", where="shard")
+    _require_trainable(members, frozen=optimizer is None)
     world, comm, process = meet(timedelta(seconds=timeout))
     device = world.device
-    grid = single(comm)
-    if world.size > 1:
-        device_type = device.type if comm.backend == "nccl" else "cpu"
-        grid = make_grid(comm=comm, device_type=device_type, shard_ranks=shard_ranks)
+    grid = single(comm) if world.size == 1 else _grid(comm, device, shard_ranks)
     _require_one_module(parts, grid["world"], device)
     dtype = None if precision is None else _DTYPES[precision]
     axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=STAGES[stage], replica=grid["replica"])
@@ -113,6 +106,27 @@ def shard(
     guard(module, values, split.shards)
     assembly = Assembly(module, values, calls, split, recipe, grid, memory, clip)
     return Sharded(assembly, partial(_cast, dtype=dtype))
+
+
+def _require_trainable(members: Sequence[Member], *, frozen: bool) -> None:
+    """Refuse a module without a parameter to train, and trained parameters that are no floating-point numbers.
+
+    Raises:
+        UserError: 510.
+    """
+    trained = [member for member in members if member.parameter.requires_grad]
+    if not trained and not frozen:
+        do = "give None for the optimizer of a frozen module"
+        raise UserError(510, "the module has no parameter that requires a gradient", do, where="shard")
+    if odd := next((member for member in trained if not member.parameter.is_floating_point()), None):
+        what = f"{odd.name} is {odd.parameter.dtype}: only parameters of floating point are trained"
+        raise UserError(510, what, "freeze it, or keep its real and imaginary parts", where="shard")
+
+
+def _grid(comm: CommContext, device: torch.device, shard_ranks: int | None) -> Grid:
+    """Return the grid of several ranks. Raises UserError 106: `shard_ranks` does not divide them."""
+    device_type = device.type if comm.backend == "nccl" else "cpu"
+    return make_grid(comm=comm, device_type=device_type, shard_ranks=shard_ranks)
 
 
 def _require_known(module: nn.Module, stage: int, precision: str | None) -> None:

@@ -168,6 +168,7 @@ def test_a_file_among_the_overrides_goes_over_what_was_given_before(tmp_path: Pa
             "expected at most 10,000 values",
         ),
         ("# " + "x" * (33 << 10), "expected at most 32,768 bytes"),
+        ("run: " + "[{a: " * 60, "expected at most 100 brackets inside each other"),
     ],
 )
 def test_texts_beyond_a_bound(tmp_path: Path, text: str, what: str) -> None:
