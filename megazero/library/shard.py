@@ -85,9 +85,8 @@ def shard(
         module.requires_grad_(False)
     recipe, rows, by_row = recipe_of(optimizer, groups), row_optimizer(table_optimizer), _tables(module, tables)
     parts = parts_of(module, units, by_row)
-    members = [member for part in parts for member in part.members]
     fitting([pattern for pattern, _ in groups], [name for name, _ in module.named_parameters()], "groups")
-    _require_trainable(members, frozen=optimizer is None)
+    _require_trainable(parts, frozen=optimizer is None)
     world, comm, process = meet(timedelta(seconds=timeout))
     device = world.device
     grid = single(comm) if world.size == 1 else _grid(comm, device, shard_ranks)
@@ -95,10 +94,7 @@ def shard(
     dtype = None if precision is None else _DTYPES[precision]
     axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=STAGES[stage], replica=grid["replica"])
     memory = Memory(axes, device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
-    shapes = {place: member.parameter.shape for member in members for place in member.places}
-    for part in parts:
-        make = partial(make_values, part, grid["world"], device, initial, shapes)
-        _give_units(part, dtype, recipe, memory, grid["world"], make)
+    _fill(parts, dtype, recipe, memory, grid["world"], initial)
     adopt_buffers(module, grid["world"], device, initial)
     values = Values(parts, process, world.rank, device)
     calls = Calls(values)
@@ -108,13 +104,29 @@ def shard(
     return Sharded(assembly, partial(_cast, dtype=dtype))
 
 
-def _require_trainable(members: Sequence[Member], *, frozen: bool) -> None:
+def _fill(
+    parts: Sequence[Part],
+    dtype: torch.dtype | None,
+    recipe: Recipe,
+    memory: Memory,
+    world: Axis,
+    initial: Initial | None,
+) -> None:
+    """Give the units of every part memory, and their values; no rank ever holds more than its shards and one part."""
+    members = [member for part in parts for member in part.members]
+    shapes = {place: member.parameter.shape for member in members for place in member.places}
+    for part in parts:
+        make = partial(make_values, part, world, memory.device, initial, shapes)
+        _give_units(part, dtype, recipe, memory, world, make)
+
+
+def _require_trainable(parts: Sequence[Part], *, frozen: bool) -> None:
     """Refuse a module without a parameter to train, and trained parameters that are no floating-point numbers.
 
     Raises:
         UserError: 510.
     """
-    trained = [member for member in members if member.parameter.requires_grad]
+    trained = [member for part in parts for member in part.members if member.parameter.requires_grad]
     if not trained and not frozen:
         do = "give None for the optimizer of a frozen module"
         raise UserError(510, "the module has no parameter that requires a gradient", do, where="shard")
