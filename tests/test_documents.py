@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from megazero.builders.assemble import build_model
 from megazero.config.changes import CHANGEABLE, FREE
 from megazero.config.file import CONFIGS, load
+from megazero.config.flat import option_keys
 from megazero.config.rules import EXCLUSIONS, RELATIONS
 from tests.tiny_run import ROOT
 
@@ -79,6 +80,27 @@ def test_every_exit_code_of_a_code_is_the_one_told():
     page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d{3}) \|.*\| (\d+) \|$", page, re.MULTILINE)
     assert len(rows) > 15 and all((exit_code == "2") == (code < "200") for code, exit_code in rows)
+
+
+def test_options_that_pages_name_are_known():
+    sections = {key.partition(".")[0] for key in option_keys()}
+    for name in ("coming_from", "troubleshooting", "first_slurm_job", "glossary"):
+        for line in (ROOT / f"docs/{name}.md").read_text(encoding="utf-8").splitlines():
+            ours = line.split("|")[2] if name == "coming_from" and line.count("|") > 2 else line
+            named = re.findall(r"\b([a-z]+\.[a-z_.]+[a-z])(?=[=`, ])", ours)
+            of_config = {key for key in named if key.partition(".")[0] in sections and not key.endswith((".py", ".md"))}
+            assert of_config <= {*option_keys()}, (name, of_config - {*option_keys()})
+
+
+def test_links_of_pages_lead_to_sections():
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        links = re.findall(r"\]\((?!http)([^)#\s]*)(?:#([^)]+))?\)", page.read_text(encoding="utf-8"))
+        for target, anchor in links:
+            file = page.parent / target if target else page
+            assert file.exists(), (page.name, target)
+            heads = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+            anchors = {re.sub(r"[^a-z0-9_ -]", "", head.lower()).replace(" ", "-") for head in heads}
+            assert not anchor or anchor in anchors, (page.name, target, anchor)
 
 
 if __name__ == "__main__":
