@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid, lay_out
-from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
 from megazero.comm.transport.shared_memory import SLOT_BYTES, Label, Message, Outbox, SharedMemoryTransport, view_of
 
@@ -98,17 +97,12 @@ class FakeProcessGroup(dist.ProcessGroup):
         return _Done(*tensors)
 
 
-class IdleHost(Host):
-    """A host whose threads complete at once what they are given.
+class Idle(Executor):
+    """A thread that completes at once what it is given.
 
     There are no numbers to compute, and the memory that threads allocate is no part of a step.
     """
 
-    def thread(self) -> Executor:
-        return _Idle()
-
-
-class _Idle(Executor):
     def submit(self, fn: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_result(None)

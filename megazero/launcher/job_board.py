@@ -17,8 +17,10 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.memfd import Handle
 from megazero.comm.status_board import EMPTY, FAILED, RUNNING, RankStatus, StatusBoard
+from megazero.launcher.diagnosis import SLOW
 from megazero.launcher.meeting import Presence
 from megazero.launcher.store import get
 
@@ -115,9 +117,20 @@ def job_board(store: Store, rank: int, roll: Sequence[Presence]) -> JobBoard:
             board, handle = StatusBoard.shared(size)
     if rank == here[0]:
         store.set(f"board/{rank}", json.dumps(handle))
-    elif place := json.loads(get(store, [f"board/{here[0]}"])[0]):
-        with contextlib.suppress(OSError):
-            board = StatusBoard.attached(Handle(*place), size)
+    else:
+        try:
+            place = json.loads(get(store, [f"board/{here[0]}"])[0])
+        except dist.DistError:  # rank 0 has ended with the store
+            raise
+        except RuntimeError:
+            if rank != here[1]:
+                raise FailedElsewhere(here[1], 311) from None
+            there = roll[here[0]]
+            what = f"did not answer in the meeting in start on {there.host} (pid {there.pid}); rank {rank} waited"
+            raise UserError(311, what, SLOW, rank=here[0]) from None
+        if place:
+            with contextlib.suppress(OSError):
+                board = StatusBoard.attached(Handle(*place), size)
     if board is None:
         board, here = StatusBoard.private(size), [rank]
     return JobBoard(board, here, store, rank, roll)

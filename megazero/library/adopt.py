@@ -82,7 +82,7 @@ def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> None:
     for index, member in enumerate(in_order):
         if member.parameter.is_meta:
             nothing = torch.empty(0, dtype=member.parameter.dtype, device=unit.device)
-            member.parameter = nn.Parameter(nothing, requires_grad=unit.trainable)
+            member.former, member.parameter = member.parameter, nn.Parameter(nothing, requires_grad=unit.trainable)
         member.unit, member.index, member.parameter.grad = unit, index, None
         for place in member.places:
             place.owner._parameters[place.attribute] = member.parameter

@@ -76,11 +76,11 @@ def _compare(values: Values, axis: Axis, meeting: str, order: int) -> None:
     mine = [MEETINGS.index(meeting), order, crc32(bytes(values.trained_now()))]
     with in_lockstep(values.rank):
         first, *others = all_gather(torch.tensor([mine], device=values.device), axis, "agree").tolist()
-    odd = next(((rank, own) for rank, own in zip(axis.ranks[1:], others, strict=True) if own != first), None)
-    if odd is None:
+    odd = [(rank, own) for rank, own in zip(axis.ranks[1:], others, strict=True) if own != first]
+    if not odd:
         return
     values.process.order = 0  # the messages that follow begin alike
-    rank, (call, parts, _) = odd
+    rank, (call, parts, _) = min(odd, key=lambda one: [a == b for a, b in zip(one[1], first, strict=True)])
     if call != first[0]:
         what = f"it waits for sharded.{MEETINGS[call]}, and rank {axis.ranks[0]} for sharded.{MEETINGS[first[0]]}"
         do = "let every rank make the same calls, and as many backwards before each step"

@@ -126,11 +126,16 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
 def _answer(found: object, file: IO[bytes]) -> None:
     """Write what rank 0 returns into a file. Raises UserError 510: it cannot be pickled."""
     try:
-        pickle.dump(tree_map_only(Tensor, lambda x: x.detach().cpu(), found), file)
+        pickle.dump(tree_map_only(Tensor, _apart, found), file)
     except Exception as error:  # whatever a class of the user's raises
         do = "return numbers, text, tensors, lists and dictionaries"
         raise UserError(510, f"rank 0 returned a {type(found).__name__}: {error}", do, where="launch") from None
     file.flush()
+
+
+def _apart(x: Tensor) -> Tensor:
+    """Return a copy in the host's memory: pickle would write all of the memory that a view is of."""
+    return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _keep(error: BaseException, rank: int, file: IO[bytes]) -> None:

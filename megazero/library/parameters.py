@@ -125,7 +125,9 @@ def guard(module: nn.Module, values: Values, tables: Iterable[RowShard]) -> None
         tables: whose rows are split.
     """
     for member in (member for part in values.parts for member in part.members):
-        _guard(member.parameter, member.name, member.shape, values)
+        for parameter in (member.parameter, member.former):
+            if parameter is not None:
+                _guard(parameter, member.name, member.shape, values)
     for table in tables:
         owner = module.get_submodule(table.name.rpartition(".")[0])
         _guard(owner._parameters["weight"], table.name, table.shape, values)

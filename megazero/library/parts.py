@@ -42,6 +42,7 @@ class Member:
         places: all that it has.
         unit: has its values.
         index: its number among the unit's parameters.
+        former: what the module came with, if that was on the meta device: whoever holds it is refused.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Member:
     places: tuple[Place, ...]
     unit: Unit = field(init=False)
     index: int = field(init=False)
+    former: nn.Parameter | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -151,7 +151,9 @@ def _require_known(module: nn.Module, stage: int, precision: str | None) -> None
         raise UserError(510, f"stage: expected 0 to 3, got {stage!r}", where="shard")
     if precision is not None and precision not in _DTYPES:
         raise UserError(510, f"precision: expected one of {', '.join(_DTYPES)}, got {precision!r}", where="shard")
-    sharded = [name for name, one in module.named_parameters() if isinstance(one, ShardedParameter)]
+    # Where a call has failed half-way, parameters are views of units already, and not guarded yet.
+    named = module.named_parameters()
+    sharded = [name for name, p in named if isinstance(p, ShardedParameter) or hasattr(p, "gradient_slot")]
     if sharded and len(sharded) == len([*module.parameters()]):
         raise UserError(510, "the module is sharded already", "shard a module once", where="shard")
     if sharded:

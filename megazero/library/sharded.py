@@ -194,9 +194,10 @@ class Sharded(WholeValues):
         rate = assembly.recipe.lr if lr is None else lr
         result = assembly.engine.finish_step(rate, beside=assembly.tables.squares())
         self._skipped += result.skipped
-        for group in assembly.tables.groups:
-            done = self.steps + 1 - int(self._skipped)
-            group.update(table_lr, result.applied, done, skipped=bool(result.skipped))
+        if groups := assembly.tables.groups:
+            done, skipped = self.steps + 1 - int(self._skipped), bool(result.skipped)  # which wait for the device
+            for group in groups:
+                group.update(table_lr, result.applied, done, skipped=skipped)
         values.begin_epoch()
         values.gather.unshard([unit for unit in values.units if unit.parameters.rest_whole])
         self._backwards.begin_step()

@@ -11,7 +11,7 @@ uses the parameters of the next step.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import torch
 
@@ -26,7 +26,8 @@ class Delayed:
     """
 
     def __init__(self, publish: Callable[[Unit], None]):
-        self._publish, self._thread = publish, ThreadPoolExecutor(max_workers=1, thread_name_prefix="update")
+        self._publish = publish
+        self.thread: Executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="update")
         self._under_way: list[tuple[Unit, Future[None]]] = []
 
     def begin(self, units: list[Unit], update: Callable[[Unit], None]) -> None:
@@ -40,7 +41,7 @@ class Delayed:
         """
         assert not self._under_way
         quietly = torch.no_grad()(update)
-        self._under_way = [(unit, self._thread.submit(quietly, unit)) for unit in reversed(units)]
+        self._under_way = [(unit, self.thread.submit(quietly, unit)) for unit in reversed(units)]
         for unit, done in self._under_way:
             unit.gradients.wait = done.result  # its gradients are read until then
 

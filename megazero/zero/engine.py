@@ -136,7 +136,7 @@ class Engine:
         self.clip, self.tokens_per_step = clip, tokens_per_step
         device = units[0].device if units else torch.device("cpu")
         self.gather = gather or Gather(device)
-        self._delayed = Delayed(self.gather.publish) if self._offload.delayed else None
+        self.delayed = Delayed(self.gather.publish) if self._offload.delayed else None
         self.loss_scale = LossScale(device, dynamic=scaling)
         self._units = {unit.layout.name: unit for unit in units}
         self.stages = list(self._stage_gradients(stages, device))
@@ -240,10 +240,10 @@ class Engine:
         def update(unit: Unit) -> None:
             self.optimizer.update(unit, lr=lr, scale=scale, skip=skip)
 
-        if self._delayed is not None:
-            self._delayed.flush_delayed()
+        if self.delayed is not None:
+            self.delayed.flush_delayed()
             self._offload.settle()  # what is published has left the place where the next update writes
-            self._delayed.begin(self.units, update)
+            self.delayed.begin(self.units, update)
         else:
             for unit in self.units:
                 if unit.parameters.publishes:
@@ -267,12 +267,12 @@ class Engine:
     @property
     def delays(self) -> bool:
         """Return whether updates are delayed by a step."""
-        return self._delayed is not None
+        return self.delayed is not None
 
     def flush_delayed(self) -> None:
         """Wait for the delayed update and publish it. Every rank calls it."""
-        if self._delayed is not None:
-            self._delayed.flush_delayed()
+        if self.delayed is not None:
+            self.delayed.flush_delayed()
 
     def forget_between_steps(self) -> None:
         """Forget what extensions keep from step to step: a run that goes on from a checkpoint has none of it."""

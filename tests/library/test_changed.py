@@ -129,12 +129,14 @@ def test_looking_at_values_leaves_a_graph_as_it_is():
     sharded.backward(loss)
 
 
+@pytest.mark.parametrize("on_meta", [False, True])
 @pytest.mark.parametrize("use", ["zero_grad", "step", "clip"])
-def test_an_optimizer_that_was_made_before_is_refused(use: str):
-    module = made("plain")
+def test_an_optimizer_that_was_made_before_is_refused(use: str, on_meta: bool):
+    module = made("plain").to("meta" if on_meta else "cpu")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     parameters = list(module.parameters())
-    megazero.shard(module, "adamw", stage=1)
+    initial = (lambda name, tensor: tensor.fill_(0.1)) if on_meta else None
+    megazero.shard(module, "adamw", stage=1, initial=initial)
     with pytest.raises(UserError, match=r"MZ-506.*first\.weight\.grad was read"):
         {"zero_grad": optimizer.zero_grad, "step": optimizer.step}.get(
             use, lambda: nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -151,6 +151,22 @@ def test_what_rank_0_refuses_all_refuse():
     assert "MZ-508" in first and "MZ-508" in second and "rank 0 failed" in second
 
 
+def test_a_call_that_failed_half_way_is_not_made_again():
+    module = nn.Sequential(nn.Linear(4, 4), Weight())
+    with pytest.raises(UserError, match="MZ-509"):
+        megazero.shard(module, "adamw", stage=3, units=["0", "1"])
+    with pytest.raises(UserError, match=r"MZ-510 shard: .*sharded already"):
+        megazero.shard(module, "adamw", stage=3, units=["0", "1"], initial=lambda name, tensor: tensor.zero_())
+
+
+class Weight(nn.Module):
+    """A module without initial values of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4, device="meta"))
+
+
 class Planted(torch.autograd.Function):
     """Fail in backward."""
 

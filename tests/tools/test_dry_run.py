@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.__main__ import main
 from megazero.builders.assemble import build, feeds_of
-from megazero.comm.fake_group import IdleHost, alone
+from megazero.comm.fake_group import alone
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
 from megazero.config.file import load
@@ -78,7 +78,7 @@ def simulated(rank: int, layout: Job, wires: Wires, flavour: str, dtype: str) ->
         axes: dict[str, Any] = {"tensor": layout.tensor, "pipeline": layout.pipeline, "bucket": wires.bucket}
         axes["shard_ranks"] = layout.neighbours
         grid = rewired(alone(rank, layout.ranks, backend="gloo", ledger=RecordingLedger(), **axes), wires)
-        host = IdleHost(CPU, grid.comm.ledger, apart=True)
+        host = Host(CPU, grid.comm.ledger, apart=True)
         found = two_steps(config_of(layout, SHAPES[flavour], DTYPES[dtype]), grid, ops, host, "cpu")
     held = found.ledger.bytes_as_dict()
     activations = held.pop("activations")["peak"]
@@ -222,6 +222,12 @@ def test_what_repeats_is_counted_as_often(
             (peak, live), (whole_peak, whole_live) = one.timeline.peak_live(), other.timeline.peak_live()
             assert peak == whole_peak and sorted(by_origin(live)) == sorted(by_origin(whole_live))
         assert short.ledger.traffic == whole.ledger.traffic and short.ledger.bytes == whole.ledger.bytes
+
+
+def test_a_delayed_update_computes_nothing_in_a_dry_run() -> None:
+    """Its thread would work on tensors without numbers outside of the mode that makes them."""
+    delayed = ["zero.stage=2", "zero.offload.optimizer=cpu", "zero.offload.delayed=true", "batch.micro=1"]
+    assert simulate(load("tiny", delayed), 0, 2, "cuda").steady.traffic["host"]
 
 
 def by_the_verb(capsys: pytest.CaptureFixture[str], *arguments: object) -> Counted:

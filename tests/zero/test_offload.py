@@ -249,7 +249,7 @@ def losses_of(grid: Grid, layout: Job, kind: type[Host], monkeypatch: pytest.Mon
     rank, losses = Rank(grid, layout, SHAPES["deep"], Precision()), []
     for step in range(DELAYED_STEPS):
         losses.append(rank.step(step).loss.item())
-        for _, done in rank.engine._delayed._under_way:  # type: ignore[union-attr]
+        for _, done in rank.engine.delayed._under_way:  # type: ignore[union-attr]
             done.result()  # the host is quick
         rank.host.settle()  # the device gets round to its copies before it needs them
     return losses

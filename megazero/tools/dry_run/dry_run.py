@@ -30,8 +30,9 @@ from megazero.builders.assemble import (
     precision_of,
 )
 from megazero.builders.job import job_of
-from megazero.comm.fake_group import IdleHost, alone
+from megazero.comm.fake_group import Idle, alone
 from megazero.comm.grid import Grid
+from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger, Sent
 from megazero.config.schema import Config
 from megazero.data.batch import MicroBatch
@@ -109,11 +110,11 @@ def simulate(config: Config, rank: int, world: int, device: str) -> Simulated:
         dtype = DTYPES[config.precision.dtype]
         ops = choose(config.precision.kernels, torch.device(device), dtype, present=device == "cpu")
         host_ops = for_host(config.precision.kernels, precision_of(config).masters) if device == "cuda" else ops
-        return two_steps(config, grid, ops, IdleHost(CPU, grid.comm.ledger, apart=device == "cuda"), device, host_ops)
+        return two_steps(config, grid, ops, Host(CPU, grid.comm.ledger, apart=device == "cuda"), device, host_ops)
 
 
 def two_steps(
-    config: Config, grid: Grid, ops: Operations, host: IdleHost, device: str, host_ops: Operations | None = None
+    config: Config, grid: Grid, ops: Operations, host: Host, device: str, host_ops: Operations | None = None
 ) -> Simulated:
     """Simulate two steps on a given grid; within a FakeTensorMode.
 
@@ -125,6 +126,8 @@ def two_steps(
     with doing("building the rank's model"):
         homes = {"nvme": IdleDisk(ledger)}
         built = build(config, grid, CPU, ops, host, host_ops=host_ops, homes=homes, filled=False)
+        if built.engine.delayed is not None:
+            built.engine.delayed.thread = Idle()
     with doing("looking for what a step repeats"):
         job, rank = job_of(config, grid["world"].size, apart=host.apart), grid["pipeline"].rank
         short = shortened(built.pipeline.actions(job.micro_batches), job.pipeline)
