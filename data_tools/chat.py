@@ -2,8 +2,8 @@
 
 The template renders the conversation. Names of special tokens that the template writes become their ids; those that
 stand in a message are text, like any other, so that no message can end a turn, or begin one of another role, by writing
-the name. For that every name in the strings of a record is broken by a mark that no text has, and that is taken out
-again when names have been looked for. (A role is not: it must be a plain name.)
+the name. For that every name in the strings of a record, and a part of a name at a string's end, is broken by a mark
+that no text has, and that is taken out again when names have been looked for. (A role is not: it must be a plain name.)
 
 What is an answer says the template, by {% generation %} blocks. Where it has none, an answer is what the messages up to
 it render to, behind what those before it render to with the beginning of an answer (`add_generation_prompt`); so it is
@@ -107,16 +107,33 @@ class Chat(Taken):
         ]
 
     def _broken(self, value: Any, refuse: Refuse) -> Any:
-        """Return a value of a record with a mark behind the first character of every name in its strings."""
+        """Return a value of a record with a mark behind the first character of every name in its strings.
+
+        A mark at the end, or the beginning, of a string without its white space, which templates take off, breaks a
+        name that text next to it would complete.
+        """
         if isinstance(value, list):
             return [self._broken(each, refuse) for each in value]
         if isinstance(value, dict):
-            return {self._broken(key, refuse): self._broken(each, refuse) for key, each in value.items()}
+            return {self._apart(key): self._broken(each, refuse) for key, each in value.items()}
         if not isinstance(value, str):
             return value
         if odd := next((mark for mark in (BEGIN, END, _BREAK) if mark in value), None):
             raise refuse(f"U+{ord(odd):04X} stands in a text, which Unicode gives to no character")
-        return re.sub(f"(?s)(?=(?:{self._name}))(.)", rf"\1{_BREAK}", value)  # also of names that overlap
+        text, (heads, tails) = self._apart(value), self._parts
+        body, start = text.strip(), len(text) - len(text.lstrip())
+        first, last = _BREAK * body.startswith(tails), _BREAK * body.endswith(heads)
+        return f"{text[:start]}{first}{body}{last}{text[start + len(body) :]}"
+
+    def _apart(self, text: str) -> str:
+        """Return a text with a mark in every name of a special token, also where names overlap."""
+        return re.sub(f"(?s)(?=(?:{self._name}))(.)", rf"\1{_BREAK}", text)
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the beginnings of the names of special tokens, and their ends, each without the whole name."""
+        cuts = [(name, at) for name in self.specials for at in range(1, len(name))]
+        return tuple({name[:at] for name, at in cuts}), tuple({name[at:] for name, at in cuts})
 
     @cached_property
     def _name(self) -> str:

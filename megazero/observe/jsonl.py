@@ -85,13 +85,15 @@ def drop_rows_after(path: Path, step: int, warn: Callable[[str], object]) -> dic
     kept: list[tuple[int, bytes]] = []
     lost = 0
     for row, line in _rows(path) if path.exists() else ():
+        if row["step"] > step:
+            break  # what follows is dropped, whatever it is
         while kept and kept[-1][0] >= row["step"]:
             kept.pop()
             lost += 1
         kept.append((row["step"], line))
     if lost:
         warn(f"{path}: {lost} row{'s' * (lost > 1)} of another job, between those of this run, left out")
-    lines = [line for number, line in kept if number <= step]
+    lines = [line for _, line in kept]
     if path.exists() and sum(map(len, lines)) != path.stat().st_size:
         replace_file(path, lines)
     return parse_object(lines[-1]) if lines else None

@@ -101,13 +101,13 @@ def _others(manifest: Manifest, about: CheckpointMetadata, load: str) -> dict[st
 
 def _must_stay(place: str, load: str, config: Config) -> bool:
     """Return whether an option must be as in the checkpoint; what is trained on is a matter of the data's digest."""
-    stage, _, key = place.rpartition("].")
     if load != "all":  # moments are means of squares by betas
         betas = load == "optimizer" and place == "optimizer.betas"
         return betas or (place.startswith("model.") and place not in _free(config))
     if "data.sources" in place or place in ("data.train", "data.valid", "data.tokenizer"):
         return False
-    return key.startswith("until_") or row_of(key if stage else place).on_resume != FREE
+    key = place.partition("].")[2] if place.startswith("stages[") else _option_of(place)
+    return key.startswith("until_") or row_of(key).on_resume != FREE
 
 
 def _mixes(place: str, pair: tuple[Any, Any]) -> bool:

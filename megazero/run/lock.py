@@ -23,6 +23,7 @@ from megazero.base.reading import parse_object, read_file
 _KEYS = ("word", "host", "pid", "since", "job")
 _LOCK_BYTES = 4096
 _DO = "wait for it, end it, or give another run.dir"
+_SETTLED = 1.0  # seconds after which two jobs that wrote a file at one moment read one owner
 _TRIES, _PAUSE = 5, 0.05  # a job that only looks at the lock holds it for a moment
 
 
@@ -39,6 +40,7 @@ class RunLock:
         values = (self.word, socket.gethostname(), os.getpid(), since, job)
         self._content = json.dumps(dict(zip(_KEYS, values, strict=True)))
         self._descriptor: int | None = None
+        self._is_locked = True  # by the system
 
     def take(self) -> str | None:
         """Make the folder this job's; return the name of a dead job whose lock it took over, if there was one.
@@ -55,6 +57,10 @@ class RunLock:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, self._content.encode(), 0)
             os.fsync(descriptor)  # the owner before, on another host, has to read it
+            if not self._is_locked:
+                time.sleep(_SETTLED)
+                if self.loss() is not None:
+                    raise UserError(420, "another job has begun here at this moment", _DO, where=self._path.parent)
         except BaseException:
             os.close(descriptor)
             raise
@@ -106,6 +112,7 @@ class RunLock:
             except BlockingIOError:
                 pass
             except OSError:  # a disk without locks
+                self._is_locked = False
                 if not text:
                     return descriptor, text
             os.close(descriptor)

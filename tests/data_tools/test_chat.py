@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from data_tools import preprocess
+from data_tools.chat import Chat
+from data_tools.templates import Template
+from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.origin import read_origin
 from megazero.data.tokenizer import open_tokenizer
@@ -113,6 +118,27 @@ def test_names_of_special_tokens_in_a_message_are_text(tokenizer: Path, tmp_path
         question, answer = (opened.encode(message["content"]) for message in chat)
         assert str(question)[1:-1] in str(ids)
         assert [i for i, bit in zip(ids, scored, strict=True) if bit] == [*answer, opened.specials["<|im_end|>"]]
+
+
+JOINING = "{% for m in messages %}{{ m.content | trim + 'end|>' + m.content }}<|im_{{ m.content }}{% endfor %}"
+
+
+@given(
+    st.lists(
+        st.sampled_from(["<|im_", "end|>", "<|", "|>", " ", "a", "<|im_end|>", ">", "<", "im_end", "_"]), max_size=6
+    )
+)
+@example(["<|im_", " "])
+@example(["end|>"])
+def test_half_a_name_in_a_message_is_text(tokenizer: Path, parts: list[str]) -> None:
+    """Neither with what the template writes before it, nor behind it."""
+    chat = Chat(("messages",), template=Template(JOINING, Path("x"), {}), specials=open_tokenizer(tokenizer).specials)
+    content = "".join(parts)
+    record = {"messages": [{"role": "user", "content": content}]}
+    messages, tools = chat._given(record, lambda what: UserError(213, what))
+    pieces = chat._pieces(chat.template.render(messages, tools, prompt=False), True)
+    assert all(piece.id is None for piece in pieces)
+    assert "".join(piece.text for piece in pieces) == f"{content.strip()}end|>{content}<|im_{content}"
 
 
 def test_tools_and_calls(tokenizer: Path, tmp_path: Path) -> None:

@@ -109,6 +109,14 @@ def test_rows_of_a_job_that_was_held_up_are_left_out(tmp_path):
 STRAY = [(1, 0.1), (2, 0.2), (5, 9.9), (3, 0.3), (4, 0.4), (5, 0.5), (6, 0.6)]
 
 
+def test_what_is_beyond_the_step_is_not_read(tmp_path):
+    """A power cut leaves zero bytes there; and what a held-up job has written there is dropped, whatever it is."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(encode({"step": step}) for step in (1, 2, 3, 1)) + b"\0" * 40 + b"\n")
+    assert drop_rows_after(path, 2, pytest.fail) == {"step": 2}
+    assert read_rows(path) == [{"step": 1}, {"step": 2}]
+
+
 @pytest.mark.parametrize(
     ("line", "what"),
     [

@@ -11,7 +11,7 @@ from megazero.__main__ import main
 from megazero.checkpoint.manifest import read_manifest
 from megazero.config.file import load
 from megazero.config.stages import Course
-from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.observe.jsonl import read_rows
 from megazero.run.data import open_data
 from megazero.tools.training.launch import launch
@@ -112,6 +112,15 @@ def test_files_that_changed_in_place(tiny_data: TinyData, paths, run: Path, tmp_
     assert "or take it by --allow-change data" in capsys.readouterr().err
     assert go_on(tiny_data, run, *new, allow="data") == 0
     assert [change["key"] for change in history(run, 4)] == ["data.sources", "data"]
+
+
+def test_validation_sets_are_free(tiny_data: TinyData, paths, run: Path, tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "held", np.uint16) as writer:
+        writer.append(np.arange(200) % 7)
+        writer.end_document()
+    sets = json.dumps([{"path": str(tmp_path / "held"), "name": "w"}])
+    assert go_on(tiny_data, run, *options(paths, 2), f"data.validation={sets}", "run.steps=4") == 0
+    assert go_on(tiny_data, run, *options(paths, 2), "run.steps=5") == 0
 
 
 def mix(paths: dict[str, Path], *sources: tuple[str, float, str]) -> list[dict[str, Any]]:

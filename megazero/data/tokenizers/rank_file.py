@@ -103,7 +103,8 @@ class RankFile(Tokenizer):
                 raise ValueError(f'expected under "pattern" a text of at most {_PATTERN:,} characters')
             if not isinstance(special, dict) or not all(type(i) is int and i >= 0 for i in special.values()):
                 raise ValueError('expected under "special_tokens" names with their ids')
-            if odd := [name for name in (end, found.get("bos") or end) if name not in [*special]]:
+            begin = end if found.get("bos") is None else found["bos"]
+            if odd := [name for name in (end, begin) if name not in [*special]]:
                 raise ValueError(f'expected under "eod" and "bos" special tokens, got {odd[0]!r:.40}')
         except (OSError, ValueError) as error:
             raise UserError(209, f"cannot be read: {error}", "repair it", where=beside) from error
