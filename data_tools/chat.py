@@ -1,4 +1,4 @@
-"""Turn a conversation into pieces of text and special tokens, of which the answers are trained on.
+"""Turn a conversation into pieces of text and special tokens, and mark the answers as trained.
 
 The template renders the conversation. Names of special tokens that the template writes become their ids; those that
 stand in a message are text, like any other, so that no message can end a turn, or begin one of another role, by writing

@@ -91,7 +91,7 @@ class Reader:
         part: what is read of them.
         known: hashes of documents that have been there, which are left out; None: those that come again are read again.
         whole: no document is to be cut, as a cut anywhere may change ids.
-        skip_bad: count what is bad; else it is refused.
+        skip_bad: count bad records and leave them out; False: refuse the first one.
 
     Attributes:
         counts: what was left out so far, and the hashes of documents where duplicates are.
