@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megazero.base.errors import UserError
 from megazero.comm.sizes import shards_and_replicas
+from megazero.plan.layers import head_in_blocks
 from megazero.plan.model import Shape
 from megazero.schedules.layers import Layers, cut
 
@@ -68,4 +69,4 @@ def layers_of(config: Config) -> Layers:
     """Return the cut of a config's model into stages."""
     name, ranks, chunks = config.pipeline.schedule, config.parallel.pipeline, config.pipeline.chunks
     assert chunks is not None, "a resolved config"
-    return cut(name, ranks, chunks, config.model.layers, model_shape(config).head_in_blocks())
+    return cut(name, ranks, chunks, config.model.layers, head_in_blocks(model_shape(config)))

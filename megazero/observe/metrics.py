@@ -5,7 +5,7 @@ A row describes one step; only its rates are means, over the *interval*: the ste
     step_time               seconds of the interval / its steps
     tokens_per_second       tokens of the interval / its seconds                        (whole run, all devices)
     tokens_per_second_mean  the same over the past of this invocation, see `Smoothed`
-    tflops_per_device       tokens_per_second x model FLOPs per token / devices / 1e12  (plan/model.py)
+    tflops_per_device       tokens_per_second x model FLOPs per token / devices / 1e12  (plan/layers.py)
     mfu                     model FLOP/s per device / peak FLOP/s of one device         (PaLM, appendix B)
 
 Validation and saving are not training: the interval leaves their seconds out. On a GPU the host runs ahead of the

@@ -37,11 +37,13 @@ from dataclasses import dataclass
 
 from megazero.base.quantized import BLOCK
 from megazero.plan.job import Job
+from megazero.plan.layers import Width, attention_flops, flops_per_token
 from megazero.plan.machines import Machine
 from megazero.plan.systems import OURS, System
 from megazero.plan.traffic import Flow
 
 _STORED_FORWARD, _STORED_BACKWARD = 13, 19  # bytes that go through the memory for each score
+_WAYS = ("forward", "backward")
 _LOGITS = 16  # and for each logit, from product to gradient: read for maximum and sum, exponentials in place, gradient
 
 
@@ -157,17 +159,20 @@ class Compute:
     def flops(self) -> tuple[float, float]:
         """Return the FLOPs of a token: the model's, and those that the machine does, recompute included."""
         shape = self.shape
-        model = shape.flops_per_token()
-        core = 4 * shape.seq_len * shape.hidden
+        model, core = flops_per_token(shape), attention_flops(shape)
         again = {"none": 0.0, "selective": shape.layers * core, "full": (model - 6 * shape.vocab * shape.hidden) / 3}
         left_out = self.job.recompute == "full" and not self.system.replays_all
         last_products = 2 * shape.layers * shape.hidden * shape.ffn * left_out
         return model, model + (again[self.job.recompute] - last_products)
 
-    def _sizes(self) -> tuple[tuple[float, float], ...]:
-        shape, t = self.shape, self.t
-        h, f, kv = shape.hidden, shape.ffn / t, shape.kv_width
-        return ((h + 2 * kv) / t, h), (h, h / t), (f * shape.num_mlp_inputs, h), (h, f)
+    def _sizes(self) -> list[tuple[float, float]]:
+        """Return the outputs and inputs of a block's products, on one tensor rank: qkv, out, up, down."""
+        t, found = self.t, []
+        for layer in self.job.block:
+            if layer.product is not None:
+                column = layer.product == "column"
+                found.append((layer.outputs / (t if column else 1), layer.inputs / (1 if column else t)))
+        return found
 
     def _product(self, m: float, n: float, k: float, *, grows: bool = False) -> float:
         size = self.item * (m * k + k * n)
@@ -175,27 +180,30 @@ class Compute:
         return 2 * m * n * k / self._rate + self.moved(size)
 
     def _attention(self) -> tuple[float, float]:
-        """Return the seconds of what lies between the projections, forward and backward."""
+        """Return the seconds of the layers between the projections, forward and backward."""
         shape, T, t = self.shape, self.tokens, self.t
-        flops = 4 * T * shape.seq_len * shape.hidden / t
+        flops = T * attention_flops(shape) / t
         if not self.system.stored_scores:
             forward = flops / 2 / self._fused + self.launch
-            rotated = 2 * T * (shape.hidden + shape.kv_width) * self.item / t
-            light = 0.0 if shape.learned_positions else self.moved(rotated)
-            return forward + light, 2.5 * forward + light
+            light = [layer for layer in self.job.block if layer.core and layer.forward != Width()]
+            passes = [sum(self.moved(self._passed(getattr(layer, way))) for layer in light) for way in _WAYS]
+            return forward + passes[0], 2.5 * forward + passes[1]
         scores = T * shape.seq_len * shape.heads / t
         forward = flops / self._rate + self.moved(scores * _STORED_FORWARD)
         return forward, 2 * flops / self._rate + self.moved(scores * _STORED_BACKWARD)
 
     def _light(self) -> tuple[float, float, float]:
         """Return the seconds of norms, sums and activation: forward, backward, and the sums of biases' gradients."""
-        shape, T, stream = self.shape, self.tokens, self.stream
-        h, f, kv, e, t = shape.hidden, shape.ffn, shape.kv_width, self.item, self.t
-        masks = 2 * h if shape.dropout else 0
-        forward = stream * (10 * h * e + masks) + T * (3 if shape.gated else 2) * f * e / t
-        backward = stream * (10 * h * e + masks) + T * (5 if shape.gated else 3) * f * e / t
-        biases = T * (h + 2 * kv + f) * e / t + stream * 2 * h * e if shape.layernorm else 0.0
-        return self.moved(forward) + 4 * self.launch, self.moved(backward) + 6 * self.launch, self.moved(biases)
+        layers = [layer for layer in self.job.block if not layer.core]
+        masks = self.stream * sum(layer.masks for layer in layers)
+        kernels = [sum(layer.kernels[way] for layer in layers) for way in (0, 1)]
+        passes = [sum(self._passed(getattr(layer, way)) for layer in layers) + masks for way in _WAYS]
+        biases = sum(self._passed(layer.biases) for layer in layers)
+        return *(self.moved(size, count) for size, count in zip(passes, kernels, strict=True)), self.moved(biases)
+
+    def _passed(self, width: Width) -> float:
+        """Return the bytes of some numbers of each token."""
+        return (self.stream * width.stream + self.tokens * width.split / self.t) * self.item
 
 
 def _bytes_of_code(bits: int) -> float:

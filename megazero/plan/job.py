@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from megazero.base.quantized import BITS, BLOCK
+from megazero.plan.layers import Layer, block, head_in_blocks
 from megazero.plan.model import Shape
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, ZeroStage
 from megazero.plan.states import Bytes, UnitSize, units
@@ -221,6 +222,11 @@ class Job:
         return Job(self.shape, self.bytes, **same)
 
     @cached_property
+    def block(self) -> tuple[Layer, ...]:
+        """Return the layers of one block, with what each costs."""
+        return block(self.shape, documents=self.mask_eod)
+
+    @cached_property
     def layers(self) -> Layers:
         """Return how the model is cut into stages."""
-        return cut(self.schedule, self.pipeline, self.chunks, self.shape.layers, self.shape.head_in_blocks())
+        return cut(self.schedule, self.pipeline, self.chunks, self.shape.layers, head_in_blocks(self.shape))

@@ -171,8 +171,9 @@ class _Walk:
         shape = job.shape
         each = kept_by_block(job, job.recompute) if job.recompute != "full" else 0
         self.kept = self._blocks * each + (2 * job.stream + logits(job) if self._head else 0)
-        widths = 4 * job.tensor * shape.hidden  # of what is whole: inputs of two products, gradients of two
-        widths += 2 * shape.hidden + 2 * shape.kv_width + (1 + shape.num_mlp_inputs) * shape.ffn
+        # Of each product its input and its output's gradient: one of them is of the whole sequence, on every rank.
+        products = [layer for layer in job.block if layer.product is not None]
+        widths = sum(layer.split_width + job.tensor * shape.hidden for layer in products)
         self._token = job.tokens * job.bytes.parameter  # of a value for each token
         self._noted_by_block = self._token * widths // job.tensor
         self._noted_by_head = self._token * shape.hidden + logits(job) if self._head else 0
@@ -191,7 +192,8 @@ class _Walk:
         what all others do.
         """
         job = self._job
-        still_there = self._token * (job.shape.ffn // job.tensor + job.shape.hidden)  # last product's input, gradient
+        down = job.block[-1]  # its input and its output's gradient
+        still_there = self._token * (down.split_width // job.tensor + job.shape.hidden)
         first, last = (max(moments(job, count, head=False, fused=self._fused)) for count in (self._blocks, 1))
         others = self.noted - self._noted_by_block
         return max((self._noted_by_head + first[0] + still_there, first[1]), (others + last[0] + still_there, last[1]))

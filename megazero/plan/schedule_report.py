@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megazero.base.terminal import wrapped
 from megazero.plan.job import Job
+from megazero.plan.layers import head_in_blocks
 from megazero.plan.traffic import traffic
 from megazero.schedules.actions import Schedule
 from megazero.schedules.layers import lowered
@@ -54,7 +55,7 @@ def report(job: Job) -> tuple[Report, Schedule, Timeline]:
     """Return the report of a step of a job, and what it was made of."""
     layers = job.layers
     schedule = lowered(layers, job.micro_batches, each=job.shards_gradients, tied=job.shape.tie_embeddings)
-    head, last = job.shape.head_in_blocks(), job.shape.layers + 1
+    head, last = head_in_blocks(job.shape), job.shape.layers + 1
     costs = (float(job.blocks(parts)) + (head if last in parts else 0.0) for parts in layers.parts)
     timeline = simulate(schedule, [Costs(blocks, blocks, blocks) for blocks in costs])
     peaks = peak_live(schedule)

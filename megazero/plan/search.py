@@ -14,6 +14,7 @@ from itertools import product, takewhile
 
 from megazero.plan.bubble import regular
 from megazero.plan.job import Job
+from megazero.plan.layers import parameters
 from megazero.plan.machines import Machine
 from megazero.plan.memory import RankMemory, planned
 from megazero.plan.placements import stages_that_shard
@@ -234,5 +235,5 @@ def _hopeless(layout: Job, room: float) -> bool:
     shard = layout.shard if layout.shards_parameters else 1
     each = sizes.parameter / shard + sizes.gradient / (layout.shard if layout.shards_gradients else 1)
     each += sizes.optimizer / (layout.shard if layout.shards_optimizer else 1)
-    held = layout.shape.parameters() / (layout.tensor * layout.pipeline) * each
+    held = parameters(layout.shape) / (layout.tensor * layout.pipeline) * each
     return held / 2 > room

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from megazero.plan.layers import Layer, block, head
 from megazero.plan.model import Shape
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, aligned
 
@@ -100,14 +101,11 @@ def units(
     if 0 in own:
         positions = (shape.seq_len * shape.hidden,) if shape.learned_positions else ()
         found.append(UnitSize("embedding", own_vocabulary, positions, alignment))
-    found += (_block(shape, tensor, i - 1, alignment) for i in sorted(own) if 1 <= i <= shape.layers)
+    of_block = block(shape)
+    found += (_unit(f"blocks.{i - 1}", of_block, tensor, alignment) for i in sorted(own) if 1 <= i <= shape.layers)
     if shape.layers + 1 in own:
-        found.append(UnitSize("head", own_vocabulary, _norm(shape), alignment))
+        found.append(_unit("head", head(shape), tensor, alignment))
     return tuple(unit for unit in found if unit.split or unit.whole)
-
-
-def _norm(shape: Shape) -> tuple[int, ...]:
-    return (shape.hidden,) * (2 if shape.layernorm else 1)
 
 
 def states(share: int, shard: int, stage: int, bytes_: Bytes) -> dict[str, int]:
@@ -124,12 +122,7 @@ def states(share: int, shard: int, stage: int, bytes_: Bytes) -> dict[str, int]:
     }
 
 
-def _block(shape: Shape, tensor: int, layer: int, alignment: int) -> UnitSize:
-    """Return the unit of a block."""
-    h, kv, f = shape.hidden, shape.kv_width, shape.ffn
-    columns = [h + 2 * kv, *[f] * shape.num_mlp_inputs]
-    split, whole = [rows // tensor * h for rows in (*columns, h, f)], 2 * _norm(shape)
-    if shape.layernorm:
-        split += [rows // tensor for rows in columns]
-        whole += (h, h)  # biases of row products
-    return UnitSize(f"blocks.{layer}", tuple(split), whole, alignment)
+def _unit(name: str, layers: Sequence[Layer], tensor: int, alignment: int) -> UnitSize:
+    """Return the unit of some layers."""
+    split = tuple(-(-rows // tensor) * columns for layer in layers for rows, columns in layer.split)
+    return UnitSize(name, split, tuple(numel for layer in layers for numel in layer.whole), alignment)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from megazero.plan.bubble import messages, waits
 from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
+from megazero.plan.layers import head_in_blocks
 from megazero.plan.links import AWAY, Links, exchanged
 from megazero.plan.machines import Machine
 from megazero.plan.share import Share
@@ -152,7 +153,7 @@ def _blocks(job: Job) -> tuple[int, int]:
     p, blocks = job.pipeline, job.shape.layers
     if p == 1:
         return blocks, blocks
-    cost = job.shape.head_in_blocks()
+    cost = head_in_blocks(job.shape)
     ideal = (blocks - (p - 1) * cost) / p
     last = min(
         {max(1, int(ideal)), max(1, int(ideal) + 1)},

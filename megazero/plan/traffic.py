@@ -150,10 +150,12 @@ def _tensor(own: Share) -> Iterator[Flow]:
     def flow(purpose: str, ops: int, chunks: int = 1) -> Flow:
         return Flow("tensor", purpose, ops * chunks, ops * n * (1 if sequence or purpose == "inputs" else 2))
 
-    again = (3 if sequence else 1) * full
-    yield flow("block forward", blocks * ((4 if sequence else 2) + again), chunks)
-    yield flow("block backward", blocks * (4 if sequence else 2))
-    yield flow("block again", blocks * 2 * sequence)
+    kinds = [layer.product for layer in job.block if layer.product is not None]
+    columns, rows = kinds.count("column"), kinds.count("row")
+    forward = rows + columns * sequence
+    yield flow("block forward", blocks * (forward + (forward - 1) * full), chunks)  # the last of a replay is left out
+    yield flow("block backward", blocks * (columns + rows * sequence))
+    yield flow("block again", blocks * columns * sequence)
     if own.embedding:
         yield flow("embedding forward", m)
         yield flow("embedding backward", m * sequence)

@@ -42,6 +42,7 @@ from megazero.observe.unit_table import UnitEvents, UnitTableSink
 from megazero.observe.wandb_sink import WandbSink
 from megazero.optim.learning_rate import LearningRate
 from megazero.plan.hardware import peak_flops
+from megazero.plan.layers import flops_per_token
 from megazero.run.attention import repeat_bits, settle_attention
 from megazero.run.checkpointing import CheckpointMetadata, about_run, checkpoints_of, holdings_of
 from megazero.run.data import RunData, open_data, refuse_overlap, refuse_repeats
@@ -193,7 +194,7 @@ def _blame(own: Fault | None, say: Callable[[int, str | None], UserError], run: 
 def _recorder(run: Run, start: Start, part: Part, engine: Engine, planned: Planned, phases: PhaseSeconds) -> Recorder:
     """Return what observes the steps of a part; only the first rank of the world writes rows and profiles."""
     device, ledger, config = run.device, run.grid.comm.ledger, part.config
-    flops = model_shape(config).flops_per_token()
+    flops = flops_per_token(model_shape(config))
     peak = None
     if device.type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(device), config.precision.dtype)

@@ -17,6 +17,7 @@ from megazero.config.stages import Course, Part
 from megazero.launcher.environment import gpu_settings
 from megazero.launcher.world import World
 from megazero.observe.console import clock_text
+from megazero.plan.layers import parameters
 from megazero.run.build import Ready, learning_rate_of
 from megazero.run.data import packing_text, shared_paths, sources_text
 from megazero.run.folder import RunFolder
@@ -39,7 +40,7 @@ def beginning(run: Run, start: Start, part: Part, ready: Ready, found: Manifest 
     """
     config, grid, course = part.config, run.grid, ready.data.course
     steps = ", then ".join(f"{size:,}" for size, _ in groupby(each.tokens_per_step for each in course.parts))
-    line = f"{run.name}: {model_shape(config).parameters():,} parameters, {config.run.steps:,} steps of "
+    line = f"{run.name}: {parameters(model_shape(config)):,} parameters, {config.run.steps:,} steps of "
     line += f"{steps} tokens on {_devices(grid, run.device)}, into {run.folder.path}"
     yield line if found is None else line + described(found, start, ready.about)
     if found is not None and taken(found, start.load) == "all":

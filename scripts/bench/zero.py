@@ -43,6 +43,7 @@ from megazero.comm.grid import single
 from megazero.config.schema import Batch, Config, Model, Precision, Zero, resolved
 from megazero.kernels.select import choose
 from megazero.plan.hardware import peak_flops
+from megazero.plan.layers import flops_per_token
 from scripts.bench import data_parallel as peers
 from scripts.bench.figures import versions
 from scripts.bench.harness import WARM_UP, Group, add_options, chosen, run
@@ -173,7 +174,7 @@ def on_gpu() -> dict[str, object]:
         "versions": versions(),
         "step_s": statistics.median(seconds),
         "tokens_per_second": rate,
-        "mfu": None if peak is None else rate * model_shape(config).flops_per_token() / peak,
+        "mfu": None if peak is None else rate * flops_per_token(model_shape(config)) / peak,
         "peak_bytes": torch.cuda.max_memory_allocated(device),
         "reserved_bytes": torch.cuda.max_memory_reserved(device),
     }

@@ -50,7 +50,7 @@ def test_model_on_meta_has_the_published_size(name: str):
     assert all(parameter.is_meta for parameter in parameters)
     count = sum(parameter.numel() for parameter in parameters)
     assert count == PUBLISHED.get(name, closed_count(name) if name in GPT else None)
-    assert count == model_shape(config).parameters()
+    assert count == parameters(model_shape(config))
     if name in GPT:
         assert count == closed_count(name)
         m = config.model

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megazero.plan.job import Job
+from megazero.plan.layers import parameters
 from megazero.plan.machines import MACHINES
 from megazero.plan.memory import DISK, HOST, memory
 from megazero.plan.model import Shape
@@ -103,10 +104,10 @@ def held(how: dict[str, object]) -> dict[str, float]:
     """Return the bytes of model states for each parameter that a rank of 16 holds on the device, the host, disks."""
     job = replace(Job(model(8192, 62), Bytes(2, 2, 4), data=16, global_batch=16), **how)  # type: ignore[arg-type]
     found = {kind: size for kind, size in memory(job, 0).held.items() if kind in STATES}
-    parameters, places = job.shape.parameters(), {"device": 0.0, "host": 0.0, "disk": 0.0}
+    whole, places = parameters(job.shape), {"device": 0.0, "host": 0.0, "disk": 0.0}
     for kind, size in found.items():
         place = "host" if kind.startswith(HOST) else "disk" if kind.startswith(DISK) else "device"
-        places[place] += size / parameters
+        places[place] += size / whole
     return places
 
 

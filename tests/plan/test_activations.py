@@ -11,6 +11,7 @@ from megazero.observe.allocations import Allocations
 from megazero.pipeline.executor import BACKWARDS
 from megazero.plan.activations import kept_by_block
 from megazero.plan.job import Job
+from megazero.plan.layers import Width
 from megazero.plan.model import Shape
 from megazero.plan.states import Bytes
 from megazero.schedules.actions import Action
@@ -96,6 +97,27 @@ def test_what_a_block_keeps_of_documents(flavour: str, recompute: str) -> None:
         for layers in (2, 4)
     )
     assert many - few == 2 * kept_by_block(replace(planned(layout, shape, precision), mask_eod=True), recompute)
+
+
+def test_a_layer_that_forgets_what_it_keeps_is_found() -> None:
+    """The count is of a run's memory, so that no layer can leave out a tensor."""
+    shape, layout = FLAVOURS["rotary"], job_on(2, sequence=True)
+    few, many = (
+        run_ranks(2, after_forward, layout, replace(shape, layers=layers), DTYPES["bf16"], tensor=2)[0]
+        for layers in (2, 4)
+    )
+    job = planned(layout, shape, DTYPES["bf16"])
+    assert many - few == 2 * kept_by_block(job)
+    for at, layer in enumerate(job.block):
+        for field in ("kept", "statistics"):
+            if getattr(layer, field) != Width():
+                forgetful = replace(job)
+                forgetful.__dict__["block"] = (
+                    *job.block[:at],
+                    replace(layer, **{field: Width()}),
+                    *job.block[at + 1 :],
+                )
+                assert many - few != 2 * kept_by_block(forgetful), (layer.name, field)
 
 
 def test_the_paper_s_34() -> None:

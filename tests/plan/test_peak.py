@@ -75,14 +75,14 @@ def check(case: tuple, *, fused: bool) -> None:
 
 
 def test_every_moment_is_the_most_somewhere() -> None:
-    """None is there for nothing."""
+    """None is there for nothing; but `out` is never the most: the MLP before it in backward needs more."""
     found, names = set(), set()
     for flavour, dropout, vocab, (tensor, sequence), dtype, recompute in CASES:
         layout = job_on(tensor, sequence=sequence, recompute=recompute)
         job = planned(layout, replace(FLAVOURS[flavour], dropout=dropout, vocab=vocab), DTYPES[dtype])
-        for narrow, head in ((1, True), (16, True), (1, False), (16, False)):
-            size = replace(job, shape=replace(job.shape, ffn=job.shape.ffn // narrow), micro_batch=16)
+        for narrow, head, rows in ((1, True, 16), (16, True, 16), (1, False, 16), (16, False, 16), (16, False, 1)):
+            size = replace(job, shape=replace(job.shape, ffn=job.shape.ffn // narrow), micro_batch=rows)
             walked = list(moments(size, 3, head=head, fused=False))
             found.add(max(walked)[1])
             names |= {name for _, name in walked}
-    assert found == names
+    assert found == names - {"out"}

@@ -15,6 +15,7 @@ from megazero.plan.activations import kept_by_block
 from megazero.plan.bubble import bubble_of
 from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
+from megazero.plan.layers import block_parameters, parameters
 from megazero.plan.machines import MACHINES
 from megazero.plan.model import Shape
 from megazero.plan.states import Bytes, UnitSize, states
@@ -100,7 +101,7 @@ def test_activations_of_a_block() -> None:
 def test_parameters_and_flops_of_sc21(row: Row) -> None:
     """P as printed; F = 96 B s l h^2 (1 + s / 6 h + V / 16 l h): Narayanan et al. 2021, eq. 2 and 3."""
     shape = row.job.shape
-    assert shape.parameters() / 1e9 == pytest.approx(float(row.name[:-1]), rel=0.005, abs=0.05)
+    assert parameters(shape) / 1e9 == pytest.approx(float(row.name[:-1]), rel=0.005, abs=0.05)
     L, h, s, V = shape.layers, shape.hidden, shape.seq_len, shape.vocab
     paper = 96 * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h))
     done = Compute(row.job, MACHINES[row.machine], row.system).flops()[1]
@@ -114,7 +115,7 @@ def test_zero_infinity() -> None:
     for number, row in enumerate(table("zero_infinity_fig_2a")):
         h, L, heads = 1024 * int(row["hidden_K"]), int(row["layers"]), int(row["heads"])
         shape = Shape(L, h, heads, heads, 4 * h, 1, 1024)
-        parameters = L * shape.block_parameters()
+        parameters = L * block_parameters(shape)
         assert parameters / 1e12 == pytest.approx(float(row["parameters_T"]), rel=0.005, abs=0.005)
         assert 20 * parameters / 2**40 == pytest.approx(float(row["states_TB"]), rel=0.005, abs=0.005)
         kept = 32 * L * kept_by_block(Job(shape, Bytes(2, 2, 4)), "full")

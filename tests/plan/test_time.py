@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megazero.plan.bubble import bubble_of
 from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
+from megazero.plan.layers import flops_per_token, parameters
 from megazero.plan.links import Links
 from megazero.plan.machines import MACHINES, Link, Machine
 from megazero.plan.model import Shape
@@ -78,7 +79,7 @@ def test_parts_add_up_and_no_rate_is_beyond_the_peak(layout: Job, machine: Machi
     assert 0 < found.mfu <= found.hfu < 1
     tokens = layout.global_batch * layout.shape.seq_len
     assert found.tokens_per_second_per_device * layout.ranks * found.step_s == pytest.approx(tokens)
-    per_token = layout.shape.flops_per_token()
+    per_token = flops_per_token(layout.shape)
     assert found.tflops_per_device * 1e12 == pytest.approx(found.tokens_per_second_per_device * per_token)
 
 
@@ -177,7 +178,7 @@ def test_what_rests_on_the_host_is_updated_there() -> None:
     there = step_time(replace(layout, offload_optimizer="cpu"), A100)
     here = step_time(layout, A100)
     assert here.parts["offload"] == there.parts["update"] == 0 < here.parts["update"] < there.parts["offload"]
-    states = LLAMA.parameters() / 8 * (2 * 12 + 2 + 2) / HOST_MEMORY
+    states = parameters(LLAMA) / 8 * (2 * 12 + 2 + 2) / HOST_MEMORY
     assert there.parts["offload"] >= states
 
 

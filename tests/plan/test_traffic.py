@@ -7,6 +7,7 @@ import torch
 
 from megazero.comm.grid import Grid
 from megazero.plan.job import Job
+from megazero.plan.layers import parameters
 from megazero.plan.links import ranks_in_node, split_by_node
 from megazero.plan.model import Shape
 from megazero.plan.share import share_of
@@ -128,7 +129,7 @@ def test_the_paper_s_2_2_3(stage: int, times: int) -> None:
     gathered at both ends of the forward and not for the backward."""
     ranks = 64
     found = traffic(Job(GPT3, MIXED, data=ranks, stage=stage, global_batch=ranks))["data"]
-    unit = 2 * GPT3.parameters() * (ranks - 1) / ranks
+    unit = 2 * parameters(GPT3) * (ranks - 1) / ranks
     assert (found["gradients"] + found.get("parameters", 0)) / unit == pytest.approx(times, rel=0.005)
 
 

@@ -10,6 +10,7 @@ from megazero.builders.pipeline import check_world
 from megazero.comm.grid import Grid
 from megazero.model.transformer import Shape
 from megazero.plan.job import Job
+from megazero.plan.layers import parameters
 from megazero.plan.memory import memory
 from megazero.plan.traffic import traffic
 from megazero.zero.placement import Precision
@@ -119,8 +120,8 @@ def test_traffic_and_memory_are_the_formulas(case: tuple) -> None:
     for rank, ledger in enumerate(ledgers):
         assert traffic(plan, 0, rank % shard) == ledger, f"rank {rank}"
     item, each = precision.gradients.itemsize, sum(ledgers[0]["replica"].values())
-    parameters = plan.shape.parameters()
-    assert each == pytest.approx(2 * parameters * item / shard * (1 - shard / 4), rel=0.02)
+    whole = parameters(plan.shape)
+    assert each == pytest.approx(2 * whole * item / shard * (1 - shard / 4), rel=0.02)
     shape = FLAVOURS["gpt"]
     size = planned(layout, shape, precision)
     for _, measured in run_ranks(4, held, layout, shape, precision, shard=shard):

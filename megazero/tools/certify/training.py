@@ -24,6 +24,7 @@ from megazero.kernels.select import choose
 from megazero.launcher.world import World
 from megazero.model.parameter import whole_shapes
 from megazero.optim.adamw import AdamW
+from megazero.plan.layers import parameters
 from megazero.run.build import loader_of
 from megazero.run.checkpointing import holdings_of
 from megazero.run.data import RunData, open_data
@@ -61,7 +62,7 @@ def nothing(rig: Rig) -> None:
 
 def settings(config: Config) -> Config:
     """Return the config with the optimizer's settings of the certificate (`tools/certify/tolerances.py` says why)."""
-    eps = eps_of(model_shape(config).parameters())
+    eps = eps_of(parameters(model_shape(config)))
     chosen = {"lr": LR, "betas": BETAS, "eps": eps, "weight_decay": DECAY, "clip": CLIP}
     return changed(config, {f"optimizer.{name}": value for name, value in chosen.items()})
 

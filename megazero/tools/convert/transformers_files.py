@@ -20,6 +20,7 @@ from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.data.tokenizers.common import CONFIG, config_beside, read_tokenizer
 from megazero.data.tokenizers.plain_bytes import NAME
 from megazero.model.parameter import whole_shapes
+from megazero.plan.layers import parameters
 from megazero.run.folder import RunFolder
 from megazero.tools.convert.hugging_face import SpecialTokens, config_to_theirs, family_of, links
 from megazero.tools.convert.interop import Theirs, export, generation_of, import_weights, read_config
@@ -95,7 +96,7 @@ def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object]) -
     untied = theirs.model["tie_embeddings"] != config.model.tie_embeddings
     config = changed(config, {"model.tie_embeddings": theirs.model["tie_embeddings"]})
     files |= generation_of(source)
-    expected = model_shape(config).parameters()
+    expected = parameters(model_shape(config))
     if theirs.numel != expected:
         what = f"config.json describes {expected:,} parameters, the files hold {theirs.numel:,}"
         raise UserError(414, what, "is it a whole model of that config.json?", where=source)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from megazero.plan.job import Job
+from megazero.plan.layers import parameters
 from megazero.plan.machines import MACHINES, Machine
 
 SHARED_RATE = 1e9  # bytes/s from one node into a file system that all nodes see: supposed where no disk was measured
@@ -32,7 +33,7 @@ class Checkpoint:
 
 def checkpoint_of(job: Job, machine: Machine, step_s: float) -> Checkpoint:
     """Return the checkpoint of a job, whose state all ranks write, each an equal part."""
-    size = 3 * job.bytes.master * job.shape.parameters()
+    size = 3 * job.bytes.master * parameters(job.shape)
     in_node = min(job.ranks, machine.devices_per_node)
     measured = None if machine.name in MACHINES else machine.disk
     rate = SHARED_RATE if measured is None else measured.write * in_node

@@ -16,6 +16,7 @@ from megazero.config.stages import Course
 from megazero.plan.activations import logits
 from megazero.plan.communicators import Communicator, communicators
 from megazero.plan.job import Job
+from megazero.plan.layers import parameters
 from megazero.plan.links import split_by_node
 from megazero.plan.machines import Machine
 from megazero.plan.memory import RankMemory, with_uncounted
@@ -170,7 +171,7 @@ def _shortage(found: Search, job: Job, ranks: int, machine: Machine) -> tuple[st
     needs = [("", near.fullest.peak, usable(machine)), ("of the host ", near.fullest.host, machine.host_memory_bytes)]
     needs += [("of the disks ", near.fullest.disk, machine.disk_bytes)] if near.fullest.disk else []
     least = ", ".join(f"{where}{need / 1e9:,.1f} GB of {there / 1e9:,.1f}" for where, need, there in needs)
-    what = f"{shape.parameters() / 1e9:.4g}B parameters on {ranks} {machine.name}: the least is {least}"
+    what = f"{parameters(shape) / 1e9:.4g}B parameters on {ranks} {machine.name}: the least is {least}"
     return what, "more devices, or larger ones"
 
 
@@ -178,7 +179,7 @@ def as_json(found: Plan) -> dict[str, Any]:
     """Return the contract's object; bytes, seconds."""
     time = asdict(found.time)
     return {
-        "parameters": found.job.shape.parameters(),
+        "parameters": parameters(found.job.shape),
         "machine": found.machine.name,
         "system": found.system.name,
         **({"stage": found.stage} if found.stage else {}),

@@ -9,6 +9,7 @@ from megazero.base.terminal import wrapped
 from megazero.builders.job import options_of
 from megazero.config.flat import spelt
 from megazero.plan.job import Job
+from megazero.plan.layers import parameters
 from megazero.plan.machines import Machine
 from megazero.plan.memory import DISK, HOST
 from megazero.plan.search import Search, usable
@@ -112,7 +113,7 @@ def _groups(job: Job) -> str:
 def _head(plan: Plan) -> Iterator[str]:
     job = plan.job
     trained = "" if plan.system == OURS else f", as {plan.system.name} trains"
-    yield f"{plan.job.shape.parameters() / 1e9:,.3f}B parameters on {job.ranks} {plan.machine.name}{trained}: " + (
+    yield f"{parameters(plan.job.shape) / 1e9:,.3f}B parameters on {job.ranks} {plan.machine.name}{trained}: " + (
         f"tensor {job.tensor}, pipeline {job.pipeline} ({job.schedule}), data {job.data}, "
         f"ZeRO stage {job.stage}{_groups(job)}, {job.micro_batches} micro-batches of {job.micro_batch}"
     )

@@ -1,0 +1,257 @@
+"""The cost of each kind of layer: what it holds, computes, keeps, needs while it works, and sends.
+
+The formulas of this package sum these costs; the dry run and the ledger of a run measure, and are compared with them.
+A new kind of layer is one `Layer` here, next to the module in `model/` that computes it.
+
+h is the hidden size, kv the width of keys and of values, f that of the MLP. A block, in forward order:
+
+    layer        parameters            kept for backward                            moved forward, backward
+    norm         h (LayerNorm: 2 h)    its input, h; statistics, 1 (2)              2 h, 3 h
+    qkv          (h + 2 kv) h          its input, h; its output, h + 2 kv
+    rotary                             rotated queries and keys, h + kv             2 (h + kv), 2 (h + kv)
+    attention                          softmax sums, 1 a head; with documents h
+    out          h h                   its input, h                                 the residual sum: 3 h, 2 h
+    norm         h (LayerNorm: 2 h)    its input, h; statistics                     2 h, 3 h
+    up           f h (gated: 2 f h)    its input, h
+    gelu         (gated: silu x up)    its input, f (gated: 2 f)                    2 f, 3 f (gated: 3 f, 5 f)
+    down         h f                   its input, f                                 the residual sum: 3 h, 2 h
+
+With LayerNorm, products have biases.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from megazero.plan.model import Shape
+
+
+@dataclass(frozen=True)
+class Width:
+    """Numbers for each token.
+
+    Attributes:
+        stream: in the layout of the residual stream: under sequence parallelism a rank has those of 1/t of the tokens.
+        split: split over the tensor ranks.
+    """
+
+    stream: int = 0
+    split: int = 0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a layer's backward, and what there is beside what layers keep and the residual stream's gradient.
+
+    Attributes:
+        name: as plans print it.
+        values: numbers in the type of activations.
+        wide: in fp32, or the wider type of activations.
+        words: of 4 bytes.
+        reference: only kernels that are not fused have it.
+    """
+
+    name: str
+    values: Width = Width()
+    wide: Width = Width()
+    words: Width = Width()
+    reference: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The cost of one layer.
+
+    Attributes:
+        name: as plans print it.
+        split: rows and columns of each parameter whose rows are split over the tensor ranks.
+        whole: elements of each parameter that every tensor rank holds.
+        product: its matrix product, of `inputs` and `outputs` numbers a token: `column` splits outputs over tensor
+            ranks, `row` inputs; each sends the residual stream over the tensor axis. None: it has none.
+        kept: for backward, in the type of activations.
+        statistics: for backward, in fp32 or the wider type of activations.
+        core: it is between the projections of attention; selective recompute keeps nothing of it.
+        moments: of its backward that may be the peak of a step; of a product, `peak.py` adds its own.
+        forward, backward: what passes through the memory, products and attention apart.
+        masks: bytes of dropout's masks that pass, for each token of the residual stream.
+        kernels: launches of these passes, forward and backward.
+        biases: what is read to sum the gradients of biases.
+    """
+
+    name: str
+    split: tuple[tuple[int, int], ...] = ()
+    whole: tuple[int, ...] = ()
+    product: Literal["column", "row"] | None = None
+    inputs: int = 0
+    outputs: int = 0
+    kept: Width = Width()
+    statistics: Width = Width()
+    core: bool = False
+    moments: tuple[Moment, ...] = ()
+    forward: Width = Width()
+    backward: Width = Width()
+    masks: int = 0
+    kernels: tuple[int, int] = (0, 0)
+    biases: Width = Width()
+
+    @property
+    def matrix(self) -> int:
+        """Return the parameters that take part in the matrix product."""
+        return self.inputs * self.outputs
+
+    @property
+    def split_width(self) -> int:
+        """Return the numbers a token of the product's side that tensor ranks split."""
+        return self.outputs if self.product == "column" else self.inputs
+
+    @property
+    def parameters(self) -> int:
+        """Return the elements of all parameters, over all tensor ranks."""
+        return sum(rows * columns for rows, columns in self.split) + sum(self.whole)
+
+
+@cache  # a search asks for equal models thousands of times
+def block(shape: Shape, *, documents: bool = False) -> tuple[Layer, ...]:
+    """Return the layers of one block, in forward order.
+
+    Args:
+        documents: attention does not cross the ends of documents.
+    """
+    return (*_attention(shape, documents), *_mlp(shape))
+
+
+def head(shape: Shape) -> tuple[Layer, ...]:
+    """Return the layers after the last block: the norm and the projection to the vocabulary."""
+    split = () if shape.tie_embeddings else ((shape.vocab, shape.hidden),)
+    projection = Layer("head", split, (), "column", shape.hidden, shape.vocab, kept=Width(stream=shape.hidden))
+    return _norm(shape, "last norm"), projection
+
+
+def parameters(shape: Shape) -> int:
+    """Return the parameters of the whole model, each counted once (a tied head is the embedding)."""
+    positions = shape.seq_len * shape.hidden if shape.learned_positions else 0
+    ends = sum(layer.parameters for layer in head(shape))
+    return shape.vocab * shape.hidden + positions + shape.layers * block_parameters(shape) + ends
+
+
+def block_parameters(shape: Shape) -> int:
+    """Return the parameters of one block."""
+    return sum(layer.parameters for layer in block(shape))
+
+
+def matmul_parameters(shape: Shape) -> int:
+    """Return the parameters that take part in matrix products: the blocks' and the head."""
+    return shape.layers * _matrices(block(shape)) + _matrices(head(shape))
+
+
+def flops_per_token(shape: Shape) -> int:
+    """Return the model FLOPs of one training token, forward and backward, in a sequence of seq_len tokens.
+
+    A product by a matrix of n elements costs 2 n FLOPs per token forward and twice that backward; the two products of
+    attention, scores and values, cost 2 s x width each. So one training token costs
+
+        6 N + 12 L heads head_dim s            Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, appendix B
+
+    where N counts the parameters that take part in matrix products: the head once, tied or not, the lookup never. For
+    the GPT choices a batch of B sequences then costs 72 B L s h^2 (1 + s / (6 h) + V / (12 h L)), the *model FLOPs* of
+    Korthikanti et al. 2022, arXiv 2205.05198, appendix A. Both papers count causal attention in full, and so do we;
+    recompute is not counted: it is work the machine does, not work the model needs (MFU, not HFU).
+    """
+    return 6 * matmul_parameters(shape) + 3 * shape.layers * attention_flops(shape)
+
+
+def attention_flops(shape: Shape) -> int:
+    """Return the forward FLOPs of one token in the scores and values of one block, causal attention in full."""
+    return 4 * shape.seq_len * shape.heads * shape.head_dim
+
+
+def head_in_blocks(shape: Shape) -> float:
+    """Return the cost of the output projection, in blocks (forward, and backward alike)."""
+    return 2 * _matrices(head(shape)) / (2 * _matrices(block(shape)) + attention_flops(shape))
+
+
+def _matrices(layers: Sequence[Layer]) -> int:
+    return sum(layer.matrix for layer in layers)
+
+
+def _attention(shape: Shape, documents: bool) -> tuple[Layer, ...]:
+    h, kv = shape.hidden, shape.kv_width
+    core = Layer(
+        "attention",
+        kept=Width(split=h if documents else 0),  # what the heads have seen, in the order of documents too
+        statistics=Width(split=shape.heads),
+        core=True,
+    )
+    rotary = Layer(
+        "rotary",
+        kept=Width(split=h + kv),
+        core=True,
+        forward=Width(split=2 * (h + kv)),
+        backward=Width(split=2 * (h + kv)),
+    )
+    rotated = () if shape.learned_positions else (rotary,)
+    qkv = _column(shape, "qkv", (h + 2 * kv,), kept=h + 2 * kv)  # attention's input
+    return _norm(shape, "norm"), qkv, *rotated, core, _row(shape, "out", h)
+
+
+def _mlp(shape: Shape) -> tuple[Layer, ...]:
+    f, inputs = shape.ffn, shape.num_mlp_inputs
+    name = "silu x up" if shape.gated else "gelu"
+    moments = [Moment(name, Width(split=(1 + inputs) * f))]  # the incoming gradient and those of the inputs
+    if shape.layernorm and not shape.gated:
+        moments.append(Moment(name, Width(split=3 * f), reference=True))  # adds the bias again
+    activation = Layer(
+        name,
+        kept=Width(split=inputs * f),
+        moments=tuple(moments),
+        forward=Width(split=(1 + inputs) * f),
+        backward=Width(split=(1 + 2 * inputs) * f),
+        kernels=(1, 1),
+    )
+    return _norm(shape, "norm"), _column(shape, "up", (f,) * inputs), activation, _row(shape, "down", f)
+
+
+def _norm(shape: Shape, name: str) -> Layer:
+    """Return a norm of the residual stream; one that is not fused makes four wide copies in the backward of RMSNorm."""
+    h, parameters = shape.hidden, 2 if shape.layernorm else 1
+    copies = Moment(name, Width(stream=h), wide=Width(stream=4 * h), reference=True)
+    return Layer(
+        name,
+        whole=(h,) * parameters,
+        kept=Width(stream=h),
+        statistics=Width(stream=parameters),
+        moments=() if shape.layernorm else (copies,),
+        forward=Width(stream=2 * h),
+        backward=Width(stream=3 * h),
+        kernels=(1, 2),
+    )
+
+
+def _column(shape: Shape, name: str, rows: tuple[int, ...], kept: int = 0) -> Layer:
+    """Return a product from the residual stream to `rows` of each of its parameters; `kept` numbers of those stay."""
+    h, biased = shape.hidden, shape.layernorm
+    split = (*((each, h) for each in rows), *((each, 1) for each in rows if biased))
+    biases = Width(split=sum(rows) if biased else 0)
+    return Layer(name, split, (), "column", h, sum(rows), kept=Width(h, kept), biases=biases)
+
+
+def _row(shape: Shape, name: str, inputs: int) -> Layer:
+    """Return a product back to the residual stream, with dropout and the residual sum."""
+    h, dropped, biased = shape.hidden, shape.dropout > 0, shape.layernorm
+    mask = Moment("mask", words=Width(stream=2 * h), reference=True)  # the hash of a mask
+    return Layer(
+        name,
+        ((inputs, h),),
+        (h,) * biased,
+        "row",
+        inputs,
+        h,
+        kept=Width(split=inputs),
+        moments=(mask,) if dropped else (),
+        forward=Width(stream=3 * h),
+        backward=Width(stream=2 * h),
+        masks=h if dropped else 0,
+        kernels=(1, 1),
+        biases=Width(stream=h if biased else 0),
+    )
