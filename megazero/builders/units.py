@@ -113,5 +113,5 @@ def resources_of(
 def unit_layout_of(unit: str, declarations: Mapping[str, Declaration], alignment: int) -> UnitLayout:
     """Return where the parameters of a unit lie, which begin at multiples of `alignment` elements."""
     each = declarations.items()
-    entries = [Entry(n, d.local_shape, Group(d.decay), d.split, d.first_row * d.row) for n, d in each]
+    entries = [Entry(n, d.local_shape, Group(d.decay), d.split, d.first_row * d.row, d.partial) for n, d in each]
     return lay_out(unit, entries, alignment)

@@ -20,13 +20,14 @@ class Norm(nn.Module):
     Args:
         kind: "layernorm" or "rmsnorm".
         ops: the kernels to use.
+        partial: it is of heads that are split over the tensor axis.
     """
 
-    def __init__(self, kind: str, hidden: int, eps: float, ops: Operations):
+    def __init__(self, kind: str, hidden: int, eps: float, ops: Operations, *, partial: bool = False):
         super().__init__()
-        self.weight = declare((hidden,), mean=1.0)
+        self.weight = declare((hidden,), mean=1.0, partial=partial)
         if kind == "layernorm":
-            self.bias = declare((hidden,))
+            self.bias = declare((hidden,), partial=partial)
         self.owners: tuple[Owner, ...] = (self._parameters,)
         name = {"layernorm": "layer_norm", "rmsnorm": "rms_norm"}[kind]
         pairs = [(getattr(ops, each), getattr(ops, f"{each}_backward")) for each in (name, f"add_{name}")]

@@ -36,6 +36,7 @@ class Declaration:
         decay: whether weight decay applies (matmul weights and the token embedding); only a parameter that is split
             may decay, as the engine lays these out first.
         split: whether rows are split over the tensor axis; otherwise every rank of it holds them all.
+        partial: each rank of the tensor axis uses it on a part of the heads, and so has a part of its gradient.
         first_row: the logical row at which this rank's part begins.
         local_shape: this rank's part, padding rows included.
     """
@@ -47,6 +48,7 @@ class Declaration:
     split: bool
     first_row: int
     local_shape: tuple[int, ...]
+    partial: bool = False
 
     @property
     def row(self) -> int:
@@ -80,17 +82,19 @@ def declare(
     mean: float = 0.0,
     decay: bool = False,
     axis: Axis | None = None,
+    partial: bool = False,
 ) -> nn.Parameter:
     """Return a parameter without memory, with its declaration.
 
     Args:
         axis: that the rows are split over, padded to a multiple of its size; None: all ranks hold all rows.
+        partial: as of `Declaration`.
     """
     rows = axis.shard(shape[0]) if axis else shape[0]
     local_shape = (rows, *shape[1:])
     parameter = nn.Parameter(torch.empty(local_shape, device="meta"))
     first_row = rows * axis.rank if axis else 0
-    declaration = Declaration(shape, std, mean, decay, axis is not None, first_row, local_shape)
+    declaration = Declaration(shape, std, mean, decay, axis is not None, first_row, local_shape, partial)
     parameter.declaration = declaration  # type: ignore[attr-defined]
     return parameter
 

@@ -199,7 +199,8 @@ class Compute:
         kernels = [sum(layer.kernels[way] for layer in layers) for way in (0, 1)]
         passes = [sum(self._passed(getattr(layer, way)) for layer in layers) + masks for way in _WAYS]
         biases = sum(self._passed(layer.biases) for layer in layers)
-        return *(self.moved(size, count) for size, count in zip(passes, kernels, strict=True)), self.moved(biases)
+        forward, backward = (self.moved(size, count) for size, count in zip(passes, kernels, strict=True))
+        return forward, backward, self.moved(biases)
 
     def _passed(self, width: Width) -> float:
         """Return the bytes of some numbers of each token."""

@@ -67,6 +67,7 @@ class Layer:
         name: as plans print it.
         split: rows and columns of each parameter whose rows are split over the tensor ranks.
         whole: elements of each parameter that every tensor rank holds.
+        partial: elements of each that every tensor rank holds and uses on its own heads: gradients are summed once a step.
         product: its matrix product, of `inputs` and `outputs` numbers a token: `column` splits outputs over tensor
             ranks, `row` inputs; each sends the residual stream over the tensor axis. None: it has none.
         kept: for backward, in the type of activations.
@@ -82,6 +83,7 @@ class Layer:
     name: str
     split: tuple[tuple[int, int], ...] = ()
     whole: tuple[int, ...] = ()
+    partial: tuple[int, ...] = ()
     product: Literal["column", "row"] | None = None
     inputs: int = 0
     outputs: int = 0
@@ -108,7 +110,7 @@ class Layer:
     @property
     def parameters(self) -> int:
         """Return the elements of all parameters, over all tensor ranks."""
-        return sum(rows * columns for rows, columns in self.split) + sum(self.whole)
+        return sum(rows * columns for rows, columns in self.split) + sum(self.whole + self.partial)
 
 
 @cache  # a search asks for equal models thousands of times
@@ -124,7 +126,9 @@ def block(shape: Shape, *, documents: bool = False) -> tuple[Layer, ...]:
 def head(shape: Shape) -> tuple[Layer, ...]:
     """Return the layers after the last block: the norm and the projection to the vocabulary."""
     split = () if shape.tie_embeddings else ((shape.vocab, shape.hidden),)
-    projection = Layer("head", split, (), "column", shape.hidden, shape.vocab, kept=Width(stream=shape.hidden))
+    projection = Layer(
+        "head", split, product="column", inputs=shape.hidden, outputs=shape.vocab, kept=Width(shape.hidden)
+    )
     return _norm(shape, "last norm"), projection
 
 
@@ -233,7 +237,7 @@ def _column(shape: Shape, name: str, rows: tuple[int, ...], kept: int = 0) -> La
     h, biased = shape.hidden, shape.layernorm
     split = (*((each, h) for each in rows), *((each, 1) for each in rows if biased))
     biases = Width(split=sum(rows) if biased else 0)
-    return Layer(name, split, (), "column", h, sum(rows), kept=Width(h, kept), biases=biases)
+    return Layer(name, split, product="column", inputs=h, outputs=sum(rows), kept=Width(h, kept), biases=biases)
 
 
 def _row(shape: Shape, name: str, inputs: int) -> Layer:
@@ -244,9 +248,9 @@ def _row(shape: Shape, name: str, inputs: int) -> Layer:
         name,
         ((inputs, h),),
         (h,) * biased,
-        "row",
-        inputs,
-        h,
+        product="row",
+        inputs=inputs,
+        outputs=h,
         kept=Width(split=inputs),
         moments=(mask,) if dropped else (),
         forward=Width(stream=3 * h),

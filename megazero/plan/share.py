@@ -13,7 +13,7 @@ class Unit:
     Attributes:
         padded: elements of its flat buffer.
         own: those of them that the rank updates.
-        tail: the element from which on the buffer is whole on every tensor rank.
+        tail: the element from which on gradients are summed over the tensor axis; None: of no element.
         count: number of such units.
         forward, backward: how often stage 3 gathers it in those of a micro-batch.
     """
@@ -21,7 +21,7 @@ class Unit:
     name: str
     padded: int
     own: int
-    tail: int
+    tail: int | None
     count: int
     forward: int
     backward: int
@@ -58,7 +58,8 @@ class Share:
             padded, block = unit.padded(job.shard), unit.name == "blocks.0"
             own = padded // job.shard if job.shards_optimizer else padded
             count, forward = (self.blocks if block else 1), (self.embedding + self.head if unit.name == "tied" else 1)
-            found.append(Unit(unit.name, padded, own, unit.tail, count, forward, backward=int(block)))
+            tail = unit.summed_from(sequence=job.sequence)
+            found.append(Unit(unit.name, padded, own, tail, count, forward, backward=int(block)))
         return found
 
     @property

@@ -15,6 +15,7 @@ p = m parameters are their own masters and k = 2 m, else k = 3 m):
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
 
 from megazero.plan.layers import Layer, block, head
 from megazero.plan.model import Shape
@@ -56,7 +57,8 @@ class UnitSize:
 
     Attributes:
         split: those of parameters that are split over the tensor axis.
-        whole: those of parameters that are whole on every tensor rank; they lie behind the split ones.
+        whole: those of parameters that are whole on every tensor rank; they follow the split ones.
+        partial: those of parameters that are whole, of whose gradients each tensor rank has a part; they are the last.
         alignment: every parameter begins at a multiple of so many elements.
     """
 
@@ -64,16 +66,26 @@ class UnitSize:
     split: tuple[int, ...]
     whole: tuple[int, ...] = ()
     alignment: int = ALIGNMENT
+    partial: tuple[int, ...] = ()
 
     @cached_property
     def tail(self) -> int:
         """Return the element of the flat buffer from which on it is whole on every tensor rank."""
-        return sum(aligned(numel, alignment=self.alignment) for numel in self.split)
+        return self._length(self.split)
 
     @cached_property
     def end(self) -> int:
         """Return the elements of the flat buffer before it is padded to a multiple of the shards."""
-        return self.tail + sum(aligned(numel, alignment=self.alignment) for numel in self.whole)
+        return self.tail + self._length(self.whole + self.partial)
+
+    def summed_from(self, *, sequence: bool) -> int | None:
+        """Return the element from which on gradients are summed over the tensor axis; None: of no element."""
+        if sequence:
+            return self.tail
+        return self.end - self._length(self.partial) if self.partial else None
+
+    def _length(self, parameters: Sequence[int]) -> int:
+        return sum(aligned(numel, alignment=self.alignment) for numel in parameters)
 
     def padded(self, shard: int) -> int:
         """Return the elements of the flat buffer that `shard` ranks share."""
@@ -125,4 +137,5 @@ def states(share: int, shard: int, stage: int, bytes_: Bytes) -> dict[str, int]:
 def _unit(name: str, layers: Sequence[Layer], tensor: int, alignment: int) -> UnitSize:
     """Return the unit of some layers."""
     split = tuple(-(-rows // tensor) * columns for layer in layers for rows, columns in layer.split)
-    return UnitSize(name, split, tuple(numel for layer in layers for numel in layer.whole), alignment)
+    whole, partial = (tuple(chain(*each)) for each in zip(*((one.whole, one.partial) for one in layers), strict=True))
+    return UnitSize(name, split, whole, alignment, partial)

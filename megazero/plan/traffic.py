@@ -16,7 +16,8 @@ tensor axis:
     embedding       forward 2 n; sequence: n and n
     head            backward 2 n; sequence: n forward, n again, n backward
     loss            3 numbers for each token
-    tail            sequence: 2 of each element of a shard that is whole on every tensor rank
+    tail            2 of each element of a shard whose gradient is partial: what is whole on every tensor rank under
+                    sequence parallelism, and always what a rank uses on its own heads
 
     replica         2 P / N gradients, once a step, in units of bytes x (R - 1) / R of R shard groups
 
@@ -169,12 +170,12 @@ def _tensor(own: Share) -> Iterator[Flow]:
 
 
 def _tails(own: Share, shard_rank: int) -> Iterator[Flow]:
-    """Yield the sums of the tails over the tensor axis, once a step under sequence parallelism."""
+    """Yield the sums of the tails over the tensor axis, once a step."""
     job = own.job
-    if not job.sequence:
-        return
     t, item = job.tensor, job.bytes.gradient
     for unit in own.units:
+        if unit.tail is None:
+            continue
         start = shard_rank * unit.own if job.shards_optimizer else 0
         length = max(0, unit.own - max(0, unit.tail - start))  # of the rank's shard that lies in the tail
         if t > 1 and length:

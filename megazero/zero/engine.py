@@ -41,7 +41,7 @@ from megazero.zero.extension import Extension
 from megazero.zero.gather import Gather
 from megazero.zero.hooks import Layer, ShardedLayer
 from megazero.zero.offload import Offload
-from megazero.zero.reduce import Reduction, sum_copies, sum_tp_replicated
+from megazero.zero.reduce import Reduction, sum_copies, sum_tails
 from megazero.zero.stage import StageGradients
 from megazero.zero.unit import Unit
 
@@ -215,7 +215,7 @@ class Engine:
             votes: this rank's, each in [0, VOTES).
             beside: sum of squared gradients, over all ranks, of what is updated elsewhere, fp64: the norm has it.
         """
-        sum_tp_replicated(reversed(self.units))
+        sum_tails(reversed(self.units))
         self._offload.settle()
         squares = unit_squares(self.units, self._places, self._counted, self.grid["pipeline"], self.ops)
         loss_sum, valid, odd, *_ = self._sum_totals(squares.sum(), votes).unbind()

@@ -2,17 +2,18 @@
 
 A unit (one block, or the embedding, or the head) holds one flat buffer. Inside it the parameters lie in groups that an
 optimizer treats alike, those that decay first; at the end of the last group lie the parameters that every rank of the
-tensor axis holds whole (norms, biases of row weights, learned positions):
+tensor axis holds whole (norms, biases of row weights, learned positions), and last those of them that each rank uses on
+its own heads only:
 
-    | decayed | not decayed, split over the tensor axis | not decayed, whole: tp_replicated |
+    | decayed | not decayed, split over the tensor axis | not decayed, whole: tp_replicated | tp_partial |
 
 (with a few elements of padding behind each parameter, zero for ever and never saved)
 
 so that
 
 - an optimizer makes at most one fused call for each group,
-- with sequence parallelism, where a rank's gradients of the last part are sums over its own tokens only, one all-reduce
-  of that part over the tensor axis completes them, and the norm counts them once,
+- where a rank's gradients of the last part are sums over its own tokens only (sequence parallelism) or its own heads,
+  one all-reduce of that part over the tensor axis completes them, and the norm counts them once,
 - collectives, norms and copies run on contiguous memory,
 - any part of any parameter is an interval (parameter, start, stop) of the buffer, and a checkpoint written on one
   grid is read on another by the overlap of intervals,
@@ -52,6 +53,7 @@ class Entry:
         shape: of what this rank has.
         group: its update rule.
         split: it is split over the tensor axis.
+        partial: it is whole, and each rank of the tensor axis has a part of its gradient.
         first: the element of the parameter's flat order, over all ranks, at which it begins.
     """
 
@@ -60,6 +62,7 @@ class Entry:
     group: Group
     split: bool
     first: int = 0
+    partial: bool = False
 
     @property
     def numel(self) -> int:
@@ -87,6 +90,8 @@ class UnitLayout:
         intervals: every parameter once, in buffer order.
         groups: each with the element at which it begins; it ends where the next one begins, padding included.
         tp_replicated: elements [tp_replicated, numel) are whole on every rank of the tensor axis.
+        tp_partial: of elements [tp_partial, numel) each of these ranks has a part of the gradient, even without sequence
+            parallelism; None: of no element.
         aligned: elements with the padding behind the last parameter.
         alignment: every parameter begins at a multiple of so many elements, and every shard.
     """
@@ -97,6 +102,7 @@ class UnitLayout:
     tp_replicated: int
     aligned: int
     alignment: int = ALIGNMENT
+    tp_partial: int | None = None
 
     @property
     def numel(self) -> int:
@@ -123,7 +129,8 @@ class UnitLayout:
 
 
 def lay_out(name: str, entries: list[Entry], alignment: int = ALIGNMENT) -> UnitLayout:
-    """Place the entries of one unit behind each other: by group, those that decay first, then those that are split.
+    """Place the entries of one unit behind each other: by group, those that decay first, then those that are split, and
+    those whose gradients are partial last.
 
     Args:
         alignment: a multiple of `ALIGNMENT`, in elements.
@@ -132,13 +139,16 @@ def lay_out(name: str, entries: list[Entry], alignment: int = ALIGNMENT) -> Unit
     assert all(e.split or e.group == groups[-1] for e in entries), "what is whole over the tensor axis lies at the end"
     intervals, starts, position = [], [], 0
     tp_replicated: int | None = None
+    tp_partial: int | None = None
     for group in groups:
         starts.append((group, position))
         members = [entry for entry in entries if entry.group == group]
-        for entry in sorted(members, key=lambda entry: not entry.split):  # stable: the model's order
+        for entry in sorted(members, key=lambda entry: (not entry.split, entry.partial)):  # stable: the model's order
             if not entry.split and tp_replicated is None:
                 tp_replicated = position
+            if entry.partial and tp_partial is None:
+                tp_partial = position
             intervals.append(Interval(entry.name, entry.shape, position, position + entry.numel, entry.first))
             position = aligned(position + entry.numel, alignment=alignment)
     end = position if tp_replicated is None else tp_replicated
-    return UnitLayout(name, tuple(intervals), tuple(starts), end, position, alignment)
+    return UnitLayout(name, tuple(intervals), tuple(starts), end, position, alignment, tp_partial)

@@ -10,7 +10,7 @@ A unit that backward never reached is reduced as zeros at the end, because the o
     replica         of the other shard groups' samples,          once a step, `sum_replicas`
                     of each rank's shard only
     copies          of the other uses of a tied weight           once a step, `sum_copies`
-    tensor          of the tokens of the other ranks, of what    once a step, `sum_tp_replicated`
+    tensor          of the tokens or heads of the other ranks,   once a step, `sum_tails`
                     is whole on each (sequence parallelism)
 
 The first three may be taken in another dtype (`zero.reduce_dtype`); the last, of few elements, stays in its own.
@@ -136,12 +136,12 @@ def sum_copies(units: Iterable[Unit]) -> None:
             _sum(unit, unit.axes.copies, 0, "tied", unit.gradients.reduction)()
 
 
-def sum_tp_replicated(units: Iterable[Unit]) -> None:
-    """Sum the reduced gradients of parameters replicated over the tensor axis, whose ranks have seen other tokens."""
+def sum_tails(units: Iterable[Unit]) -> None:
+    """Sum the reduced gradients of parameters whole on every tensor rank where each has seen other tokens or heads."""
     under_way = []
     for unit in units:
-        first = max(0, unit.layout.tp_replicated - unit.shard.start)
-        if unit.axes.sequence and first < len(unit.masters):
+        tail = unit.layout.tp_replicated if unit.axes.sequence else unit.layout.tp_partial
+        if tail is not None and (first := max(0, tail - unit.shard.start)) < len(unit.masters):
             under_way.append(_sum(unit, unit.axes.tensor, first, "tail"))
     for finish in under_way:
         finish()

@@ -196,10 +196,10 @@ def plant_skipped(patch: pytest.MonkeyPatch) -> None:
 
 def plant_tail(patch: pytest.MonkeyPatch) -> None:
     """The ranks of the tensor axis sum their tails in different orders."""
-    honest = engine.sum_tp_replicated
+    honest = engine.sum_tails
     patch.setattr(
         engine,
-        "sum_tp_replicated",
+        "sum_tails",
         lambda units: honest(sorted(units, key=lambda unit: unit.numel * (-1) ** dist.get_rank())),
     )
 
