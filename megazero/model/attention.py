@@ -50,15 +50,15 @@ class Rotary:
     share one table of them, computed when the first layer runs.
     """
 
-    def __init__(self, head_dim: int, theta: float, seq_len: int, ops: Operations):
-        self.head_dim, self.theta, self.seq_len, self.ops = head_dim, theta, seq_len, ops
+    def __init__(self, head_dim: int, theta: float, seq_len: int):
+        self.head_dim, self.theta, self.seq_len = head_dim, theta, seq_len
         self._table: tuple[Tensor, Tensor] | None = None
         self._placed: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # of the micro-batch with these positions
 
-    def rotate(self, positions_SB: Tensor | None, *heads: Tensor) -> tuple[Tensor, ...]:
+    def rotate(self, positions_SB: Tensor | None, ops: Operations, *heads: Tensor) -> tuple[Tensor, ...]:
         """Return queries and keys [S, B, H or G, d] rotated by their positions; None: 0 to S - 1 in every sample."""
         cos, sin = self.angles(positions_SB, heads[0])
-        return tuple(_Rotate.apply(x_SBHd, cos, sin, self.ops) for x_SBHd in heads)
+        return tuple(_Rotate.apply(x_SBHd, cos, sin, ops) for x_SBHd in heads)
 
     def angles(self, positions_SB: Tensor | None, like_SBHd: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles: [S, B or 1, 1, d], in the dtype of `like_SBHd`."""
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         repeats: keys and values are repeated for each query of their group, for implementations that know no groups.
     """
 
-    def __init__(self, shape: Shape, *, rotary: Rotary | None, region: Region):
+    def __init__(self, shape: Shape, *, rotary: Rotary | None, region: Region, ops: Operations):
         super().__init__()
         hidden, heads, kv_heads, bias = shape.hidden, shape.heads, shape.kv_heads, shape.layernorm
         assert hidden % heads == 0 and heads % kv_heads == 0 and kv_heads % region.axis.size == 0
@@ -104,7 +104,7 @@ class Attention(nn.Module):
         rows = kv_heads * (self.queries_per_group + 2) * self.head_dim
         self.qkv = ColumnLinear(hidden, rows, bias=bias, std=INITIAL_STD, region=region)
         self.out = RowLinear(heads * self.head_dim, hidden, bias=bias, std=residual_std(shape.layers), region=region)
-        self.rotary = rotary
+        self.rotary, self._ops = rotary, ops
         self.core: Callable[[Tensor, BatchContext], Tensor] = self._core
         self.variable_length: VariableLength | None = None
         self.repeats = False
@@ -141,5 +141,5 @@ class Attention(nn.Module):
             q, k, v = qkv.split((per_group, 1, 1), dim=3)
             q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         if self.rotary is not None:
-            q, k = self.rotary.rotate(positions_SB, q, k)
+            q, k = self.rotary.rotate(positions_SB, self._ops, q, k)
         return q, k, v

@@ -37,7 +37,7 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, layer: int, rotary: Rotary | None, *, seed: int, region: Region, ops: Operations):
         super().__init__()
         self.attention_norm = Norm(shape.norm, shape.hidden, shape.norm_eps, ops)
-        self.attention = Attention(shape, rotary=rotary, region=region)
+        self.attention = Attention(shape, rotary=rotary, region=region, ops=ops)
         self.mlp_norm = Norm(shape.norm, shape.hidden, shape.norm_eps, ops)
         self.mlp = Mlp(shape, region=region, ops=ops)
         dropouts = [Dropout(shape.dropout, seed=seed, layer=layer, site=site, ops=ops) for site in (0, 1)]

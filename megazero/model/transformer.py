@@ -81,7 +81,7 @@ class Transformer(nn.Module):
         self.shape, self.tensor, self.ops = shape, tensor, ops
         self.rotary = None
         if shape.position == "rotary":
-            self.rotary = Rotary(shape.hidden // shape.heads, shape.rope_theta, shape.seq_len, ops)
+            self.rotary = Rotary(shape.hidden // shape.heads, shape.rope_theta, shape.seq_len)
         embedding, block, head = (Region(tensor, sequence, name, chunks) for name in ("embedding", "block", "head"))
         self.embedding = Embedding(shape, seed=seed, region=embedding, ops=ops)
         blocks = (Block(shape, i, self.rotary, seed=seed, region=block, ops=ops) for i in range(shape.layers))

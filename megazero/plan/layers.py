@@ -67,7 +67,7 @@ class Layer:
         name: as plans print it.
         split: rows and columns of each parameter whose rows are split over the tensor ranks.
         whole: elements of each parameter that every tensor rank holds.
-        partial: elements of each that every tensor rank holds and uses on its own heads: gradients are summed once a step.
+        partial: elements of each that every tensor rank holds and uses on its own heads: its gradients are summed.
         product: its matrix product, of `inputs` and `outputs` numbers a token: `column` splits outputs over tensor
             ranks, `row` inputs; each sends the residual stream over the tensor axis. None: it has none.
         kept: for backward, in the type of activations.
@@ -126,10 +126,8 @@ def block(shape: Shape, *, documents: bool = False) -> tuple[Layer, ...]:
 def head(shape: Shape) -> tuple[Layer, ...]:
     """Return the layers after the last block: the norm and the projection to the vocabulary."""
     split = () if shape.tie_embeddings else ((shape.vocab, shape.hidden),)
-    projection = Layer(
-        "head", split, product="column", inputs=shape.hidden, outputs=shape.vocab, kept=Width(shape.hidden)
-    )
-    return _norm(shape, "last norm"), projection
+    norm = _norm(shape, "last norm")
+    return norm, Layer("head", split, product="column", inputs=shape.hidden, outputs=shape.vocab)
 
 
 def parameters(shape: Shape) -> int:

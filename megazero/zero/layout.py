@@ -90,8 +90,8 @@ class UnitLayout:
         intervals: every parameter once, in buffer order.
         groups: each with the element at which it begins; it ends where the next one begins, padding included.
         tp_replicated: elements [tp_replicated, numel) are whole on every rank of the tensor axis.
-        tp_partial: of elements [tp_partial, numel) each of these ranks has a part of the gradient, even without sequence
-            parallelism; None: of no element.
+        tp_partial: each of these ranks has a part of the gradient of elements [tp_partial, numel), without sequence
+            parallelism too; None: of no element.
         aligned: elements with the padding behind the last parameter.
         alignment: every parameter begins at a multiple of so many elements, and every shard.
     """
@@ -129,8 +129,9 @@ class UnitLayout:
 
 
 def lay_out(name: str, entries: list[Entry], alignment: int = ALIGNMENT) -> UnitLayout:
-    """Place the entries of one unit behind each other: by group, those that decay first, then those that are split, and
-    those whose gradients are partial last.
+    """Place the entries of one unit behind each other: by group, those that decay first, then those that are split.
+
+    Those whose gradients are partial come last.
 
     Args:
         alignment: a multiple of `ALIGNMENT`, in elements.

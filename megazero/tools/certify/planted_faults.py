@@ -44,6 +44,7 @@ ALONE: Variant = replace  # the reference alone can find what is on both sides o
 DATA: Variant = partial(replace, data=2, stage=1)
 SHARDED: Variant = partial(replace, data=2, stage=3)
 PIPELINE: Variant = partial(replace, pipeline=2)
+TENSOR: Variant = partial(replace, tensor=2)
 SEQUENCE: Variant = partial(replace, tensor=2, sequence=True)
 CHUNKS: Variant = partial(replace, tensor=2, sequence=True, tensor_chunks=2)
 OFFLOADED: Variant = partial(replace, data=2, stage=2, offload_optimizer="cpu")
@@ -65,6 +66,7 @@ class Fault:
         layout: the layout that it is planted into.
         least: how many times its tolerance some measure has to be.
         overflows: it can only be where gradients overflow, in fp16.
+        tails: it can only be where tensor ranks have parts of the gradients of what all of them hold.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Fault:
     plant: Plant
     least: float = 1.0
     overflows: bool = False
+    tails: bool = False
 
     def can_be(self, alone: Job, dtype: str, *, summed: bool) -> bool:
         """Return whether it can be planted into a config in a precision.
@@ -83,6 +86,8 @@ class Fault:
         """
         layout = self.layout(alone)
         refused = (layout.error_feedback and dtype == "fp16") or (layout.gradient_bits and summed)
+        if self.tails and all(unit.summed_from(sequence=layout.sequence) is None for unit in layout.units()):
+            return False
         return not refused and (dtype == "fp16" or not self.overflows)
 
 
@@ -252,6 +257,7 @@ _ACROSS = _fed(lambda own: replace(own, now=replace(own.now, documents=None)))
 _ALL_SCORED = _fed(lambda own: replace(own, valid_SB=torch.ones_like(own.valid_SB)))
 _OTHER_MASKS = changed(_dropouts, "_name", lambda name: (name[0], name[1] - 1, name[2]))
 _UNTIED = instead(itself, "built.pipeline._reduce_tied", lambda pipeline, reduce: None)
+_HEADS = changed(units, "layout", lambda layout: replace(layout, tp_partial=None))
 _TAILS = changed(units, "axes", lambda axes: replace(axes, sequence=False))
 _SWAPPED = instead(_regions, "cut", lambda region, cut, rows: cut(rows)[:: -1 if region.axis.rank == 1 else 1])
 _NOT_SENT = instead(block, "gradients.send", lambda away, send, reduced, at=0: None)
@@ -301,6 +307,7 @@ FAULTS = (
     Fault("other-masks", "dropout masks are those of another layer", PIPELINE, _OTHER_MASKS),
     Fault("untied", "the tied weight's two gradients are not added", PIPELINE, _UNTIED),
     Fault("partial-tails", "norms get the gradient of a rank's own tokens", SEQUENCE, _TAILS),
+    Fault("partial-heads", "norms of heads get the gradient of a rank's own heads", TENSOR, _HEADS, tails=True),
     Fault("swapped-chunks", "one rank sums its chunks of rows in another order", CHUNKS, _SWAPPED),
     Fault("lost-to-host", "a block's gradients never reach the host", OFFLOADED, _NOT_SENT),
     Fault("lost-to-disk", "a block's gradients never reach the disk", ON_DISKS, _NOT_SENT),

@@ -173,6 +173,11 @@ FAMILIES = {family.name: family for family in (GPT2, LLAMA)}
 
 def family_of(model: Mapping[str, Any]) -> Family:
     """Return the family of a model section. Raises UserError 415: there is none."""
+    known = {name for one in FAMILIES.values() for name in (*one.options, *(ours for ours, _ in one.fields.values()))}
+    for name, option in Model.model_fields.items():
+        if name not in known and (value := model.get(name, option.default)) != option.default:
+            do = f"only models with {name} {option.default} can be imported and exported"
+            raise UserError(415, f"model.{name} {value}: no family of transformers that is known here has it", do)
     for family in FAMILIES.values():
         queries = model["kv_heads"] == model["heads"] or "num_key_value_heads" in family.fields
         if queries and all(model[name] == value for name, value in family.options.items()):
