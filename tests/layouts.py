@@ -35,11 +35,13 @@ from tests.ranks import run_ranks
 SHAPES = {
     "gpt": replace(GPT, dropout=0.1),
     "llama": replace(LLAMA, heads=8, kv_heads=4, dropout=0.1),
-    "gpt-untied-rotary": replace(GPT, tie_embeddings=False, position="rotary", norm="rmsnorm", dropout=0.1),
+    "gpt-untied-rotary": replace(
+        GPT, tie_embeddings=False, position="rotary", norm="rmsnorm", qk_norm="head", dropout=0.1
+    ),
 }
 SHAPES |= {
     "deep": replace(GPT, layers=4, dropout=0.1),
-    "deep-untied": replace(LLAMA, layers=4, heads=8, kv_heads=4, dropout=0.1),
+    "deep-untied": replace(LLAMA, layers=4, heads=8, kv_heads=4, qk_norm="head", dropout=0.1),
 }
 RECOMPUTED = {  # settings of recompute and Pa, by name
     "selective": {"recompute": "selective"},

@@ -71,6 +71,7 @@ class Model(Section):
     tie_embeddings: bool = option(True, "Share one weight between token embedding and output.")
     norm_eps: Above0 = option(1e-5, "Added to the variance in norms.")
     rope_theta: Annotated[float, Field(ge=1)] = option(10000.0, "Base of the rotary angles.")
+    qk_norm: Literal["none", "head"] = option("none", "head: RMS norm of each head of queries and keys, before rotary.")
 
 
 class Parallel(Section):

@@ -21,7 +21,9 @@ from megazero.kernels.operations import Operations
 from megazero.kernels.reference import wide_dtype
 from megazero.model.batch_context import BatchContext
 from megazero.model.linear import ColumnLinear, RowLinear
+from megazero.model.norm import Norm
 from megazero.model.parameter import INITIAL_STD, residual_std
+from megazero.model.tape import apply
 from megazero.plan.model import Shape
 
 # Causal attention inside documents: q [T, H, d], k and v [T, G, d], where documents begin (int32), the longest of them.
@@ -92,6 +94,7 @@ class Attention(nn.Module):
     Attributes:
         core: what lies between the projections. The builder replaces it where it is to be computed again in backward.
         variable_length: computes documents of several lengths at once; None: those of each length for themselves.
+        q_norm, k_norm: of each head, before its rotation (Henry et al. 2020, arXiv 2010.04245); None: there is none.
         repeats: keys and values are repeated for each query of their group, for implementations that know no groups.
     """
 
@@ -105,6 +108,10 @@ class Attention(nn.Module):
         self.qkv = ColumnLinear(hidden, rows, bias=bias, std=INITIAL_STD, region=region)
         self.out = RowLinear(heads * self.head_dim, hidden, bias=bias, std=residual_std(shape.layers), region=region)
         self.rotary, self._ops = rotary, ops
+        self.q_norm = self.k_norm = None
+        if shape.qk_norm == "head":
+            norms = (Norm("rmsnorm", self.head_dim, shape.norm_eps, ops, partial=True) for _ in range(2))
+            self.q_norm, self.k_norm = norms
         self.core: Callable[[Tensor, BatchContext], Tensor] = self._core
         self.variable_length: VariableLength | None = None
         self.repeats = False
@@ -140,6 +147,8 @@ class Attention(nn.Module):
         else:
             q, k, v = qkv.split((per_group, 1, 1), dim=3)
             q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = apply(self.q_norm, q), apply(self.k_norm, k)
         if self.rotary is not None:
             q, k = self.rotary.rotate(positions_SB, self._ops, q, k)
         return q, k, v

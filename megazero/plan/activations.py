@@ -18,13 +18,21 @@ def kept_by_block(job: Job, recompute: str = "none") -> int:
     """Return the bytes that one block keeps of one micro-batch, with `memory.recompute` and the job's Pa."""
     if recompute == "full":
         return job.stream // (job.tensor if job.partition and not job.sequence else 1)
-    return sum(kept_by_layer(job, layer) for layer in job.block if recompute == "none" or not layer.core)
+    spared = sum(spared_by_layer(job, layer) for layer in job.block) if recompute == "selective" else 0
+    return sum(kept_by_layer(job, layer) for layer in job.block) - spared
 
 
 def kept_by_layer(job: Job, layer: Layer) -> int:
     """Return the bytes that a layer keeps of one micro-batch."""
     item = job.bytes.parameter
-    return bytes_of(job, layer.kept, item) + bytes_of(job, layer.statistics, wide(item))
+    values = bytes_of(job, layer.kept, item) + bytes_of(job, layer.spared, item)
+    return values + bytes_of(job, layer.statistics, wide(item))
+
+
+def spared_by_layer(job: Job, layer: Layer) -> int:
+    """Return the bytes of those that selective recompute does not keep."""
+    item = job.bytes.parameter
+    return bytes_of(job, layer.spared, item) + bytes_of(job, layer.statistics, wide(item)) if layer.core else 0
 
 
 def bytes_of(job: Job, width: Width, item: int) -> int:

@@ -3,13 +3,16 @@
 The formulas of this package sum these costs; the dry run and the ledger of a run measure, and are compared with them.
 A new kind of layer is one `Layer` here, next to the module in `model/` that computes it.
 
-h is the hidden size, kv the width of keys and of values, f that of the MLP. A block, in forward order:
+h is the hidden size, d that of a head, kv the width of keys and of values, f that of the MLP. A block, in the order
+of forward:
 
     layer        parameters            kept for backward                            moved forward, backward
     norm         h (LayerNorm: 2 h)    its input, h; statistics, 1 (2)              2 h, 3 h
-    qkv          (h + 2 kv) h          its input, h; its output, h + 2 kv
-    rotary                             rotated queries and keys, h + kv             2 (h + kv), 2 (h + kv)
-    attention                          softmax sums, 1 a head; with documents h
+    qkv          (h + 2 kv) h          its input, h
+    qk norm      2 d                   its input, h + kv; statistics, 1 a head      2 (h + kv), 3 (h + kv)
+    rotary                                                                          2 (h + kv), 2 (h + kv)
+    attention                          the projection, h + 2 kv; softmax sums, 1 a head; normed or rotated queries and
+                                       keys, h + kv; with documents its result in their order, h
     out          h h                   its input, h                                 the residual sum: 3 h, 2 h
     norm         h (LayerNorm: 2 h)    its input, h; statistics                     2 h, 3 h
     up           f h (gated: 2 f h)    its input, h
@@ -71,8 +74,9 @@ class Layer:
         product: its matrix product, of `inputs` and `outputs` numbers a token: `column` splits outputs over tensor
             ranks, `row` inputs; each sends the residual stream over the tensor axis. None: it has none.
         kept: for backward, in the type of activations.
+        spared: for backward too, but not with selective recompute.
         statistics: for backward, in fp32 or the wider type of activations.
-        core: it is between the projections of attention; selective recompute keeps nothing of it.
+        core: it is between the projections of attention; selective recompute runs it again and spares its statistics.
         moments: of its backward that may be the peak of a step; of a product, `peak.py` adds its own.
         forward, backward: what passes through the memory, products and attention apart.
         masks: bytes of dropout's masks that pass, for each token of the residual stream.
@@ -88,6 +92,7 @@ class Layer:
     inputs: int = 0
     outputs: int = 0
     kept: Width = Width()
+    spared: Width = Width()
     statistics: Width = Width()
     core: bool = False
     moments: tuple[Moment, ...] = ()
@@ -179,22 +184,38 @@ def _matrices(layers: Sequence[Layer]) -> int:
 
 def _attention(shape: Shape, documents: bool) -> tuple[Layer, ...]:
     h, kv = shape.hidden, shape.kv_width
+    normed, rotated = shape.qk_norm == "head", not shape.learned_positions
     core = Layer(
         "attention",
-        kept=Width(split=h if documents else 0),  # what the heads have seen, in the order of documents too
+        kept=Width(split=h + 2 * kv),
+        spared=Width(split=(h + kv) * (normed or rotated) + h * documents),
         statistics=Width(split=shape.heads),
         core=True,
     )
-    rotary = Layer(
-        "rotary",
-        kept=Width(split=h + kv),
+    own = (_head_norms(shape),) * normed + (_rotary(shape),) * rotated
+    return _norm(shape, "norm"), _column(shape, "qkv", (h + 2 * kv,)), *own, core, _row(shape, "out", h)
+
+
+def _rotary(shape: Shape) -> Layer:
+    passed = Width(split=2 * (shape.hidden + shape.kv_width))
+    return Layer("rotary", core=True, forward=passed, backward=passed)
+
+
+def _head_norms(shape: Shape) -> Layer:
+    """Return the RMS norms of queries and keys."""
+    width = shape.hidden + shape.kv_width
+    gradients = width + shape.kv_width + shape.hidden  # of queries, keys and values, and a contiguous copy of one
+    copies = Moment("qk norm", Width(split=gradients), wide=Width(split=4 * shape.hidden), reference=True)
+    return Layer(
+        "qk norm",
+        partial=(shape.head_dim, shape.head_dim),
+        spared=Width(split=width),
+        statistics=Width(split=shape.heads + shape.kv_heads),
         core=True,
-        forward=Width(split=2 * (h + kv)),
-        backward=Width(split=2 * (h + kv)),
+        moments=(copies,),
+        forward=Width(split=2 * width),
+        backward=Width(split=3 * width),
     )
-    rotated = () if shape.learned_positions else (rotary,)
-    qkv = _column(shape, "qkv", (h + 2 * kv,), kept=h + 2 * kv)  # attention's input
-    return _norm(shape, "norm"), qkv, *rotated, core, _row(shape, "out", h)
 
 
 def _mlp(shape: Shape) -> tuple[Layer, ...]:
@@ -230,12 +251,12 @@ def _norm(shape: Shape, name: str) -> Layer:
     )
 
 
-def _column(shape: Shape, name: str, rows: tuple[int, ...], kept: int = 0) -> Layer:
-    """Return a product from the residual stream to `rows` of each of its parameters; `kept` numbers of those stay."""
+def _column(shape: Shape, name: str, rows: tuple[int, ...]) -> Layer:
+    """Return a product from the residual stream to `rows` of each of its parameters."""
     h, biased = shape.hidden, shape.layernorm
     split = (*((each, h) for each in rows), *((each, 1) for each in rows if biased))
     biases = Width(split=sum(rows) if biased else 0)
-    return Layer(name, split, product="column", inputs=h, outputs=sum(rows), kept=Width(h, kept), biases=biases)
+    return Layer(name, split, product="column", inputs=h, outputs=sum(rows), kept=Width(h), biases=biases)
 
 
 def _row(shape: Shape, name: str, inputs: int) -> Layer:

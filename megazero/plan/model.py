@@ -37,6 +37,7 @@ class Shape:
     tie_embeddings: bool = True
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    qk_norm: str = "none"
 
     @property
     def learned_positions(self) -> bool:

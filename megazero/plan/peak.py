@@ -12,12 +12,13 @@ the layer itself needs (`layers.py`). A product needs, with N = T h e of the who
 
 Where gradients are wider than parameters, a weight's gradient is made in the narrow type first: a matrix more. The
 loss has 2 n + V + N: the last norm's input and output, the logits (their gradient takes their place), the gradient of
-what they were made from. With full recompute the block that is replayed has its input in the arena.
+what they were made from. Selective recompute holds the input and the output of attention's core until all of its
+backward is done. With full recompute the block that is replayed has its input in the arena.
 """
 
 from collections.abc import Iterator
 
-from megazero.plan.activations import bytes_of, kept_by_block, kept_by_layer, logits, wide
+from megazero.plan.activations import bytes_of, kept_by_block, kept_by_layer, logits, spared_by_layer, wide
 from megazero.plan.job import Job
 from megazero.plan.layers import Layer, Moment, Width
 from megazero.plan.layers import head as head_layers
@@ -40,10 +41,15 @@ def moments(job: Job, blocks: int, *, head: bool, fused: bool) -> Iterator[tuple
             yield kept + job.stream + _bytes(job, moment), moment.name
     if not blocks:
         return
+    whole = job.tokens * job.shape.hidden * job.bytes.parameter
     kept += kept_by_block(job) - job.stream if job.recompute == "full" else 0
+    core = [layer for layer in job.block if layer.core] if job.recompute == "selective" else []
     for layer in reversed(job.block):
+        if core and layer is core[-1]:  # all of it runs again, before its first backward
+            kept += sum(spared_by_layer(job, each) for each in core)
+        replay = bytes_of(job, core[-1].kept, job.bytes.parameter) + whole // job.tensor if layer in core else 0
         for moment in _shown(layer, fused):
-            yield kept + job.stream + _bytes(job, moment), moment.name
+            yield kept + job.stream + replay + _bytes(job, moment), moment.name
         if layer.product is not None:
             yield kept + job.stream + _of_product(job, layer), layer.name
         kept -= kept_by_layer(job, layer)

@@ -98,6 +98,7 @@ ROWS: dict[str, Works] = {
     "model.dropout": Works("0.5", losses),
     "model.tie_embeddings": Works("false", shapes),
     "model.norm_eps": Works("0.1", losses),
+    "model.qk_norm": Works("head", shapes),
     "model.rope_theta": Works("3.0", losses, ROTARY),
     # parallel.tensor: test_tensor
     # parallel.pipeline, pipeline.schedule, pipeline.chunks: test_pipeline

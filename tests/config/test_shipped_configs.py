@@ -8,6 +8,7 @@ from megazero.builders.assemble import build_model
 from megazero.builders.pipeline import model_shape
 from megazero.config.file import CONFIGS, load
 from megazero.config.flat import flatten
+from megazero.plan.layers import parameters
 
 # layers, hidden, vocabulary, sequence; sources in each file. The count is 12 L h^2 + 13 L h + (V + s) h + 2 h.
 GPT: Mapping[str, tuple[int, int, int, int]] = {
@@ -46,9 +47,9 @@ def test_exactly_these_are_shipped():
 @pytest.mark.parametrize("name", NAMES)
 def test_model_on_meta_has_the_published_size(name: str):
     config = load(name)
-    parameters = list(build_model(config).parameters())
-    assert all(parameter.is_meta for parameter in parameters)
-    count = sum(parameter.numel() for parameter in parameters)
+    declared = list(build_model(config).parameters())
+    assert all(parameter.is_meta for parameter in declared)
+    count = sum(parameter.numel() for parameter in declared)
     assert count == PUBLISHED.get(name, closed_count(name) if name in GPT else None)
     assert count == parameters(model_shape(config))
     if name in GPT:

@@ -69,6 +69,7 @@ def _initial(config: Config) -> dict[str, Tensor]:
     bias |= {f"mlp.{name}": (m.ffn,) for name in (("gate.bias", "up.bias") if gated else ("up_bias",))}
     block = {"attention.qkv.weight": (qkv, wide), "attention.out.weight": (wide, wide), **inward}
     block |= {"mlp.down.weight": (m.ffn, wide)} | (bias if biased else {})
+    block |= {f"attention.{name}_norm.weight": (head,) for name in ("q", "k") if m.qk_norm == "head"}
     block |= {f"{place}_norm.{name}": shape for place in ("attention", "mlp") for name, shape in norm.items()}
     shapes: dict[str, tuple[int, ...]] = {"embedding.tokens.weight": (m.vocab, wide)}
     shapes |= {"embedding.positions.weight": (m.seq_len, wide)} if m.position == "learned" else {}
@@ -109,7 +110,8 @@ def _losses(w: Mapping[str, Tensor], m: Any, text: _Text, dropped: Callable[[Ten
     x = dropped(x, m.layers, 0)
     for layer in range(m.layers):
         at = f"blocks.{layer}"
-        seen = _attention(into(norm(x, f"{at}.attention_norm"), f"{at}.attention.qkv"), m, text)
+        norms = [w.get(f"{at}.attention.{name}_norm.weight") for name in ("q", "k")]
+        seen = _attention(into(norm(x, f"{at}.attention_norm"), f"{at}.attention.qkv"), m, text, norms)
         x = x + dropped(out_of(seen, f"{at}.attention.out"), layer, 0)
         y = norm(x, f"{at}.mlp_norm")
         if m.activation == "gelu":
@@ -121,11 +123,16 @@ def _losses(w: Mapping[str, Tensor], m: Any, text: _Text, dropped: Callable[[Ten
     return -logits.log_softmax(-1).gather(-1, text.targets[..., None]).squeeze(-1)
 
 
-def _attention(qkv: Tensor, m: Any, text: _Text) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v over the tokens that each one sees: [B, S, D]."""
+def _attention(qkv: Tensor, m: Any, text: _Text, norms: Sequence[Tensor | None]) -> Tensor:
+    """Return softmax(q k^T / sqrt(d)) v over the tokens that each one sees: [B, S, D].
+
+    Args:
+        norms: weights [d] of the RMS norms of queries and of keys; None: they have none.
+    """
     size = m.hidden // m.heads
     parts = qkv.unflatten(-1, (m.kv_heads, m.heads // m.kv_heads + 2, size))  # [B, S, G, Q + 2, d]
     q, k, v = parts[..., :-2, :], parts[..., -2, :], parts[..., -1, :]
+    q, k = (x if w is None else F.rms_norm(x, (size,), w, m.norm_eps) for x, w in zip((q, k), norms, strict=True))
     if m.position == "rotary":
         angle = text.positions[..., None] * m.rope_theta ** (-torch.arange(0, size, 2).double() / size)
         cos, sin = (each[:, :, None].tile(1, 1, 1, 2) for each in (angle.cos(), angle.sin()))
