@@ -1,6 +1,7 @@
 """Fit the planner to published runs, and print how far it is from those that no fit has seen.
 
-    python scripts/fit_planner.py            the tables of docs/published.md and docs/planning.md
+    python scripts/fit_planner.py            the tables of docs/published.md and docs/planning.md, and
+                                             docs/figures/published.csv, which it writes
     python scripts/fit_planner.py --fit      fits the shares and the systems anew first, and prints them
 
 The fit is one set of shares (`megazero/plan/machines.yaml`) for each kind of device: least squares of the
@@ -30,6 +31,7 @@ from scripts.published import MEMORY, Row, every_machine, rows
 
 T = TypeVar("T")
 # Which shares published rows of a device can tell apart, and between which bounds they are plausible.
+EVERY_ROW = Path(__file__).resolve().parents[1] / "docs/figures/published.csv"
 FITTED = {
     "v100-32gb": ("matmul", "attention", "memory", "in_node", "cross_node"),
     "a100-80gb": ("matmul", "attention", "memory", "in_node", "cross_node"),
@@ -244,14 +246,15 @@ def constants(machines: Mapping[str, Machine]) -> list[str]:
 
 
 def each_row(machines: Mapping[str, Machine]) -> list[str]:
-    """Return a line for each row; those that no fit has seen first."""
+    """Return the lines of docs/figures/published.csv, one for each row; those that no fit has seen first."""
     known = every_machine(machines)
-    lines = []
+    lines = ["table,row,seen,quantity,published,predicted,error"]
     for row in sorted(rows(), key=lambda row: row.fitted):
         found = row.predicted(known[row.machine])
         cells = (row.table, row.name, "yes" if row.fitted else "no", row.quantity, f"{row.published:g}")
-        lines.append((*cells, f"{found:.3g}", f"{100 * (found / row.published - 1):+.0f} %"))
-    return _table("table | row | seen | quantity | published | predicted | error", lines)
+        cells = (*cells, f"{found:.3g}", f"{100 * (found / row.published - 1):+.0f} %")
+        lines.append(",".join(f'"{cell}"' if "," in cell else cell for cell in cells))
+    return lines
 
 
 def shares(machines: Mapping[str, Machine]) -> list[str]:
@@ -279,7 +282,7 @@ def main() -> None:
     for lines in (shares, never_seen, seen, in_memory, constants):
         print("\n".join(lines(machines)), end="\n\n")
     print("\n".join(skip_output()), end="\n\n")
-    print("\n".join(each_row(machines)))
+    EVERY_ROW.write_text("\n".join(each_row(machines)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
