@@ -1,11 +1,12 @@
 # make setup       .venv with the package, its tests' needs, and torch: the versions and hashes of locks/
 #                  (TORCH="torch==..." for another build, not locked; TORCH=locked goes back;
-#                  EXTRAS=bench for the peers that the benchmarks compare with)
+#                  EXTRAS=bench for the peers that the benchmarks compare with, EXTRAS=docs for `make docs`)
 # make data        the quickstart's corpus, tokenizer and token files, in data/quickstart
 # make quickstart  all of the above, then trains a GPT of 1M parameters and shows a sample
 # make test        the quick tests, WORKERS (2) at a time
 # make test-all    with the full matrices; PART=zero: those of tests/zero only
 # make check       ruff and pyright
+# make docs        the documents as a site, in build/site; after make setup EXTRAS=docs
 
 PYTHON ?= python3
 TORCH ?= locked
@@ -15,7 +16,7 @@ PART ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup data quickstart test test-all check
+.PHONY: setup data quickstart test test-all check docs
 
 setup: $(VENV)/.ready
 
@@ -28,7 +29,7 @@ $(VENV)/.ready: pyproject.toml scripts/install.py $(wildcard locks/*.txt) $(if $
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is " + sys.version.split()[0])'
 	test -x $(BIN)/python || $(PYTHON) scripts/install.py --environment $(VENV)
 	@echo "installing torch and what the project needs: a minute or more"
-	$(if $(filter-out locked bench,$(INSTALLED)),$(BIN)/pip uninstall --quiet --yes torch)
+	$(if $(filter-out locked bench docs,$(INSTALLED)),$(BIN)/pip uninstall --quiet --yes torch)
 	$(BIN)/python scripts/install.py --torch '$(TORCH)' $(EXTRAS)
 	echo '$(strip $(TORCH) $(EXTRAS))' > $@
 
@@ -50,3 +51,8 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+docs: setup
+	@test -x $(BIN)/mkdocs || { echo "mkdocs is missing: make setup EXTRAS=docs"; exit 2; }
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"

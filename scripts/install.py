@@ -8,6 +8,7 @@ and `pip check` shows at the end that nothing is missing. The locks (written by 
     PLATFORM-pyVERSION-cuda.txt     what a torch for CUDA asks for beside that; a torch for the CPU does not
     PLATFORM-pyVERSION-cpu.txt      a build of torch for the CPU, taken instead where pip is configured to find it
     PLATFORM-pyVERSION-bench.txt    the peers that the benchmarks compare with
+    PLATFORM-pyVERSION-docs.txt     what `make docs` builds the site with
 
 Only the standard library is there when this runs, and the heartbeat, which needs nothing else: pip says nothing for
 minutes.
@@ -121,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Installs what the project needs into this Python's environment.")
     parser.add_argument("--torch", default=LOCKED, help='"locked", or a requirement and options for pip')
     parser.add_argument("--environment", type=Path, help="make this virtual environment instead, and nothing else")
-    parser.add_argument("extras", nargs="*", metavar="EXTRA", help="what else to install: bench")
+    parser.add_argument("extras", nargs="*", metavar="EXTRA", help="what else to install: bench, docs")
     options = parser.parse_args()
     HEART.begin(sys.stdout, "install.py")
     if options.environment is not None:

@@ -29,6 +29,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from scripts.install import LOCKS, ROOT, lines_of
 
+EXTRAS = ("bench", "docs")  # of pyproject.toml, each with a lock of its own
 PYTHONS = ("3.11", "3.12", "3.13")
 PLATFORMS = {  # our name of it, uv's
     "linux-x86_64": "x86_64-manylinux_2_28",
@@ -113,13 +114,14 @@ def main() -> None:
         for python in PYTHONS:
             base = resolve(platform, python, ["test"], pins)
             pins |= {name: str(package["version"]) for name, package in base.items()}
-            more = resolve(platform, python, ["test", "bench"], pins)
-            pins |= {name: str(package["version"]) for name, package in more.items()}
             stem = f"{platform}-py{python}"
             cuda = {name: package for name, package in base.items() if CUDA.match(name)}
             write(LOCKS / f"{stem}.txt", lines({name: base[name] for name in base.keys() - cuda.keys()}))
             write(LOCKS / f"{stem}-cuda.txt", lines(cuda))
-            write(LOCKS / f"{stem}-bench.txt", lines({name: more[name] for name in more.keys() - base.keys()}))
+            for extra in EXTRAS:
+                more = resolve(platform, python, ["test", extra], pins)
+                pins |= {name: str(package["version"]) for name, package in more.items()}
+                write(LOCKS / f"{stem}-{extra}.txt", lines({name: more[name] for name in more.keys() - base.keys()}))
             cpu = LOCKS / f"{stem}-cpu.txt"
             builds = (
                 cpu_builds(options.wheels, platform, python)
@@ -130,7 +132,7 @@ def main() -> None:
             )
             of_torch = f"torch=={base['torch']['version']}+cpu "
             write(cpu, {name: line for name, line in builds.items() if line.startswith(of_torch)})
-            print(f"{stem}: {len(more)} packages", flush=True)
+            print(f"{stem}: {len(base)} packages", flush=True)
 
 
 if __name__ == "__main__":

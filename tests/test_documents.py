@@ -11,6 +11,7 @@ from megazero.config.changes import CHANGEABLE, FREE
 from megazero.config.file import CONFIGS, load
 from megazero.config.flat import option_keys
 from megazero.config.rules import EXCLUSIONS, RELATIONS
+from scripts.site_links import on_page_markdown
 from tests.tiny_run import ROOT
 
 
@@ -105,3 +106,17 @@ def test_links_of_pages_lead_to_sections():
 
 if __name__ == "__main__":
     print(tables())
+
+
+def test_the_site_has_every_page():
+    """`make docs` builds it; a page that no menu names is not found."""
+    named = re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_links_to_code_are_paths_on_the_site():
+    page = "[layers.py](../megazero/plan/layers.py) and [the table](../megazero/zero/stage.py#L3), [zero](zero.md#a)"
+    assert (
+        on_page_markdown(page)
+        == "`megazero/plan/layers.py` and the table (`megazero/zero/stage.py`), [zero](zero.md#a)"
+    )
