@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from scripts.install import LOCKED, LOCKS, asks_for_any, install, install_locked, lines_of, this_machine
-from scripts.lock import CUDA, PLATFORMS, PYTHONS
+from scripts.lock import CUDA, EXTRAS, PLATFORMS, PYTHONS
 from tests.tiny_run import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -36,7 +36,8 @@ def test_what_the_project_asks_for_is_locked(stem: str) -> None:
     base = lines_of(LOCKS / f"{stem}.txt")
     asked = PROJECT["project"]["dependencies"] + OPTIONAL["test"] + PROJECT["build-system"]["requires"]
     assert missing(asked, base) == []
-    assert missing(OPTIONAL["bench"], lines_of(LOCKS / f"{stem}-bench.txt")) == []
+    for extra in EXTRAS:
+        assert missing(OPTIONAL[extra], lines_of(LOCKS / f"{stem}-{extra}.txt")) == []
     assert not any(CUDA.match(name) for name in base)
     assert (LOCKS / f"{stem}-cuda.txt").exists() == stem.startswith("linux")
 
@@ -50,7 +51,7 @@ def test_what_is_missing_is_found() -> None:
 
 def test_every_line_is_a_version_with_hashes_and_nothing_else() -> None:
     paths = sorted(LOCKS.iterdir())
-    extras = ("", "-cuda", "-cpu", "-bench")
+    extras = ("", "-cuda", "-cpu", *(f"-{extra}" for extra in EXTRAS))
     assert {path.name for path in paths} <= {f"{stem}{extra}.txt" for stem in BASES for extra in extras}
     for path in paths:
         comment, *lines = path.read_text().splitlines()
