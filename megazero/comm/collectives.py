@@ -305,17 +305,13 @@ def _landing(on_host: Pending, staging: HostStaging, into: Tensor | None = None,
 
 def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
     assert work is not None, "this process is not on the axis"
-    queue = axis.comm.device_queue
-    queued = queue.put(axis.name, axis.name, axis.ranks, work)
 
     def finish() -> Tensor:
         try:
             work.wait()  # makes the stream wait, not the host
         except RuntimeError as error:
             raise CollectiveError(axis.name, str(error)) from None
-        found = result()
-        queue.waited(queued, found.device)
-        return found
+        return result()
 
     return Pending(axis, purpose, finish)
 

@@ -194,11 +194,12 @@ def make_grid(
         groups: dict[str, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
         for axis in (grid[name] for name in ("pipeline", "data", "replica", "shard", "tensor")):
             if axis.size > 1 and axis.name not in groups:
-                groups[axis.name] = _group_of(comm, lines(axis, world), few_ctas=axis.name == "pipeline")
+                groups[axis.name] = _group_of(comm, axis.name, lines(axis, world), few_ctas=axis.name == "pipeline")
         if tied and pipeline == 2 and comm.backend == "gloo":  # whose messages have names
             groups["ends"] = groups["pipeline"]
         elif tied and pipeline > 1:
-            groups["ends"] = _group_of(comm, [[ranks[0], ranks[-1]] for ranks in lines(grid["pipeline"], world)])
+            ends = [[ranks[0], ranks[-1]] for ranks in lines(grid["pipeline"], world)]
+            groups["ends"] = _group_of(comm, "ends", ends)
         if comm.backend == "nccl":
             for name, group in groups.items():
                 if group is not None:  # this rank is between the ends
@@ -207,16 +208,18 @@ def make_grid(
     return grid.with_groups(groups)
 
 
-def _group_of(comm: CommContext, groups: list[list[int]], *, few_ctas: bool = False) -> dist.ProcessGroup | None:
+def _group_of(
+    comm: CommContext, name: str, groups: list[list[int]], *, few_ctas: bool = False
+) -> dist.ProcessGroup | None:
     """Make a group for each of these lists of ranks, and return this rank's. Every rank of the world calls it.
 
     torch's device mesh would split NCCL's communicators too, but one of a single rank for each axis of size 1.
 
     Args:
-        few_ctas: see `nccl.split_group`.
+        name, few_ctas: see `nccl.split_group`.
     """
     if comm.backend == "nccl":
-        return comm.split(groups, dist.get_world_size(), few_ctas=few_ctas)
+        return comm.split(name, groups, dist.get_world_size(), few_ctas=few_ctas)
     own = None
     for ranks in groups:
         whole = len(ranks) == dist.get_world_size()

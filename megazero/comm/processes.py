@@ -5,9 +5,11 @@ container's), where the same numbers mean other processes.
 """
 
 import contextlib
+import hashlib
 import os
 import signal
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 _STARTED, _STATE = 19, 0  # fields of /proc/PID/stat behind the name
@@ -54,17 +56,19 @@ class Process:
         return False
 
 
-def host_id() -> str:
-    """Return an id that is equal for processes that can share memory: same machine and boot, user and namespaces.
+@cache
+def host_id() -> int:
+    """Return a number of 64 bits that is equal for processes that can see each other and share memory.
 
-    Host names are not enough: containers of one machine have several, and many machines may be called localhost.
-
-    Raises:
-        OSError: the system does not report it.
+    These have one machine and boot, user and namespaces. Host names are not enough: containers of one machine have
+    several, and many machines may be called localhost. Where the system does not report it, the number is random.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user", "mnt")]
-    return " ".join([boot, str(os.getuid()), *names])
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        names = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user", "mnt")]
+    except OSError:
+        return int.from_bytes(os.urandom(8))
+    return int.from_bytes(hashlib.sha256(" ".join([boot, str(os.getuid()), *names]).encode()).digest()[:8])
 
 
 def _stat(pid: int) -> list[str]:

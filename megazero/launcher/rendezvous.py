@@ -16,7 +16,6 @@ from torch.distributed.distributed_c10d import _abort_process_group
 from megazero.base.answers import flush_output
 from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.context import BUCKET, CommContext
-from megazero.comm.device_queue import DeviceQueue
 from megazero.comm.ledger import Ledger
 from megazero.comm.nccl import options
 from megazero.comm.processes import Process, host_id
@@ -26,9 +25,9 @@ from megazero.comm.transport.host_staging import staging_pool
 from megazero.comm.transport.shared_memory import Outbox, SharedMemoryTransport, supported
 from megazero.launcher.environment import RankContext, host_name, stay_on
 from megazero.launcher.exit_status import say_why
-from megazero.launcher.job_board import job_board
+from megazero.launcher.job_board import JobBoard
 from megazero.launcher.meeting import SLACK, Presence, call_roll, unanswered
-from megazero.launcher.monitor import Monitor
+from megazero.launcher.monitor import Monitor, flight_recorder
 from megazero.launcher.store import deadline, get, open_store
 from megazero.launcher.world import World
 
@@ -71,7 +70,7 @@ def connect(
     store, roll = _meet(place, start_timeout or timeout, _presence(fingerprint, transport))
     store.set_timeout(timeout)  # all ranks are there
     together = partial(_together, place, group_timeout.total_seconds())
-    ledger, queue = Ledger(), DeviceQueue()
+    ledger, first_uses = Ledger(), list[str]()
     if transport is not None:
         ledger.hold("staging", Outbox.size(world.size))
         with together("shared memory"):
@@ -89,11 +88,11 @@ def connect(
             pg_options=options(group_timeout, few_ctas=True) if backend == "nccl" else None,
         )
     if backend == "nccl":
-        Monitor(queue, place, timeout.total_seconds()).start()
+        Monitor(place, timeout.total_seconds(), first_uses, flight_recorder).start()
     staging = staging_pool(world.device, ledger) if on_gpu and backend == "gloo" else None
     slot = place.status_slot
     return CommContext(
-        backend, group_timeout, bucket, ledger, transport, slot, queue, host_staging=staging, together=together
+        backend, group_timeout, bucket, ledger, transport, slot, first_uses, host_staging=staging, together=together
     )
 
 
@@ -129,7 +128,7 @@ def _meet(place: RankContext, start_timeout: timedelta, mine: Presence) -> tuple
         with deadline(2 * (seconds + SLACK), lambda: unanswered(place)):
             roll = call_roll(store, rank, size, seconds, mine)
             if place.store is None:  # else the local parent has made a board for all
-                place.status_slot.move(job_board(store, rank, roll), rank)
+                place.status_slot.move(JobBoard(store, rank, roll), rank)
             return store, roll
     except RuntimeError as error:  # torch's: rank 0 served the store, and has ended
         if rank == 0:
@@ -166,19 +165,15 @@ def _together(place: RankContext, seconds: float, what: str) -> Iterator[None]:
 
 def _shared_memory(world: World, timeout: timedelta) -> SharedMemoryTransport | None:
     try:
-        host_id()
         return SharedMemoryTransport(world.rank, world.size, timeout)
-    except OSError:  # a sandbox without /proc or memfd: sockets do as well
+    except OSError:  # a sandbox without memfd: sockets do as well
         return None
 
 
 def _presence(fingerprint: str, shared_memory: SharedMemoryTransport | None) -> Presence:
     """Return this rank's description for the roll call."""
-    own, near = Process.own(), ""
-    with contextlib.suppress(OSError):  # the system does not say
-        near = host_id()
-    handle = None if shared_memory is None else shared_memory.handle
-    return Presence(host_name(), fingerprint, own.pid, own.started, near, handle)
+    own, handle = Process.own(), None if shared_memory is None else shared_memory.handle
+    return Presence(host_name(), fingerprint, own.pid, own.started, host_id(), handle)
 
 
 def _open_outboxes(shared_memory: SharedMemoryTransport, store: Store, roll: Sequence[Presence]) -> None:

@@ -78,7 +78,7 @@ def test_a_task_of_srun_that_is_stopped_is_named(cases: list[tuple[str, int]]):
     try:
         for rank, tasks, pids in steps:
             _, err = tasks[1 - rank].communicate()
-            line = rf"MZ-311 rank={rank}: did not answer in world #\d .* in start on \S+ \(pid {pids[rank]}\); "
+            line = rf"MZ-311 rank={rank}: did not answer in world #\d .* on \S+ \(pid {pids[rank]}\); "
             line += r"ranks? .* waited; it is stopped \(SIGSTOP"
             if rank == 0:  # it may be stopped before the other has read who it is
                 line += "|MZ-320 rank=0: rank 0 did not answer at the roll call; rank 1 waited; "
