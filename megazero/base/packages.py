@@ -37,7 +37,6 @@ PACKAGES = (
     Package("safetensors", "safetensors"),
     Package("sentencepiece", "sentencepiece"),
     Package("protobuf", "google.protobuf"),
-    Package("rich", "rich"),
     Package("xxhash", "xxhash"),
     Package("matplotlib", "matplotlib", use="loss.png and --draw"),
     Package("wandb", "wandb", use="observe.wandb"),

@@ -1,17 +1,13 @@
 """Share memory without a name between processes of one host: a file descriptor that others open through /proc.
 
 It is gone with the last process that has it. A reader checks that it opens the memory that was announced, because a
-descriptor's number may be used again. The memory is sealed: cut off under a reader it would end that with SIGBUS.
+descriptor's number may be used again.
 """
 
 import errno
-import fcntl
 import mmap
 import os
-import sys
 from typing import NamedTuple
-
-_SEALS = 0 if sys.platform != "linux" else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Handle(NamedTuple):
@@ -32,23 +28,19 @@ def make(name: str, size: int) -> tuple[mmap.mmap, Handle]:
     """Make memory of `size` bytes, zero at first. Raises OSError."""
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memory without a name")
-    number = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    number = os.memfd_create(name)
     os.ftruncate(number, size)
-    fcntl.fcntl(number, fcntl.F_ADD_SEALS, _SEALS)
     found = os.fstat(number)
     return mmap.mmap(number, size), Handle(os.getpid(), number, found.st_dev, found.st_ino)
 
 
-def attach(handle: Handle, name: str, size: int) -> mmap.mmap:
+def attach(handle: Handle, size: int) -> mmap.mmap:
     """Map another process' memory. Raises OSError: that is not allowed, or it is not the memory of that handle."""
-    path = f"/proc/{handle.pid}/fd/{handle.number}"
-    if os.readlink(path) != f"/memfd:{name} (deleted)":
-        raise OSError(errno.EPERM, f"not the memory {name}: the descriptor is something else")
-    theirs = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    theirs = os.open(f"/proc/{handle.pid}/fd/{handle.number}", os.O_RDWR | os.O_NONBLOCK)
     try:
         found = os.fstat(theirs)
         if (found.st_dev, found.st_ino, found.st_size) != (handle.device, handle.inode, size):
-            raise OSError(errno.EPERM, f"not the memory {name}: it is another file")
+            raise OSError(errno.EPERM, "the descriptor is something else")
         return mmap.mmap(theirs, size)
     finally:
         os.close(theirs)

@@ -108,7 +108,13 @@ class RankStatus:
         """Return whether it failed and said why; a rank that failed because another did says nothing."""
         return self.state == FAILED and self.message != ""
 
+    @property
+    def place(self) -> str:
+        """Return phase and host, in words."""
+        return f"in {self.phase} on {self.host}"
+
     def on(self, axis: str) -> Operation:
+        """Return the operation that it began last on an axis."""
         return self.operations[LANES.index(axis)]
 
     @property
@@ -184,7 +190,7 @@ class StatusSlot:
         self._attach(board, rank)
 
     def _attach(self, board: StatusBoard, rank: int) -> None:
-        self.board, self._page = board, board.page(rank)
+        self.board, self._rank, self._page = board, rank, board.page(rank)
         self._lanes = dict(zip(LANES, self._page.lanes, strict=True))
 
     def take(self, host: str) -> None:
@@ -221,29 +227,9 @@ class StatusSlot:
         self._page.message = _bytes(message, 1000)
         self._page.state = state
 
-    @property
-    def step(self) -> int:
-        """Return the step given to `now`; 0 before the first."""
-        return self._page.step
-
-    @property
-    def phase(self) -> str:
-        """Return the phase given to `now`."""
-        return _text(self._page.phase)
-
-    @property
-    def state(self) -> int:
-        return self._page.state
-
-    @property
-    def message(self) -> str:
-        """Return the message given to `set_state`."""
-        return _text(self._page.message)
-
-    @property
-    def place(self) -> str:
-        """Return phase and host, in words."""
-        return f"in {self.phase} on {_text(self._page.host)}"
+    def read(self) -> RankStatus:
+        """Return the status as others see it."""
+        return self.board.read(self._rank)
 
     def begin(self, axis: str, ranks: range, text: str) -> int:
         """Record the start of an operation; return its number on the axis."""

@@ -38,7 +38,8 @@ def outcome(main: Callable[[], int | None], place: RankContext) -> int:
         status_slot.set_state(FAILED)
         return error.exit_code
     except UserError as error:
-        status_slot.set_state(FAILED, str(error.located(rank, status_slot.step or None, status_slot.place)))
+        where = status_slot.read()
+        status_slot.set_state(FAILED, str(error.located(rank, where.step or None, where.place)))
         return error.exit_code
     except StoppedEarly as stop:
         status_slot.set_state(STOPPED, str(int(stop.number)))
@@ -48,7 +49,7 @@ def outcome(main: Callable[[], int | None], place: RankContext) -> int:
     except BaseException:
         traceback.print_exc()
         what = "a fault of megazero's own, see the traceback above"
-        status_slot.set_state(FAILED, str(UserError(390, what, rank=rank, step=status_slot.step or None)))
+        status_slot.set_state(FAILED, str(UserError(390, what, rank=rank, step=status_slot.read().step or None)))
         return 1
     status_slot.set_state(DONE)
     return code or 0
@@ -56,7 +57,7 @@ def outcome(main: Callable[[], int | None], place: RankContext) -> int:
 
 def say_why(place: RankContext) -> None:
     """Print why the run failed, if this rank knows it and no other says the same. For ranks without a parent."""
-    own, board = place.status_slot, place.status_slot.board
+    own, board = place.status_slot.read(), place.status_slot.board
     if not isinstance(board, JobBoard):  # it did not meet the others
         if own.state == FAILED and own.message:
             tell(own.message)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -11,7 +10,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.distributed_c10d import _abort_process_group
 
 from megazero.base.answers import flush_output
 from megazero.base.errors import FailedElsewhere, UserError
@@ -28,10 +26,8 @@ from megazero.launcher.exit_status import say_why
 from megazero.launcher.job_board import JobBoard
 from megazero.launcher.meeting import SLACK, Presence, call_roll, unanswered
 from megazero.launcher.monitor import Monitor, flight_recorder
-from megazero.launcher.store import deadline, get, open_store
+from megazero.launcher.store import deadline, open_store, until
 from megazero.launcher.world import World
-
-_ABORT = 10.0  # seconds for NCCL to give its communicators up
 
 
 def connect(
@@ -74,7 +70,7 @@ def connect(
     if transport is not None:
         ledger.hold("staging", Outbox.size(world.size))
         with together("shared memory"):
-            _open_outboxes(transport, store, roll)
+            _open_outboxes(transport, store, roll, timeout.total_seconds())
     if on_gpu:
         torch.cuda.set_device(world.device)
     with together("process group"):
@@ -110,13 +106,9 @@ def leave_at_once(code: int) -> None:
     Args:
         code: the exit code.
     """
-    if not dist.is_initialized() or dist.get_backend() != "nccl":
-        return
-    aborting = threading.Thread(target=_abort_process_group, daemon=True)  # which may wait for the device
-    aborting.start()
-    aborting.join(_ABORT)
-    flush_output()
-    os._exit(code)
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        flush_output()
+        os._exit(code)
 
 
 def _meet(place: RankContext, start_timeout: timedelta, mine: Presence) -> tuple[Store, Sequence[Presence]]:
@@ -176,7 +168,9 @@ def _presence(fingerprint: str, shared_memory: SharedMemoryTransport | None) -> 
     return Presence(host_name(), fingerprint, own.pid, own.started, host_id(), handle)
 
 
-def _open_outboxes(shared_memory: SharedMemoryTransport, store: Store, roll: Sequence[Presence]) -> None:
+def _open_outboxes(
+    shared_memory: SharedMemoryTransport, store: Store, roll: Sequence[Presence], seconds: float
+) -> None:
     """Map the outboxes of this host's ranks; use them only if every one of these ranks could map all."""
     own = shared_memory.rank
     here = {rank: there.handle for rank, there in enumerate(roll) if there.host_id == roll[own].host_id}
@@ -190,5 +184,8 @@ def _open_outboxes(shared_memory: SharedMemoryTransport, store: Store, roll: Seq
     except OSError:  # a hardened kernel may forbid it, or it is not what was announced; sockets do as well
         opened = False
     store.set(f"opened/{own}", str(int(opened)))
-    if all(said == b"1" for said in get(store, [f"opened/{rank}" for rank in here])):
+    keys = [f"opened/{rank}" for rank in here]
+    if not until(lambda: store.check(keys), seconds):  # torch's own wait handles no signal
+        raise RuntimeError("a rank of this host did not answer")
+    if all(said == b"1" for said in store.multi_get(keys)):
         shared_memory.reached = frozenset(here)

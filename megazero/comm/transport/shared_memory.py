@@ -138,7 +138,7 @@ class SharedMemoryTransport:
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
         self.rank, self._size, self._timeout = rank, size, timeout.total_seconds()
-        memory, self.handle = memfd.make(_name(rank), Outbox.size(size))
+        memory, self.handle = memfd.make(f"megazero-{rank}", Outbox.size(size))
         self._own = Outbox(memory, size)
         self._outboxes: dict[int, Outbox] = {}
         self._pids: dict[int, int] = {}
@@ -152,7 +152,7 @@ class SharedMemoryTransport:
 
     def open(self, rank: int, handle: Handle) -> None:
         """Map another rank's outbox. Raises OSError: that is not allowed, or it is not what it should be."""
-        self._outboxes[rank] = Outbox(memfd.attach(handle, _name(rank), Outbox.size(self._size)), self._size)
+        self._outboxes[rank] = Outbox(memfd.attach(handle, Outbox.size(self._size)), self._size)
         self._pids[rank] = handle.pid
 
     def post(self, axis: str, label: Label, messages: Sequence[Tensor], room: int, readers: Sequence[int]) -> None:
@@ -287,7 +287,3 @@ class SharedMemoryTransport:
                 if late:
                     raise TimeoutError(f"no answer within {self._timeout:g} s")
         return found
-
-
-def _name(rank: int) -> str:
-    return f"megazero-{rank}"
