@@ -33,7 +33,6 @@ class Heartbeat:
 
     def __init__(self, activities: Activities):
         self._activities, self._clock, self._lock = activities, activities.clock, threading.RLock()
-        activities.paused = self.paused
         self._stream: TextIO | None = None
         self._redraws = self._drawn = False  # it is a terminal; the live line stands on it
         self._wrote = 0.0

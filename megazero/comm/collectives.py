@@ -97,7 +97,7 @@ def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
         return done(x)
     tag = begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * _padded(x, axis) // axis.size)
     if axis.comm.backend == "nccl":
-        return _nccl(axis, purpose, dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
+        return nccl_pending(axis, purpose, dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
     if (pool := axis.comm.host_staging) is not None:
         staging = HostStaging(x, pool)
         staging.fetch(x)
@@ -178,7 +178,7 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
     own = _own(whole, axis)
     tag = begin("all_gather", own, axis, purpose, (axis.size - 1) * own.numel())
     if axis.comm.backend == "nccl":
-        return _nccl(axis, purpose, nccl_gather(whole, own, group=axis.group, async_op=True), lambda: whole)
+        return nccl_pending(axis, purpose, nccl_gather(whole, own, group=axis.group, async_op=True), lambda: whole)
     if (pool := axis.comm.host_staging) is not None:
         staging = HostStaging(whole, pool)
         place = _own_elements(staging.host, axis)
@@ -204,7 +204,7 @@ def start_all_to_all(x: Tensor, out: Tensor, axis: Axis, purpose: str) -> Pendin
     """
     tag = begin("all_to_all", x, axis, purpose, (axis.size - 1) * len(x) // axis.size)
     if axis.comm.backend == "nccl":
-        return _nccl(axis, purpose, dist.all_to_all_single(out, x, group=axis.group, async_op=True), lambda: out)
+        return nccl_pending(axis, purpose, dist.all_to_all_single(out, x, group=axis.group, async_op=True), lambda: out)
     if (pool := axis.comm.host_staging) is not None:
         going, coming = HostStaging(x, pool), HostStaging(out, pool)
         going.fetch(x)
@@ -303,7 +303,8 @@ def _landing(on_host: Pending, staging: HostStaging, into: Tensor | None = None,
     return on_host.then(land)
 
 
-def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
+def nccl_pending(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
+    """Return an operation that NCCL has started; `result` is called when the stream waits for it."""
     assert work is not None, "this process is not on the axis"
 
     def finish() -> Tensor:
@@ -321,7 +322,7 @@ def _nccl_reduce_scatter(
 ) -> Pending:
     into = own if accumulate else result  # NCCL takes a rank's own part of the input as output
     work = nccl_scatter(into, x, group=axis.group, async_op=True)
-    return _nccl(axis, purpose, work, lambda: result.add_(own) if accumulate else result)
+    return nccl_pending(axis, purpose, work, lambda: result.add_(own) if accumulate else result)
 
 
 def _sum(axis: Axis, own: Tensor, received: Sequence[Tensor], out: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ is the identity: the same code runs, and every region, reduction and slice along
 An *axis* is a direction of the grid, a *dim* one of a tensor. A *joined* axis runs through neighbouring rows.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -57,28 +57,16 @@ class Axis:
         return range(self.first, self.first + self.size * self.stride, self.stride)
 
 
-class Grid(Mapping[str, Axis]):
+class Grid(dict[str, Axis]):
     """The axes of one rank by name: the rows of `AXES`, the joined ones, and "ends", the two ends of a pipeline.
 
     Where all data ranks are one shard group, "shard" and "data" are the same axis, and its name is "data".
     """
 
-    def __init__(self, axes: Mapping[str, Axis]):
-        self._axes = dict(axes)
-
-    def __getitem__(self, name: str) -> Axis:
-        return self._axes[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._axes)
-
-    def __len__(self) -> int:
-        return len(self._axes)
-
     @property
     def comm(self) -> CommContext:
         """Return the communication context of this rank."""
-        return self._axes["world"].comm
+        return self["world"].comm
 
     def partial(self, what: str) -> list[Axis]:
         """Return the axes along which each rank has a summand of a sum.
@@ -91,14 +79,14 @@ class Grid(Mapping[str, Axis]):
         for joined, parts in JOINED.items():  # one sum instead of several
             if names[: len(parts)] == list(reversed(parts)):
                 names[: len(parts)] = [joined]
-        return [self._axes[name] for name in names]
+        return [self[name] for name in names]
 
     def counts(self, what: str) -> bool:
         """Return whether this rank's summand counts in a sum over the world: of ranks that have the same, the first's.
 
         See `partial`, of which this is the complement.
         """
-        return all(self._axes[row.name].rank == 0 for row in AXES if what not in row.partial)
+        return all(self[row.name].rank == 0 for row in AXES if what not in row.partial)
 
     def with_comm(self, comm: CommContext) -> "Grid":
         """Return the same grid with another communication context."""
@@ -110,10 +98,10 @@ class Grid(Mapping[str, Axis]):
         return self._replaced({axis: replace(axis, group=groups[axis.name]) for axis in several})
 
     def _distinct(self) -> list[Axis]:
-        return list(dict.fromkeys(self._axes.values()))
+        return list(dict.fromkeys(self.values()))
 
     def _replaced(self, by: Mapping[Axis, Axis]) -> "Grid":
-        return Grid({name: by.get(axis, axis) for name, axis in self._axes.items()})
+        return Grid({name: by.get(axis, axis) for name, axis in self.items()})
 
 
 def single(comm: CommContext | None = None) -> Grid:

@@ -68,9 +68,11 @@ def stuck(statuses: Sequence[RankStatus], rank: int) -> UserError:
         operation = _waits_in(statuses[culprit]) if culprit < len(statuses) else None
     if culprit == rank:  # all have begun it: whoever does not give up with the others is held up in it
         culprit = next((k for k in mine.ranks if k < len(statuses) and statuses[k].state == RUNNING), rank)
-    if (stopped := _stopped(statuses)) and culprit not in stopped:
-        return _halt(statuses[stopped[0]], f"rank {rank} waited in {mine}")
+    stopped = [status for status in statuses if status.state == RUNNING and status.is_stopped]
     blamed = statuses[culprit]
+    if stopped and blamed not in stopped:
+        what = f"did not go on {_where(stopped[0])}, {_doing(stopped[0])}; rank {rank} waited in {mine}"
+        return UserError(311, what, STOPPED, **_who(stopped[0]))
     if culprit == rank:
         return _lost(statuses, blamed, mine)
     return _no_answer(statuses, blamed, mine, waiter)
@@ -122,27 +124,6 @@ def _no_answer(statuses: Sequence[RankStatus], blamed: RankStatus, mine: Operati
     verb = "had ended and" if blamed.state in (DONE, FAILED) else "was not there and" if blamed.state == EMPTY else ""
     what = f"{verb} did not answer in {mine} {_where(blamed)}; {_waiting(statuses, mine, waiter)}"
     return UserError(311, what, STOPPED if blamed.is_stopped else SLOW, **_who(blamed))
-
-
-def held_up(statuses: Sequence[RankStatus]) -> UserError | None:
-    """Return why the ranks did not meet, if one of them is stopped, which the others could not know."""
-    stopped = _stopped(statuses)
-    return _halt(statuses[stopped[0]], "the others waited for it") if stopped else None
-
-
-def waited_in_vain(failed: Sequence[RankStatus]) -> bool:
-    """Return whether all of these ranks ended because another did not come, none for a reason of its own."""
-    said = [status for status in failed if status.state == STUCK or status.has_said]
-    quiet = all(status.state in (STUCK, FAILED) for status in failed)
-    return quiet and bool(said) and all(s.state == STUCK or s.message.startswith("MZ-320 ") for s in said)
-
-
-def _stopped(statuses: Sequence[RankStatus]) -> list[int]:
-    return [status.rank for status in statuses if status.state == RUNNING and status.is_stopped]
-
-
-def _halt(status: RankStatus, waiting: str) -> UserError:
-    return UserError(311, f"did not go on {_where(status)}, {_doing(status)}; {waiting}", STOPPED, **_who(status))
 
 
 def _waits_in(status: RankStatus) -> Operation | None:

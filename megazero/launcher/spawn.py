@@ -22,7 +22,7 @@ from megazero.base.answers import flush_output, tell
 from megazero.base.heartbeat import HEART
 from megazero.base.stop_signals import NOTED, REQUEUE, ended_by, handle, restore
 from megazero.comm.status_board import BUILD, DONE, START, STOPPED, STUCK, RankStatus, StatusBoard
-from megazero.launcher.diagnosis import death, disagreement, held_up, stuck, waited_in_vain
+from megazero.launcher.diagnosis import death, disagreement, stuck
 from megazero.launcher.environment import RankContext, host_name, threads_for
 from megazero.launcher.exit_status import outcome
 from megazero.launcher.signals import TWICE
@@ -151,17 +151,14 @@ class _Ranks:
             self._impatient or {-self.signalled, 128 + self.signalled} & set(self.ended.values())
         ):
             return 128 + self.signalled, ended_by(self.signalled)
-        error = None
-        if waited_in_vain([statuses[rank] for rank in failed]):
-            ask_for_stacks(statuses)
-            if all(statuses[rank].state != STUCK for rank in failed):
-                error = held_up(statuses)
-        if error is None and (said := [rank for rank in failed if statuses[rank].has_said]):
+        if said := [rank for rank in failed if statuses[rank].has_said]:
             return self.ended[said[0]], statuses[said[0]].message
-        if error is None and (died := [r for r in failed if self.ended[r] < 0 or statuses[r].state != STUCK]):
+        if died := [rank for rank in failed if self.ended[rank] < 0 or statuses[rank].state != STUCK]:
             # torch ends a process whose message has another length than expected; then the ranks disagree
             error = disagreement(statuses) or death(statuses[died[0]], self.ended[died[0]])
-        error = error or stuck(statuses, failed[0])
+        else:
+            ask_for_stacks(statuses)
+            error = stuck(statuses, failed[0])
         return error.exit_code, str(error)
 
     def kill(self) -> None:
