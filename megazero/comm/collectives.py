@@ -32,7 +32,7 @@ from torch._C._autograd import _profiler_enabled
 from megazero.comm.grid import Axis
 from megazero.comm.pool import same_place
 from megazero.comm.transport.exchange import CollectiveError, Consume, Exchange, others, swap
-from megazero.comm.transport.host_staging import HostStaging
+from megazero.comm.transport.host_staging import NOTHING, HostStaging
 from megazero.comm.transport.shared_memory import SLOTS
 
 # An all-reduce of fewer elements is one exchange of everything with everyone: half the rounds, and nobody cares for
@@ -100,7 +100,6 @@ def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
         return nccl_pending(axis, purpose, dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
     if (pool := axis.comm.host_staging) is not None:
         staging = HostStaging(x, pool)
-        staging.fetch(x)
         return _landing(_reduced(staging.host, axis, tag, purpose), staging, x)
     return _reduced(x, axis, tag, purpose)
 
@@ -151,7 +150,6 @@ def start_reduce_scatter(
         return _nccl_reduce_scatter(x, axis, purpose, own, result, accumulate=accumulate)
     if (pool := axis.comm.host_staging) is not None:
         staging = HostStaging(x, pool)
-        staging.fetch(x)
         parts, into = staging.host.chunk(axis.size), own if accumulate else result
         scatter = _scatter(axis, tag, parts, parts[axis.rank], accumulate=False)
         landed = _landing(_exchanged(axis, purpose, scatter.start(), x), staging, into, axis.rank * into.numel())
@@ -180,9 +178,8 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
     if axis.comm.backend == "nccl":
         return nccl_pending(axis, purpose, nccl_gather(whole, own, group=axis.group, async_op=True), lambda: whole)
     if (pool := axis.comm.host_staging) is not None:
-        staging = HostStaging(whole, pool)
-        place = _own_elements(staging.host, axis)
-        staging.fetch(whole.view(-1)[place], place)
+        place = _own_elements(whole.view(-1), axis)
+        staging = HostStaging(whole, pool, place)
         gather = _gather(axis, tag, staging.host.chunk(axis.size))
 
         def land() -> Tensor:  # the others' parts alone
@@ -206,8 +203,7 @@ def start_all_to_all(x: Tensor, out: Tensor, axis: Axis, purpose: str) -> Pendin
     if axis.comm.backend == "nccl":
         return nccl_pending(axis, purpose, dist.all_to_all_single(out, x, group=axis.group, async_op=True), lambda: out)
     if (pool := axis.comm.host_staging) is not None:
-        going, coming = HostStaging(x, pool), HostStaging(out, pool)
-        going.fetch(x)
+        going, coming = HostStaging(x, pool), HostStaging(out, pool, NOTHING)
         swapped = swap(axis, tag, going.host.chunk(axis.size), coming.host.chunk(axis.size)).start()
         return _landing(_landing(_exchanged(axis, purpose, swapped, out), going), coming, out)
     return _exchanged(axis, purpose, swap(axis, tag, x.chunk(axis.size), out.chunk(axis.size)).start(), out)

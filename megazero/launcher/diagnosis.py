@@ -16,7 +16,6 @@ from megazero.base.errors import UserError
 from megazero.comm.axes import P2P
 from megazero.comm.status_board import DONE, EMPTY, FAILED, ON_DEVICE, RUNNING, STUCK, Operation, RankStatus
 
-_Wait = tuple[int, int, Operation]  # who is waited for, who waits, in what
 SLOW = "stopped, slow or cut off? raise parallel.timeout for long operations"
 STOPPED = "it is stopped (SIGSTOP, a debugger?): continue or end it"
 
@@ -83,27 +82,20 @@ def _stuck_on_device(statuses: Sequence[RankStatus], rank: int) -> UserError:
 
     A host runs ahead of its GPU, so that having begun an operation is no proof of having taken part in it. But only a
     rank that all the others wait for has nothing unfinished: whatever it has queued, the others have queued too. So
-    the ranks that wait for each other are followed to one that is not stuck, first of all one that is behind.
+    the first to blame is a rank of an unfinished operation that is not stuck itself, then one that is behind.
     """
-    seen, lines, todo, found, behind = {rank}, set[tuple[str, range]](), [rank], list[_Wait](), list[_Wait]()
-    while todo:
-        waiter = todo.pop(0)
-        for operation in statuses[waiter].operations if statuses[waiter].state == STUCK else ():
-            if not operation.open or (operation.axis, operation.ranks) in lines:  # once for all that are in it
-                continue
-            lines.add((operation.axis, operation.ranks))
-            for other in operation.ranks:
-                if other == waiter or other >= len(statuses):
-                    continue
-                if statuses[other].state != STUCK:
-                    found.append((other, waiter, operation))
-                elif operation.axis != P2P and _missing(statuses, other, operation):
-                    behind.append((other, waiter, operation))
-                if other not in seen:
-                    seen.add(other)
-                    todo.append(other)
-    found.sort(key=lambda one: (not statuses[one[0]].is_stopped, not _missing(statuses, one[0], one[2])))
-    for culprit, waiter, operation in found or behind:
+    newest = dict[tuple[str, range], tuple[int, Operation]]()  # who waits in what, for each group of ranks
+    for status in statuses:
+        for operation in status.operations if status.state == STUCK else ():
+            before = newest.get((operation.axis, operation.ranks))
+            if operation.open and (before is None or before[1].number < operation.number):
+                newest[operation.axis, operation.ranks] = status.rank, operation
+    waits = [(k, *wait) for wait in newest.values() for k in wait[1].ranks if k != wait[0] and k < len(statuses)]
+    found = [wait for wait in waits if statuses[wait[0]].state != STUCK]
+    found = found or [wait for wait in waits if wait[2].axis != P2P and _missing(statuses, wait[0], wait[2])]
+    if found:
+        first = min(found, key=lambda one: (not statuses[one[0]].is_stopped, not _missing(statuses, one[0], one[2])))
+        culprit, waiter, operation = first
         return _no_answer(statuses, statuses[culprit], operation, waiter)
     mine = statuses[rank].open
     assert mine is not None, "it is stuck in an operation"

@@ -55,7 +55,7 @@ def packed(verdict: Verdict) -> bytes:
 def unpacked(raw: bytes) -> Verdict:
     """Return the verdict that was packed."""
     speaker, roll = json.loads(zlib.decompress(raw))
-    return speaker, [Presence(*fields, handle and Handle(*handle)) for *fields, handle in roll]
+    return speaker, [Presence._make((*fields, handle and Handle(*handle))) for *fields, handle in roll]
 
 
 def call_roll(store: Store, rank: int, size: int, seconds: float, mine: Presence) -> Sequence[Presence]:
