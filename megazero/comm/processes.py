@@ -1,13 +1,10 @@
 """Identify processes of this host by number and start time, because the system uses a number again.
 
-A process of another user is never inspected nor signalled, nor is one of another host or of another PID namespace (a
-container's), where the same numbers mean other processes.
+The numbers mean other processes on another host, or in another PID namespace (a container's): `host_id` tells.
 """
 
-import contextlib
 import hashlib
 import os
-import signal
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,19 +39,6 @@ class Process:
     def is_stopped(self) -> bool:
         return self.state in ("T", "t")
 
-    def send(self, number: int) -> bool:
-        """Send a signal, if the process lives, is this user's and has a handler for it; return whether it was sent."""
-        with contextlib.suppress(OSError):
-            handle = os.pidfd_open(self.pid)  # from here on nobody else can get the number unnoticed
-            try:
-                lives = self.state not in ("", "Z", "X", "x")
-                if lives and os.stat(f"/proc/{self.pid}").st_uid == os.geteuid() and _handles(self.pid, number):
-                    signal.pidfd_send_signal(handle, number)
-                    return True
-            finally:
-                os.close(handle)
-        return False
-
 
 @cache
 def host_id() -> int:
@@ -77,12 +61,3 @@ def _stat(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []
-
-
-def _handles(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
-    except OSError:
-        return False
-    return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in lines if line.startswith("SigCgt:"))

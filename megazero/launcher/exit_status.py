@@ -19,7 +19,6 @@ from megazero.launcher.environment import RankContext
 from megazero.launcher.job_board import JobBoard
 from megazero.launcher.meeting import SLACK
 from megazero.launcher.signals import StoppedEarly
-from megazero.launcher.stacks import ask_for_stacks
 from megazero.launcher.store import deadline
 
 _GRACE = 1.0  # seconds for the other ranks to publish how they ended
@@ -76,13 +75,10 @@ def _say_once(board: JobBoard, rank: int) -> None:
     if own.state == FAILED:
         if own.message and board.is_first(own.message):
             tell(own.message)
+    elif board.is_first("stuck"):
+        _say_stuck(board.gather(_GRACE))
     else:
-        if board.is_first("stuck"):
-            _say_stuck(board.gather(range(board.size), _GRACE))
-        else:
-            time.sleep(_GRACE)
-        if board.is_first(f"stacks of {own.host}"):
-            ask_for_stacks(board.gather(board.here, 0.0))
+        time.sleep(_GRACE)
     time.sleep(_GRACE)  # for the others: a launcher may end all ranks with the first one, and rank 0 the store
 
 

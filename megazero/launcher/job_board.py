@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Store
 from megazero.comm.processes import Process
 from megazero.comm.status_board import FAILED, RUNNING, SLOT_SIZE, RankStatus, StatusBoard
 from megazero.launcher.meeting import Presence
+from megazero.launcher.stacks import Stacks
 from megazero.launcher.store import until
 
 _ALARM = "alarm"
@@ -43,13 +44,13 @@ class JobBoard(StatusBoard):
         self.has_heard = False
         self._store, self._rank, self._roll = store, rank, roll
 
-    def listen(self) -> threading.Thread:
-        """Wait for an alarm in a thread with a connection of its own, and publish where this rank is when it comes.
+    def listen(self, stacks: Stacks) -> threading.Thread:
+        """Wait for an alarm in a thread with a connection of its own; then publish and write where this rank is.
 
         A run calls it when its start is over: nobody else may let a process end while a thread waits in the store.
         """
         store: Any = self._store  # torch's description of the class lacks `clone`
-        waiting = threading.Thread(target=self._listen, args=(store.clone(),), name="alarm", daemon=True)
+        waiting = threading.Thread(target=self._listen, args=(store.clone(), stacks), name="alarm", daemon=True)
         waiting.start()
         return waiting
 
@@ -71,11 +72,11 @@ class JobBoard(StatusBoard):
         whole.fill(self._rank, self.raw(self._rank))
         return whole
 
-    def gather(self, ranks: Sequence[int], seconds: float) -> list[RankStatus]:
-        """Return the status of every rank: of `ranks` what they publish in that time, of the others what is known."""
-        whole, keys = self.known(), {rank: f"status/{rank}" for rank in ranks}
-        until(lambda: self._store.check(list(keys.values())), seconds)
-        for rank, key in keys.items():
+    def gather(self, seconds: float) -> list[RankStatus]:
+        """Return the status of every rank: the one that it publishes in that time, else what is known."""
+        whole, keys = self.known(), [f"status/{rank}" for rank in range(self.size)]
+        until(lambda: self._store.check(keys), seconds)
+        for rank, key in enumerate(keys):
             if self._store.check([key]):
                 whole.fill(rank, zlib.decompress(self._store.get(key)))
         return whole.read_all()
@@ -84,16 +85,19 @@ class JobBoard(StatusBoard):
         """Return whether no other rank says the same."""
         return int(self._store.compare_set(f"said/{text}", "", str(self._rank))) == self._rank
 
-    def _listen(self, store: Store) -> None:
+    def _listen(self, store: Store, stacks: Stacks) -> None:
         while True:
             try:
                 store.wait([_ALARM], _WAITING)
                 self.has_heard = bool(store.get(_ALARM))
-                return self._publish(store)
+                self._publish(store)
+                if not self.has_heard and self.read(self._rank).state == RUNNING:  # that hangs, and this rank goes on
+                    stacks.write()
+                return
             except dist.DistStoreError:  # no alarm in all that time
                 continue
             except RuntimeError:  # rank 0 has ended with the store
-                return None
+                return
 
     def _publish(self, store: Store) -> None:
         packed: Any = zlib.compress(self.raw(self._rank))  # bytes, which torch's description of the method lacks

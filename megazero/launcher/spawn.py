@@ -26,12 +26,13 @@ from megazero.launcher.diagnosis import death, disagreement, stuck
 from megazero.launcher.environment import RankContext, host_name, threads_for
 from megazero.launcher.exit_status import outcome
 from megazero.launcher.signals import TWICE
-from megazero.launcher.stacks import ask_for_stacks
+from megazero.launcher.stacks import ASK
 from megazero.launcher.world import World
 
 _POLL = 0.02  # seconds between looks at the ranks
 _GRACE = 1.0  # seconds that ranks have to say what happened after the first one ended
 _EARLY = 0.5  # seconds that ranks have to end by themselves when a signal comes before the first step
+_WRITING = 0.5  # seconds that ranks have to write their stacks
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 
 
@@ -157,7 +158,8 @@ class _Ranks:
             # torch ends a process whose message has another length than expected; then the ranks disagree
             error = disagreement(statuses) or death(statuses[died[0]], self.ended[died[0]])
         else:
-            ask_for_stacks(statuses)
+            self._send(ASK)
+            time.sleep(_WRITING if self.pids else 0.0)
             error = stuck(statuses, failed[0])
         return error.exit_code, str(error)
 
@@ -207,6 +209,7 @@ def _be(place: RankContext, main: Callable[[RankContext], int | None], parent: i
             os._exit(1)
         os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the parent, which passes it on
         handle(signal.SIG_DFL)
+        signal.signal(ASK, signal.SIG_IGN)  # until there is a log to write stacks to
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if trains:
             place.signals.note()

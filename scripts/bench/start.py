@@ -39,6 +39,7 @@ from megazero.comm.status_board import STUCK, StatusBoard, StatusSlot
 from megazero.launcher import meeting
 from megazero.launcher.job_board import JobBoard
 from megazero.launcher.meeting import Presence, Verdict, call_roll, unpacked
+from megazero.launcher.stacks import Stacks
 from scripts.bench import figures
 from scripts.bench.harness import LAUNCHES
 
@@ -196,7 +197,7 @@ def _be(rank: int, size: int, port: int, begin: float, found: list[Rehearsed]) -
     slot.move(board, rank)
     _exchange(store, rank, size)
     done.note(counting)
-    waiting = board.listen()
+    waiting = board.listen(Stacks())
     if rank == size - 1:
         _fail(size, slot, board)
     waiting.join()
@@ -223,7 +224,7 @@ def _fail(size: int, slot: StatusSlot, board: JobBoard) -> None:
     """Let this rank fail, and read where all others are."""
     slot.set_state(STUCK, "world")
     board.raise_alarm()
-    statuses = board.gather(range(size), TIMEOUT.total_seconds())
+    statuses = board.gather(TIMEOUT.total_seconds())
     assert sum(status.phase == "" for status in statuses) == 0, "a rank has not published where it is"
 
 

@@ -13,6 +13,7 @@ from megazero.launcher.environment import RankContext
 from megazero.launcher.exit_status import say_why
 from megazero.launcher.job_board import JobBoard
 from megazero.launcher.meeting import Presence
+from megazero.launcher.stacks import Stacks
 from megazero.launcher.world import World
 
 TIMEOUT = timedelta(seconds=30)
@@ -52,21 +53,19 @@ def job() -> Job:
 
 
 def test_on_an_alarm_every_rank_publishes_where_it_is(job: Job):
-    waiting = [job.boards[rank].listen() for rank in (1, 3)]
-    assert [s.phase for s in job.boards[0].gather(range(4), 0.0)] == ["forward", "", "", ""], (
-        "nothing is sent while all is well"
-    )
+    waiting = [job.boards[rank].listen(Stacks()) for rank in (1, 3)]
+    assert [s.phase for s in job.boards[0].gather(0.0)] == ["forward", "", "", ""], "nothing is sent while all is well"
     job.boards[0].raise_alarm()
     for thread in waiting:
         thread.join(20)
-    whole = job.boards[0].gather(range(4), 0.1)
+    whole = job.boards[0].gather(0.1)
     assert [(status.step, status.host) for status in whole] == [(7, "node0")] * 2 + [(7, "node1")] * 2
     assert [status.phase for status in whole] == ["forward", "forward", "", "forward"], "rank 2 does not listen"
     assert whole[3].last is not None and whole[3].last.number == 1
 
 
 def test_of_a_silent_rank_host_and_process_are_known(job: Job):
-    silent = job.boards[0].gather(range(4), 0.0)[1]
+    silent = job.boards[0].gather(0.0)[1]
     assert (silent.state, silent.host, silent.pid, silent.step) == (RUNNING, "node0", os.getpid(), 7)
     assert silent.process == Process.own() and not silent.is_stopped, "it is on this host"
     assert job.boards[0].known().read(3).process is None, "it is on another"
@@ -74,7 +73,7 @@ def test_of_a_silent_rank_host_and_process_are_known(job: Job):
 
 def test_who_has_heard_that_another_says_why_is_silent(job: Job, capfd: pytest.CaptureFixture[str]):
     """The store ends with rank 0, which has said why it fails."""
-    waiting = job.boards[2].listen()
+    waiting = job.boards[2].listen(Stacks())
     job.places[0].status_slot.set_state(FAILED, "MZ-401: full")
     job.boards[0].raise_alarm()
     waiting.join(20)
@@ -103,9 +102,7 @@ def test_without_the_store_rank_0_is_known_to_have_ended(
 def test_one_rank_says_why_for_all_hosts(job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """Rank 3 has not begun what the others gave up in; it is on another host than the first that says so."""
     monkeypatch.setattr(exit_status, "_GRACE", 0.1)
-    asked = list[list[str]]()
-    monkeypatch.setattr(exit_status, "ask_for_stacks", lambda found: asked.append([one.phase for one in found]))
-    waiting = [job.boards[rank].listen() for rank in (1, 2, 3)]
+    waiting = [job.boards[rank].listen(Stacks()) for rank in (1, 2, 3)]
     for rank in (0, 1, 2):
         job.places[rank].status_slot.begin("world", range(4), "all_gather (agree, int64 [1])")
     for rank in (0, 1):
@@ -117,7 +114,6 @@ def test_one_rank_says_why_for_all_hosts(job: Job, monkeypatch: pytest.MonkeyPat
     _, err = capfd.readouterr()
     start = "MZ-311 rank=3 step=7: did not answer in world #2 all_gather (agree, int64 [1]) in forward on node1 (pid "
     assert err.startswith(start) and err.count("\n") == 1, err
-    assert asked == [["forward", "forward", "", ""]], "one rank of a host asks for its stacks"
 
 
 def test_the_same_error_is_said_once(job: Job, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
