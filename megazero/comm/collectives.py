@@ -95,7 +95,7 @@ def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
     """Start the sum of all ranks' x, in its memory; x must not be touched until the end."""
     if axis.size == 1:
         return done(x)
-    tag = begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * _padded(x, axis) // axis.size)
+    tag = begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * axis.shard(x.numel()))
     if axis.comm.backend == "nccl":
         return nccl_pending(axis, purpose, dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
     if (pool := axis.comm.host_staging) is not None:
@@ -147,7 +147,9 @@ def start_reduce_scatter(
     own = _own(x, axis)
     result = torch.empty_like(own) if out is None else out
     if axis.comm.backend == "nccl":
-        return _nccl_reduce_scatter(x, axis, purpose, own, result, accumulate=accumulate)
+        into = own if accumulate else result  # NCCL takes a rank's own part of the input as output
+        work = nccl_scatter(into, x, group=axis.group, async_op=True)
+        return nccl_pending(axis, purpose, work, lambda: result.add_(own) if accumulate else result)
     if (pool := axis.comm.host_staging) is not None:
         staging = HostStaging(x, pool)
         parts, into = staging.host.chunk(axis.size), own if accumulate else result
@@ -313,14 +315,6 @@ def nccl_pending(axis: Axis, purpose: str, work: dist.Work | None, result: Calla
     return Pending(axis, purpose, finish)
 
 
-def _nccl_reduce_scatter(
-    x: Tensor, axis: Axis, purpose: str, own: Tensor, result: Tensor, *, accumulate: bool
-) -> Pending:
-    into = own if accumulate else result  # NCCL takes a rank's own part of the input as output
-    work = nccl_scatter(into, x, group=axis.group, async_op=True)
-    return nccl_pending(axis, purpose, work, lambda: result.add_(own) if accumulate else result)
-
-
 def _sum(axis: Axis, own: Tensor, received: Sequence[Tensor], out: Tensor) -> Tensor:
     """Add the parts in rank order, whichever rank computes it; write to `out` only, which may be `own`."""
     parts = {axis.rank: own} | dict(zip(others(axis), received, strict=True))
@@ -331,8 +325,3 @@ def _sum(axis: Axis, own: Tensor, received: Sequence[Tensor], out: Tensor) -> Te
         total = torch.add(total, parts[k], out=out if k == axis.rank or not wait_for_own else total)
         wait_for_own = wait_for_own and k != axis.rank
     return total
-
-
-def _padded(x: Tensor, axis: Axis) -> int:
-    """Return the number of elements of x, rounded up to a multiple of the axis' size."""
-    return axis.shard(x.numel()) * axis.size

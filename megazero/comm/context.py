@@ -44,7 +44,7 @@ class CommContext:
     bucket: int = BUCKET
     ledger: Ledger = field(default_factory=Ledger)
     shared_memory: SharedMemoryTransport | None = None
-    status_slot: StatusSlot = field(default_factory=lambda: StatusBoard.private().status_slot(0))
+    status_slot: StatusSlot = field(default_factory=lambda: StatusBoard().status_slot(0))
     first_uses: list[str] = field(default_factory=list)
     split_group: Callable[..., dist.ProcessGroup | None] = split_group
     host_staging: Pool | None = None

@@ -10,7 +10,7 @@ is the identity: the same code runs, and every region, reduction and slice along
 An *axis* is a direction of the grid, a *dim* one of a tensor. A *joined* axis runs through neighbouring rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -90,18 +90,15 @@ class Grid(dict[str, Axis]):
 
     def with_comm(self, comm: CommContext) -> "Grid":
         """Return the same grid with another communication context."""
-        return self._replaced({axis: replace(axis, comm=comm) for axis in self._distinct()})
+        return self._changed(lambda axis: replace(axis, comm=comm))
 
     def with_groups(self, groups: Mapping[str, dist.ProcessGroup | None]) -> "Grid":
         """Return the same grid with the process group of each axis that has more than one rank, by its name."""
-        several = [axis for axis in self._distinct() if axis.size > 1]
-        return self._replaced({axis: replace(axis, group=groups[axis.name]) for axis in several})
+        return self._changed(lambda axis: replace(axis, group=groups[axis.name]) if axis.size > 1 else axis)
 
-    def _distinct(self) -> list[Axis]:
-        return list(dict.fromkeys(self.values()))
-
-    def _replaced(self, by: Mapping[Axis, Axis]) -> "Grid":
-        return Grid({name: by.get(axis, axis) for name, axis in self.items()})
+    def _changed(self, change: Callable[[Axis], Axis]) -> "Grid":
+        changed = {axis: change(axis) for axis in dict.fromkeys(self.values())}
+        return Grid({name: changed[axis] for name, axis in self.items()})
 
 
 def single(comm: CommContext | None = None) -> Grid:

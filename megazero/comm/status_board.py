@@ -124,15 +124,10 @@ class RankStatus:
 
 
 class StatusBoard:
-    """The slots of all ranks, over shared memory."""
+    """The slots of all ranks, in memory that only this process and the processes it forks share."""
 
-    def __init__(self, memory: mmap.mmap, size: int):
-        self._memory, self.size = memory, size
-
-    @classmethod
-    def private(cls, size: int = 1) -> "StatusBoard":
-        """Return a board in memory that only this process and the processes it forks share."""
-        return cls(mmap.mmap(-1, size * SLOT_SIZE), size)
+    def __init__(self, size: int = 1):
+        self._memory, self.size = mmap.mmap(-1, size * SLOT_SIZE), size
 
     def status_slot(self, rank: int) -> "StatusSlot":
         """Return the slot of a rank, for that rank to write."""

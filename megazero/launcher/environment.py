@@ -53,7 +53,7 @@ class RankContext:
     @classmethod
     def of(cls, world: World) -> "RankContext":
         """Return the context of a process that no parent of ours started, with a private status slot for now."""
-        status_slot = StatusBoard.private().status_slot(0)
+        status_slot = StatusBoard().status_slot(0)
         status_slot.take(host_name())
         return cls(world, status_slot)
 

@@ -55,8 +55,10 @@ def outcome(main: Callable[[], int | None], place: RankContext) -> int:
 
 
 def say_why(place: RankContext) -> None:
-    """Print why the run failed, if this rank knows it and no other says the same. For ranks without a parent."""
+    """Print why the run failed, if this rank knows it and no other says the same; a local parent does so itself."""
     own, board = place.status_slot.read(), place.status_slot.board
+    if place.world.launcher == "local":
+        return
     if not isinstance(board, JobBoard):  # it did not meet the others
         if own.state == FAILED and own.message:
             tell(own.message)

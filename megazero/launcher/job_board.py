@@ -5,7 +5,6 @@ The rank that fails raises an alarm in the store. Then each rank publishes its s
 A rank of which nothing comes is known by host and process from the roll call.
 """
 
-import mmap
 import threading
 import zlib
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from megazero.comm.processes import Process
-from megazero.comm.status_board import FAILED, RUNNING, SLOT_SIZE, RankStatus, StatusBoard
+from megazero.comm.status_board import FAILED, RUNNING, RankStatus, StatusBoard
 from megazero.launcher.meeting import Presence
 from megazero.launcher.stacks import Stacks
 from megazero.launcher.store import until
@@ -39,7 +38,7 @@ class JobBoard(StatusBoard):
     """
 
     def __init__(self, store: Store, rank: int, roll: Sequence[Presence]):
-        super().__init__(mmap.mmap(-1, len(roll) * SLOT_SIZE), len(roll))
+        super().__init__(len(roll))
         self.here = [other for other, there in enumerate(roll) if there.host_id == roll[rank].host_id]
         self.has_heard = False
         self._store, self._rank, self._roll = store, rank, roll
@@ -65,7 +64,7 @@ class JobBoard(StatusBoard):
         Args:
             ended: rank 0 has, and the store with it.
         """
-        whole, step = StatusBoard.private(self.size), self.read(self._rank).step
+        whole, step = StatusBoard(self.size), self.read(self._rank).step
         for rank, there in enumerate(self._roll):
             state, process = FAILED if ended and rank == 0 else RUNNING, Process(there.pid, there.started)
             whole.introduce(rank, state, step, process, there.host, there.host_id)

@@ -99,8 +99,7 @@ class Monitor:
         self._sleep(1.0 + 2 * self._between)  # until the others, which look as often, have shown the same
         error = CollectiveError("world", f"nothing queued on the GPU has ended for {self._limit:g} s")
         self._place.stacks.write(error, "\n".join(f"{one.group} {one.text}" for one in self._recorder(False)[-_LAST:]))
-        if self._place.world.launcher != "local":  # a parent reads the board itself
-            say_why(self._place)
+        say_why(self._place)
         flush_output()
         self._end(1)
 

@@ -27,7 +27,6 @@ from megazero.launcher.job_board import JobBoard
 from megazero.launcher.meeting import SLACK, Presence, call_roll, unanswered
 from megazero.launcher.monitor import Monitor, flight_recorder
 from megazero.launcher.store import deadline, open_store, until
-from megazero.launcher.world import World
 
 
 def connect(
@@ -62,7 +61,10 @@ def connect(
     backend = "nccl" if on_gpu and not world.shares_gpus else "gloo"
     # NCCL's own watchdog ends the process without a word about who is missing: it comes after ours.
     group_timeout = 2 * timeout if backend == "nccl" else timeout
-    transport = _shared_memory(world, timeout) if shared_memory and backend == "gloo" and supported() else None
+    transport = None
+    if shared_memory and backend == "gloo" and supported():
+        with contextlib.suppress(OSError):  # a sandbox without memfd: sockets do as well
+            transport = SharedMemoryTransport(world.rank, world.size, timeout)
     store, roll = _meet(place, start_timeout or timeout, _presence(fingerprint, transport))
     store.set_timeout(timeout)  # all ranks are there
     together = partial(_together, place, group_timeout.total_seconds())
@@ -141,8 +143,7 @@ def _together(place: RankContext, seconds: float, what: str) -> Iterator[None]:
 
     def give_up() -> None:  # torch waits in C++ without end
         place.status_slot.set_state(STUCK, "world")
-        if place.world.launcher != "local":  # a parent reads the board itself
-            say_why(place)
+        say_why(place)
 
     place.status_slot.begin("world", range(place.world.size), what)
     try:
@@ -153,13 +154,6 @@ def _together(place: RankContext, seconds: float, what: str) -> Iterator[None]:
     except RuntimeError as error:
         raise CollectiveError("world", f"{what}: {error}") from None
     place.status_slot.end("world")
-
-
-def _shared_memory(world: World, timeout: timedelta) -> SharedMemoryTransport | None:
-    try:
-        return SharedMemoryTransport(world.rank, world.size, timeout)
-    except OSError:  # a sandbox without memfd: sockets do as well
-        return None
 
 
 def _presence(fingerprint: str, shared_memory: SharedMemoryTransport | None) -> Presence:

@@ -61,7 +61,7 @@ def run_local(
     HEART.pause()
     sys.stdout.flush()
     sys.stderr.flush()
-    board, early = StatusBoard.private(size), False
+    board, early = StatusBoard(size), False
     ranks = _Ranks(board)
     before = handle(ranks.pass_on)
     with tempfile.TemporaryDirectory(prefix="megazero-", ignore_cleanup_errors=True) as folder:

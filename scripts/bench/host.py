@@ -223,7 +223,7 @@ def our_grid(place: Place, rank: int, size: int, store: str) -> Grid:
     if place == "alone":
         return single()
     grid = alone(0, 2, tensor=1, pipeline=1, backend="nccl", bucket=BUCKET, ledger=Ledger())
-    return grid.with_comm(replace(grid.comm, status_slot=StatusBoard.private().status_slot(0)))
+    return grid.with_comm(replace(grid.comm, status_slot=StatusBoard().status_slot(0)))
 
 
 def torch_phases(

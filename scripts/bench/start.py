@@ -192,7 +192,7 @@ def _be(rank: int, size: int, port: int, begin: float, found: list[Rehearsed]) -
     roll = call_roll(store, rank, size, TIMEOUT.total_seconds(), mine)
     done.note(counting)
     board = JobBoard(store, rank, roll)
-    slot = StatusBoard.private().status_slot(0)
+    slot = StatusBoard().status_slot(0)
     slot.take(mine.host)
     slot.move(board, rank)
     _exchange(store, rank, size)

@@ -103,6 +103,6 @@ def echoing(inner: dist.ProcessGroup | None, *, tensor: int = 1, pipeline: int =
     sizes = {"tensor": tensor, "pipeline": pipeline}
     grid = alone(0, 2, backend="nccl", bucket=BUCKET, ledger=Ledger(), **sizes)
     groups = {axis.name: EchoGroup(inner) for axis in grid.values() if axis.size > 1}
-    slot = StatusBoard.private().status_slot(0)
+    slot = StatusBoard().status_slot(0)
     echoes = replace(grid.comm, status_slot=slot, split_group=lambda **_: EchoGroup(inner))
     return grid.with_groups(groups).with_comm(echoes)

@@ -170,7 +170,7 @@ def test_the_options_of_a_communicator(few: bool, build: str, monkeypatch: pytes
 
 def test_a_host_that_waits_in_a_first_use_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the others on the board, and by the monitor: from before the call, in which NCCL holds the host."""
-    board, first_uses = StatusBoard.private(4), list[str]()
+    board, first_uses = StatusBoard(4), list[str]()
     slot = board.status_slot(0)
     slot.take("node7")
     seen: list[tuple[str, list[str], str]] = []  # what is called, first uses, the operation that is shown

@@ -39,7 +39,7 @@ class Job:
         self.places = [RankContext(World(rank, 4, 0, "srun"), self.slot(rank)) for rank in range(4)]
 
     def slot(self, rank: int) -> StatusSlot:
-        slot = StatusBoard.private().status_slot(0)
+        slot = StatusBoard().status_slot(0)
         slot.take(f"node{rank // 2}")
         slot.now(7, "forward")
         slot.begin("world", range(4), "all_reduce (loss, float32 [7])")

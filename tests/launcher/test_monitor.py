@@ -34,7 +34,7 @@ class Watched:
 
     def __init__(self, launcher: str = "local"):
         self.now, self.ends, self.slept, self.first_uses = 0.0, list[int](), list[float](), list[str]()
-        self.board, self.queued, self.number = StatusBoard.private(2), list[Recorded](), 0
+        self.board, self.queued, self.number = StatusBoard(2), list[Recorded](), 0
         slot = self.board.status_slot(0)
         slot.take("node7")
         self.place = RankContext(World(0, 2, 0, launcher), slot)
@@ -141,7 +141,7 @@ def board_of(
     numbers: Sequence[dict[str, int]], lines: Callable[[int, str], range], stalled: Sequence[int]
 ) -> list[RankStatus]:
     """A board on which each rank has begun operations up to a number, and those `stalled` wait in all of them."""
-    board = StatusBoard.private(len(numbers))
+    board = StatusBoard(len(numbers))
     for rank, counts in enumerate(numbers):
         slot = board.status_slot(rank)
         slot.take(f"node{rank}")
@@ -178,7 +178,7 @@ def test_where_all_are_stuck_the_one_that_is_behind_is_named():
 
 def test_a_stage_that_waits_for_a_message_leads_to_its_sender():
     """Stage 2 waits for 1, which waits for 0; no lane says so while it works."""
-    board = StatusBoard.private(3)
+    board = StatusBoard(3)
     slots = [board.status_slot(rank) for rank in range(3)]
     for rank, slot in enumerate(slots):
         slot.take(f"node{rank}")

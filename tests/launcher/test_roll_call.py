@@ -88,7 +88,7 @@ def test_an_odd_rank_is_named_by_rank_0(stores: Callable[[int], Store]):
 def test_the_start_has_a_timeout_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in INTERFACES:
         monkeypatch.setenv(name, "lo")
-    place = RankContext(World(0, 2, 0, "local"), StatusBoard.private().status_slot(0), tmp_path / "store")
+    place = RankContext(World(0, 2, 0, "local"), StatusBoard().status_slot(0), tmp_path / "store")
     began = time.monotonic()
     with pytest.raises(UserError, match=r"MZ-320 rank=0: 1 of 2 ranks did not come within 0\.5 s: 1;"):
         connect(place, timeout=timedelta(seconds=60), start_timeout=timedelta(seconds=0.5), fingerprint="same")
