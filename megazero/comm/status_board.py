@@ -208,12 +208,12 @@ class StatusSlot:
     def stall(self, unfinished: Iterable[tuple[str, range, str]]) -> None:
         """Show that this rank's GPU does not go on, and in which operations: (axis, ranks, text) of each.
 
-        A collective's lane holds the newest one of its axis already. Groups that are not ours are left out.
+        A collective's lane holds the newest one of its axis already.
         """
         for axis, ranks, text in unfinished:
             if axis == P2P:
                 self.begin(P2P, ranks, text)
-            elif axis in self._lanes:
+            else:
                 self._lanes[axis].open = 1
         self.set_state(STUCK, ON_DEVICE)
 

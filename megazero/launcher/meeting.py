@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import Store
 
 from megazero.base.answers import tell
 from megazero.base.errors import FailedElsewhere, UserError
-from megazero.comm.memfd import Handle
 from megazero.comm.status_board import FAILED
 from megazero.launcher.environment import RankContext
 from megazero.launcher.store import until
@@ -33,7 +32,7 @@ class Presence(NamedTuple):
         pid: of its process.
         started: the start of that process, in the kernel's ticks; 0: unknown.
         host_id: equal for ranks that can share memory.
-        handle: of its outbox; None: it has none.
+        outbox: its descriptor there; None: it has none.
     """
 
     host: str
@@ -41,7 +40,7 @@ class Presence(NamedTuple):
     pid: int
     started: int
     host_id: int
-    handle: Handle | None = None
+    outbox: int | None = None
 
 
 Verdict = tuple[int, Sequence[Presence]]  # the rank that reports a fault, and the roll; empty where there is a fault
@@ -55,7 +54,7 @@ def packed(verdict: Verdict) -> bytes:
 def unpacked(raw: bytes) -> Verdict:
     """Return the verdict that was packed."""
     speaker, roll = json.loads(zlib.decompress(raw))
-    return speaker, [Presence._make((*fields, handle and Handle(*handle))) for *fields, handle in roll]
+    return speaker, [Presence._make(fields) for fields in roll]
 
 
 def call_roll(store: Store, rank: int, size: int, seconds: float, mine: Presence) -> Sequence[Presence]:

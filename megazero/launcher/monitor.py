@@ -6,7 +6,8 @@ knows nothing of the other ranks. So process groups get twice `parallel.timeout`
 stacks into its log, and leaves by the same path as a rank on a CPU.
 
 NCCL's flight recorder knows the operations that the host has queued and that have not ended on the device. Each
-communicator has the name of its lane there.
+communicator has the name of its lane there. The parts of coalesced operations, which only code of others queues, never
+end in the recorder: operations of one communicator end in their order, so one that a later one has overtaken has ended.
 """
 
 import json
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from megazero.base.answers import flush_output
-from megazero.comm.axes import P2P
+from megazero.comm.axes import LANES, P2P
 from megazero.comm.transport.exchange import CollectiveError
 from megazero.launcher.environment import RankContext
 from megazero.launcher.exit_status import say_why
@@ -41,12 +42,14 @@ class Recorded(NamedTuple):
         number: among all of this process.
         group: the name of its communicator: that of a lane of the status slot, and for a message the other rank.
         kind: as "nccl:all_reduce".
+        ended: on the device.
         text: number in the group, kind, sizes and state.
     """
 
     number: int
     group: str
     kind: str
+    ended: bool
     text: str
 
 
@@ -60,7 +63,7 @@ class Monitor:
         place: the context of the rank.
         timeout: seconds; `parallel.timeout`.
         first_uses: the first uses of communicators that the host is in; it may wait for other ranks there.
-        recorder: returns what the flight recorder holds; with `True` what is unfinished of it.
+        recorder: returns what the flight recorder holds; with `True` what has not ended there.
         clock, sleep, end: of the system, or what stands in for them.
     """
 
@@ -90,12 +93,21 @@ class Monitor:
         under_way, now = [*(one.number for one in self._recorder(True)), *self._first_uses], self._clock()
         if not under_way or under_way != self._under_way:
             self._under_way, self._since = under_way, now
-        return now - self._since >= self._limit
+        return now - self._since >= self._limit and bool(self._first_uses or self._oldest())
+
+    def _oldest(self) -> Sequence[Recorded]:
+        """Return the oldest unfinished operation of each communicator of ours."""
+        found: dict[str, Recorded] = {}
+        for one in self._recorder(False):
+            if one.ended:
+                found.pop(one.group, None)
+            elif one.group.partition(" ")[0] in LANES:
+                found.setdefault(one.group, one)
+        return list(found.values())
 
     def give_up(self) -> None:
         """Show what this rank is stuck in, write down what is known, report it and end the process."""
-        oldest = {one.group: one for one in reversed(self._recorder(True))}
-        self._place.status_slot.stall(_lane(one) for one in oldest.values())
+        self._place.status_slot.stall(map(_lane, self._oldest()))
         self._sleep(1.0 + 2 * self._between)  # until the others, which look as often, have shown the same
         error = CollectiveError("world", f"nothing queued on the GPU has ended for {self._limit:g} s")
         self._place.stacks.write(error, "\n".join(f"{one.group} {one.text}" for one in self._recorder(False)[-_LAST:]))
@@ -136,7 +148,8 @@ def _recorded(entry: dict) -> Recorded:
     group, kind = entry["process_group"][-1], entry["profiling_name"]
     number = entry.get("collective_seq_id") or entry.get("p2p_seq_id")
     text = f"#{number} {kind} {entry.get('input_sizes')}: {entry.get('state')}"
-    return Recorded(entry["record_id"], "world" if group == _WORLD else group, kind, text)
+    ended = entry.get("state") == "completed"
+    return Recorded(entry["record_id"], "world" if group == _WORLD else group, kind, ended, text)
 
 
 def _lane(one: Recorded) -> tuple[str, range, str]:

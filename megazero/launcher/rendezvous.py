@@ -158,8 +158,8 @@ def _together(place: RankContext, seconds: float, what: str) -> Iterator[None]:
 
 def _presence(fingerprint: str, shared_memory: SharedMemoryTransport | None) -> Presence:
     """Return this rank's description for the roll call."""
-    own, handle = Process.own(), None if shared_memory is None else shared_memory.handle
-    return Presence(host_name(), fingerprint, own.pid, own.started, host_id(), handle)
+    own, outbox = Process.own(), None if shared_memory is None else shared_memory.descriptor
+    return Presence(host_name(), fingerprint, own.pid, own.started, host_id(), outbox)
 
 
 def _open_outboxes(
@@ -167,15 +167,15 @@ def _open_outboxes(
 ) -> None:
     """Map the outboxes of this host's ranks; use them only if every one of these ranks could map all."""
     own = shared_memory.rank
-    here = {rank: there.handle for rank, there in enumerate(roll) if there.host_id == roll[own].host_id}
+    here = {rank: there for rank, there in enumerate(roll) if there.host_id == roll[own].host_id}
     try:
-        for rank, handle in here.items():
-            if handle is None:
+        for rank, there in here.items():
+            if there.outbox is None:
                 raise OSError("it has no outbox")
             if rank != own:
-                shared_memory.open(rank, handle)
+                shared_memory.open(rank, there.pid, there.outbox)
         opened = True
-    except OSError:  # a hardened kernel may forbid it, or it is not what was announced; sockets do as well
+    except OSError:  # a hardened kernel may forbid it; sockets do as well
         opened = False
     store.set(f"opened/{own}", str(int(opened)))
     keys = [f"opened/{rank}" for rank in here]

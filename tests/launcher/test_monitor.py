@@ -42,7 +42,7 @@ class Watched:
             self.place,
             100.0,
             self.first_uses,
-            lambda unfinished: list(self.queued),
+            lambda unfinished: [one for one in self.queued if not (unfinished and one.ended)],
             lambda: self.now,
             self.slept.append,
             self.ends.append,
@@ -52,7 +52,7 @@ class Watched:
         self.number += 1
         if group in ("data", "tensor"):
             self.place.status_slot.begin(group, ALL, "all_gather (gather, float32 [8])")
-        self.queued.append(Recorded(self.number, group, "nccl:all_gather", f"#{self.number} [[8]]: scheduled"))
+        self.queued.append(Recorded(self.number, group, "nccl:all_gather", False, f"#{self.number} [[8]]: scheduled"))
 
     def looks(self, seconds: float) -> bool:
         """Whether the rank is found stuck while so much time passes."""
@@ -89,6 +89,17 @@ def test_a_rank_is_stuck_after_8_tenths_of_the_timeout():
     assert not watched.looks(79)
     assert watched.looks(3)
     watched.put()  # whose host goes on for a while
+    assert not watched.looks(79) and watched.looks(3)
+
+
+def test_what_a_later_operation_has_overtaken_is_not_unfinished():
+    """The recorder never sees the end of a coalesced operation's parts, nor do other groups than ours count."""
+    watched = Watched()
+    for group in ("data", "data", "of the user"):
+        watched.put(group)
+    watched.queued[1] = watched.queued[1]._replace(ended=True)
+    assert not watched.looks(500)
+    watched.put()
     assert not watched.looks(79) and watched.looks(3)
 
 
@@ -218,7 +229,7 @@ def test_the_flight_recorder_is_read_if_there_is_one():
 
     first, second = flight_recorder(True, dump)
     assert asked == [(True, True)] and first.group == "world", "torch has a name of its own for the first group"
-    assert second == Recorded(9, "tensor", "nccl:all_reduce", "#2 nccl:all_reduce [[8]]: scheduled")
+    assert second == Recorded(9, "tensor", "nccl:all_reduce", False, "#2 nccl:all_reduce [[8]]: scheduled")
     for broken in (b"", b"{}", b"[1]", b'{"entries": [1]}'):
         assert flight_recorder(True, lambda *_, broken=broken: broken) == []
     assert flight_recorder(False) == [], "nothing was queued here"
