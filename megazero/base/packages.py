@@ -69,12 +69,6 @@ def missing(name: str | None) -> UserError | None:
     return UserError(121, f"the package {package.name} is not installed for {sys.executable}", do)
 
 
-def refuse_without(module: str) -> None:
-    """Refuse what needs a package that is not installed. Raises UserError 121."""
-    if not is_installed(module) and (error := missing(module)):
-        raise error
-
-
 def refuse_sinks(*, wandb: bool = False, tensorboard: bool = False) -> None:
     """Refuse to log to what is asked for where its package is not installed. Raises UserError 160, 161."""
     what, do = "the {0} package is not installed", "run `pip install {0}`, or set observe.{0}={1}"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,6 @@ class CommContext:
             (`transport/host_staging.py`); None: they are sent directly.
         together: the context of something that all ranks do in start-up, by its name (`launcher/rendezvous.py`). With
             one rank there is nobody to wait for.
-        staging: buffers for messages received through sockets.
     """
 
     backend: str = "gloo"
@@ -49,12 +49,12 @@ class CommContext:
     split_group: Callable[..., dist.ProcessGroup | None] = split_group
     host_staging: Pool | None = None
     together: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
-    staging: Pool = field(init=False)
     _rounds: Counter[str] = field(default_factory=Counter)
 
-    def __post_init__(self) -> None:
-        staging = Pool(torch.uint8, torch.device("cpu"), self.ledger, "staging")
-        object.__setattr__(self, "staging", staging)
+    @cached_property
+    def staging(self) -> Pool:
+        """Return the buffers for messages received through sockets."""
+        return Pool(torch.uint8, torch.device("cpu"), self.ledger, "staging")
 
     def reserve(self, axis: str, rounds: int) -> int:
         """Reserve `rounds` rounds of messages on an axis; return the number of the first, the same on all its ranks."""

@@ -74,8 +74,8 @@ class Grid(dict[str, Axis]):
         Axes of other samples come first, and among these the fastest. Sums are taken in this order, so results depend
         on it to the last bit.
         """
-        rows = [row for row in reversed(AXES) if what in row.partial]
-        names = [row.name for row in sorted(rows, key=lambda row: "gradients" not in row.partial)]
+        names = [name for name in reversed(AXES) if what in AXES[name]]
+        names.sort(key=lambda name: "gradients" not in AXES[name])
         for joined, parts in JOINED.items():  # one sum instead of several
             if names[: len(parts)] == list(reversed(parts)):
                 names[: len(parts)] = [joined]
@@ -86,7 +86,7 @@ class Grid(dict[str, Axis]):
 
         See `partial`, of which this is the complement.
         """
-        return all(self[row.name].rank == 0 for row in AXES if what not in row.partial)
+        return all(self[name].rank == 0 for name, partial in AXES.items() if what not in partial)
 
     def with_comm(self, comm: CommContext) -> "Grid":
         """Return the same grid with another communication context."""
@@ -128,11 +128,11 @@ def lay_out(
     shard, replicas = shards_and_replicas(world, tensor, pipeline, shard_ranks)
     sizes = {"pipeline": pipeline, "replica": replicas, "shard": shard, "tensor": tensor}
     axes, stride = {}, world
-    for row in AXES:
-        size = sizes[row.name]
+    for name in AXES:
+        size = sizes[name]
         stride //= size
         place = rank // stride % size
-        axes[row.name] = Axis(row.name, size, place, rank - place * stride, stride, comm=comm)
+        axes[name] = Axis(name, size, place, rank - place * stride, stride, comm=comm)
     for name, parts in JOINED.items():
         axes[name] = _join(name, [axes[part] for part in parts])
     if replicas == 1:

@@ -26,16 +26,14 @@ def death(status: RankStatus, exit_code: int) -> UserError:
     Args:
         exit_code: as of subprocess: minus the signal, or the code.
     """
-    where = _where(status)
-    if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        do = "out of memory? see the system's log" if name == "SIGKILL" else "see its output above"
-        if (space := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:  # ranks inherit it
-            do = f"its address space is limited to {space >> 20:,} MB: raise `ulimit -v`, or {do}"
-        return UserError(310, f"was ended by {name} {where}, {_doing(status)}", do, **_who(status))
-    return UserError(
-        313, f"ended with exit code {exit_code} {where}, {_doing(status)}", "see its output above", **_who(status)
-    )
+    where, do = f"{_where(status)}, {_doing(status)}", "see its output above"
+    if exit_code >= 0:
+        return UserError(313, f"ended with exit code {exit_code} {where}", do, **_who(status))
+    name = signal.Signals(-exit_code).name
+    do = "out of memory? see the system's log" if name == "SIGKILL" else do
+    if (space := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:  # ranks inherit it
+        do = f"its address space is limited to {space >> 20:,} MB: raise `ulimit -v`, or {do}"
+    return UserError(310, f"was ended by {name} {where}", do, **_who(status))
 
 
 def disagreement(statuses: Sequence[RankStatus]) -> UserError | None:
