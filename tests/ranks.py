@@ -187,7 +187,7 @@ def _be(rank: int, size: int, store: Path, end: Connection, of_parent: list[Conn
         other.close()
     try:
         torch.set_num_threads(1)
-        place = RankContext(World(rank, size, rank, "local"), StatusBoard.private().status_slot(0), store)
+        place = RankContext(World(rank, size, rank, "local"), StatusBoard().status_slot(0), store)
         comm = connect(place, timeout=TIMEOUT, fingerprint="test")
         grids: dict[Axes, Grid] = {}
         gc.freeze()  # what was there before the fork: to look through it would copy it
@@ -196,7 +196,7 @@ def _be(rank: int, size: int, store: Path, end: Connection, of_parent: list[Conn
             if axes not in grids:
                 tensor, pipeline, shard = axes
                 sizes = {"tensor": tensor, "pipeline": pipeline, "shard_ranks": shard}
-                own = replace(comm, status_slot=StatusBoard.private().status_slot(0), _rounds=_From(len(grids) << 24))
+                own = replace(comm, status_slot=StatusBoard().status_slot(0), _rounds=_From(len(grids) << 24))
                 grids[axes] = make_grid(comm=own, device_type="cpu", **sizes)
             grid = grids[axes].with_comm(_with_ledger(grids[axes].comm))
             result = pickle.dumps((True, function(grid, *arguments)))  # a pipe's `send` would share tensors' memory

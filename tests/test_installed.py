@@ -23,7 +23,7 @@ _COMMANDS = r"\b(?:train|preprocess|inspect|merge|train_tokenizer)\.py\b"
 CHECKOUT = re.compile(r"\bmake (?:data|setup|quickstart|test)|\b(?:scripts|docs|data_tools|examples)/|" + _COMMANDS)
 
 NEEDED = {"torch", "numpy", "einops", "pydantic", "ruamel.yaml", "safetensors", "sentencepiece", "protobuf"}
-NEEDED |= {"rich", "xxhash"}
+NEEDED |= {"xxhash"}
 
 
 @pytest.fixture(scope="module")

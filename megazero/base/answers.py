@@ -6,8 +6,8 @@ import os
 import sys
 from contextlib import suppress
 
-from megazero.base.doing import ACTIVITIES
 from megazero.base.errors import UserError, one_line
+from megazero.base.heartbeat import HEART
 
 
 def answer(text: str) -> None:
@@ -19,7 +19,7 @@ def answer(text: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # any text on any terminal
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with ACTIVITIES.paused():
+        with HEART.paused():
             print(text, flush=True)
     except BrokenPipeError:
         return
@@ -58,7 +58,7 @@ def fail(said: object, code: int) -> int:
 
 def tell(line: object) -> None:
     """Write a line on standard error; without one the process goes on, because a message is not worth it."""
-    with ACTIVITIES.paused(), suppress(OSError, ValueError):
+    with HEART.paused(), suppress(OSError, ValueError):
         if sys.stderr is not None:
             print(line, file=sys.stderr, flush=True)
 

@@ -6,7 +6,7 @@ A process has one list of activities, `ACTIVITIES`, which code reaches from ever
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -38,15 +38,10 @@ class Doing:
 
 
 class Activities:
-    """The activities of a process, the innermost last. The outermost is always there, and `now` sets it.
-
-    Attributes:
-        paused: returns the context in which other code may write lines; set by the heartbeat that shows the activities.
-    """
+    """The activities of a process, the innermost last. The outermost is always there, and `now` sets it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
-        self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
         self._entries = [Doing("", "", 0, None, clock())]
 
     @property

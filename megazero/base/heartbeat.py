@@ -2,20 +2,20 @@
 
 Code that may take long names its work with `doing` (`doing.py`). A thread shows it:
 
-    ━━━━━╺━━━━━━ validating 40/120  1 s    a terminal: one live line below all others, removed at the end
+    ━━━━──────── validating 40/120  1 s    a terminal: one live line below all others, removed at the end
     validating 40/120  35 s                anywhere else: one line in 30 s of silence, in a phase that is as long
 
 A process has one heartbeat, `HEART`, which code reaches from everywhere as it reaches a logger. It is silent until
 `begin`, which only commands call, and only on rank 0. Other writers write inside `paused`, so that lines do not tear
-each other. Without rich a terminal is served as a file is: scripts/install.py runs before anything is installed.
+each other.
 """
 
 import atexit
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib.util import find_spec
+from contextlib import contextmanager
 from typing import TextIO
 
 from megazero.base.doing import ACTIVITIES, Activities
@@ -24,6 +24,8 @@ FIRST, SECOND = 0.6, 1.0  # on a terminal: seconds of silence before the line, a
 QUIET = 30.0  # anywhere else: seconds of silence, and of a phase, before it is named
 _LOOK = 0.2
 _PATIENCE = 1.0  # seconds for a write under way
+_BAR = 12  # columns
+_CLEAR = "\r\x1b[K"
 
 
 class Heartbeat:
@@ -31,10 +33,8 @@ class Heartbeat:
 
     def __init__(self, activities: Activities):
         self._activities, self._clock, self._lock = activities, activities.clock, threading.RLock()
-        activities.paused = self.paused
         self._stream: TextIO | None = None
         self._redraws = self._drawn = False  # it is a terminal; the live line stands on it
-        self._line = None
         self._wrote = 0.0
         self._promised = ""
         self._stop = threading.Event()
@@ -47,8 +47,8 @@ class Heartbeat:
             stream: the output; None (it was closed before the start): stay silent.
             what: the activity until another one is named.
         """
-        self._stream, self._line, self._wrote = stream, None, self._clock()
-        self._redraws = stream is not None and stream.isatty() and find_spec("rich") is not None
+        self._stream, self._wrote = stream, self._clock()
+        self._redraws = stream is not None and stream.isatty()
         self._activities.now(what)
         atexit.register(self.end)
         self.resume()
@@ -56,7 +56,7 @@ class Heartbeat:
     def end(self) -> None:
         """Stop for good."""
         self.pause()
-        self._stream, self._redraws = None, False
+        self._stream = None
 
     def pause(self) -> None:
         """Remove the line and end the thread: a fork copies no threads, but would copy a lock that one holds."""
@@ -101,63 +101,40 @@ class Heartbeat:
             if self._promised:
                 text, self._promised = self._promised, ""
                 with self.paused():
-                    self._write(text)
+                    self._write(f"{text}\n")
             now, current = self._clock(), self._activities.current
             if self._redraws:
                 if now - self._wrote >= (SECOND if self._drawn else FIRST):
                     self._draw()
             elif min(now - self._wrote, now - current.since) >= QUIET:
-                self._write(current.words(now))
+                self._write(f"{current.words(now)}\n")
                 self._wrote = now
 
     def _write(self, text: str) -> None:
-        """Write a line; nothing more once the stream is closed."""
+        """Write a text; nothing more once the stream is closed."""
         try:
             if self._stream is not None:
-                print(text, file=self._stream, flush=True)
+                self._stream.write(text)
+                self._stream.flush()
         except (OSError, ValueError):
             self._stream = None
 
     def _draw(self) -> None:
-        """Draw the live line; not again once the terminal is gone."""
-        current, self._wrote = self._activities.current, self._clock()
-        try:
-            if self._line is None:
-                self._line = _live_line(self._stream)
-            words, total = current.words(self._wrote), current.total or 1
-            self._line.update(self._line.task_ids[0], description=words, completed=current.done, total=total)
-            if self._drawn:
-                self._line.refresh()
-            else:
-                self._line.start()
-                self._line.console.show_cursor()  # rich hides it, which would outlast a process that is killed
-            self._drawn = True
-        except (OSError, ValueError):
-            self._redraws = False
+        """Draw the live line, as wide as the terminal is."""
+        current, self._wrote, self._drawn = self._activities.current, self._clock(), True
+        done = "━" * (_BAR * current.done // current.total) if current.total else ""
+        line = f"{done:─<{_BAR}.{_BAR}} {current.words(self._wrote)}"
+        self._write(_CLEAR + line[: shutil.get_terminal_size().columns - 1])
 
     def _clear(self) -> None:
         """Remove the live line."""
-        drawn, self._drawn = self._drawn, False
-        if drawn and self._line is not None:
-            with suppress(OSError, ValueError):
-                self._line.stop()
+        if self._drawn:
+            self._drawn = False
+            self._write(_CLEAR)
 
     def _beat(self) -> None:
         while not self._stop.wait(_LOOK):
             self.tick()
-
-
-def _live_line(stream: TextIO | None):
-    """Return a line of rich's with one task."""
-    from rich.console import Console  # takes 0.1 s, and most commands end sooner
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns, console = (BarColumn(12), TextColumn("{task.description}", markup=False)), Console(file=stream)
-    line = Progress(
-        *columns, console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
-    )
-    line.add_task("")
-    return line
 
 
 HEART = Heartbeat(ACTIVITIES)

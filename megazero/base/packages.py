@@ -37,7 +37,6 @@ PACKAGES = (
     Package("safetensors", "safetensors"),
     Package("sentencepiece", "sentencepiece"),
     Package("protobuf", "google.protobuf"),
-    Package("rich", "rich"),
     Package("xxhash", "xxhash"),
     Package("matplotlib", "matplotlib", use="loss.png and --draw"),
     Package("wandb", "wandb", use="observe.wandb"),
@@ -68,12 +67,6 @@ def missing(name: str | None) -> UserError | None:
         found = environment.exists()
         do = f"source {environment / 'activate'}" if found else "`make setup` makes an environment with all"
     return UserError(121, f"the package {package.name} is not installed for {sys.executable}", do)
-
-
-def refuse_without(module: str) -> None:
-    """Refuse what needs a package that is not installed. Raises UserError 121."""
-    if not is_installed(module) and (error := missing(module)):
-        raise error
 
 
 def refuse_sinks(*, wandb: bool = False, tensorboard: bool = False) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megazero.base.errors import UserError
 from megazero.base.files import replace_file
-from megazero.base.packages import refuse_without
+from megazero.base.packages import is_installed, missing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,8 +23,8 @@ def check_name(path: Path | None, verb: str) -> None:
     """Refuse a picture's name without a known format, and any picture without matplotlib. Raises UserError 100, 121."""
     if path is not None and path.suffix not in FORMATS:
         raise UserError(100, f"--draw {path}: expected a name that ends in {' or '.join(FORMATS)}", where=verb)
-    if path is not None:
-        refuse_without("matplotlib")
+    if path is not None and not is_installed("matplotlib") and (error := missing("matplotlib")):
+        raise error
 
 
 @contextmanager

@@ -65,9 +65,7 @@ def read_file(path: Path, limit: int, *, follow: bool = True) -> bytes:
         OSError: it cannot be opened or read.
     """
     with open_regular(path, follow=follow) as descriptor, open(descriptor, "rb", closefd=False) as file:
-        content = b""  # in pieces: one read would take memory for the whole limit
-        while len(content) <= limit and (block := file.read(min(MIB, limit + 1 - len(content)))):
-            content += block
+        content = file.read(limit + 1)  # the system gives no memory before it is written to
         if len(content) > limit:
             size = max(os.fstat(descriptor).st_size, len(content))  # those of /proc have a size of 0
             raise UnexpectedFileError(f"expected at most {limit:,} bytes, got {size:,}", path)

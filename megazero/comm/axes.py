@@ -2,33 +2,20 @@
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class AxisRow:
-    """One row of the table of axes.
-
-    Attributes:
-        name: of the axis.
-        partial: the sums of which each rank along the axis has a summand: "gradients" (its ranks see other samples)
-            and "loss" (of a step). Sums that are partial for some units only are in `UnitAxes` (`zero/placement.py`).
-    """
-
-    name: str
-    partial: frozenset[str]
-
-
-AXES = (  # slowest first
-    AxisRow("pipeline", frozenset({"loss"})),
-    AxisRow("replica", frozenset({"gradients", "loss"})),
-    AxisRow("shard", frozenset({"gradients", "loss"})),
-    AxisRow("tensor", frozenset()),
-)
-JOINED = {"data": ("replica", "shard"), "world": tuple(row.name for row in AXES)}
+# The axes, slowest first; and the sums of which each rank along an axis has a summand: "gradients" (its ranks see other
+# samples) and "loss" (of a step). Sums that are partial for some units only are in `UnitAxes` (`zero/placement.py`).
+AXES = {
+    "pipeline": {"loss"},
+    "replica": {"gradients", "loss"},
+    "shard": {"gradients", "loss"},
+    "tensor": set[str](),
+}
+JOINED = {"data": ("replica", "shard"), "world": tuple(AXES)}
 ENDS = "ends"  # the first and the last rank of a pipeline
 FEW_CTAS = 4  # multiprocessors of a communicator of NCCL whose messages are small or hidden
 P2P = "p2p"  # what one rank waits for from one other
 # Where operations go on; the place of each in a rank's status slot and outbox.
-LANES = (P2P, *JOINED, *(row.name for row in AXES), ENDS)
+LANES = (P2P, *JOINED, *AXES, ENDS)
 
 
 @dataclass(frozen=True)

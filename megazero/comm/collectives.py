@@ -32,7 +32,7 @@ from torch._C._autograd import _profiler_enabled
 from megazero.comm.grid import Axis
 from megazero.comm.pool import same_place
 from megazero.comm.transport.exchange import CollectiveError, Consume, Exchange, others, swap
-from megazero.comm.transport.host_staging import HostStaging
+from megazero.comm.transport.host_staging import NOTHING, HostStaging
 from megazero.comm.transport.shared_memory import SLOTS
 
 # An all-reduce of fewer elements is one exchange of everything with everyone: half the rounds, and nobody cares for
@@ -95,12 +95,11 @@ def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
     """Start the sum of all ranks' x, in its memory; x must not be touched until the end."""
     if axis.size == 1:
         return done(x)
-    tag = begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * _padded(x, axis) // axis.size)
+    tag = begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * axis.shard(x.numel()))
     if axis.comm.backend == "nccl":
-        return _nccl(axis, purpose, dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
+        return nccl_pending(axis, purpose, dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
     if (pool := axis.comm.host_staging) is not None:
         staging = HostStaging(x, pool)
-        staging.fetch(x)
         return _landing(_reduced(staging.host, axis, tag, purpose), staging, x)
     return _reduced(x, axis, tag, purpose)
 
@@ -148,10 +147,11 @@ def start_reduce_scatter(
     own = _own(x, axis)
     result = torch.empty_like(own) if out is None else out
     if axis.comm.backend == "nccl":
-        return _nccl_reduce_scatter(x, axis, purpose, own, result, accumulate=accumulate)
+        into = own if accumulate else result  # NCCL takes a rank's own part of the input as output
+        work = nccl_scatter(into, x, group=axis.group, async_op=True)
+        return nccl_pending(axis, purpose, work, lambda: result.add_(own) if accumulate else result)
     if (pool := axis.comm.host_staging) is not None:
         staging = HostStaging(x, pool)
-        staging.fetch(x)
         parts, into = staging.host.chunk(axis.size), own if accumulate else result
         scatter = _scatter(axis, tag, parts, parts[axis.rank], accumulate=False)
         landed = _landing(_exchanged(axis, purpose, scatter.start(), x), staging, into, axis.rank * into.numel())
@@ -178,11 +178,10 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
     own = _own(whole, axis)
     tag = begin("all_gather", own, axis, purpose, (axis.size - 1) * own.numel())
     if axis.comm.backend == "nccl":
-        return _nccl(axis, purpose, nccl_gather(whole, own, group=axis.group, async_op=True), lambda: whole)
+        return nccl_pending(axis, purpose, nccl_gather(whole, own, group=axis.group, async_op=True), lambda: whole)
     if (pool := axis.comm.host_staging) is not None:
-        staging = HostStaging(whole, pool)
-        place = _own_elements(staging.host, axis)
-        staging.fetch(whole.view(-1)[place], place)
+        place = _own_elements(whole.view(-1), axis)
+        staging = HostStaging(whole, pool, place)
         gather = _gather(axis, tag, staging.host.chunk(axis.size))
 
         def land() -> Tensor:  # the others' parts alone
@@ -204,10 +203,9 @@ def start_all_to_all(x: Tensor, out: Tensor, axis: Axis, purpose: str) -> Pendin
     """
     tag = begin("all_to_all", x, axis, purpose, (axis.size - 1) * len(x) // axis.size)
     if axis.comm.backend == "nccl":
-        return _nccl(axis, purpose, dist.all_to_all_single(out, x, group=axis.group, async_op=True), lambda: out)
+        return nccl_pending(axis, purpose, dist.all_to_all_single(out, x, group=axis.group, async_op=True), lambda: out)
     if (pool := axis.comm.host_staging) is not None:
-        going, coming = HostStaging(x, pool), HostStaging(out, pool)
-        going.fetch(x)
+        going, coming = HostStaging(x, pool), HostStaging(out, pool, NOTHING)
         swapped = swap(axis, tag, going.host.chunk(axis.size), coming.host.chunk(axis.size)).start()
         return _landing(_landing(_exchanged(axis, purpose, swapped, out), going), coming, out)
     return _exchanged(axis, purpose, swap(axis, tag, x.chunk(axis.size), out.chunk(axis.size)).start(), out)
@@ -303,29 +301,18 @@ def _landing(on_host: Pending, staging: HostStaging, into: Tensor | None = None,
     return on_host.then(land)
 
 
-def _nccl(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
+def nccl_pending(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
+    """Return an operation that NCCL has started; `result` is called when the stream waits for it."""
     assert work is not None, "this process is not on the axis"
-    queue = axis.comm.device_queue
-    queued = queue.put(axis.name, axis.name, axis.ranks, work)
 
     def finish() -> Tensor:
         try:
             work.wait()  # makes the stream wait, not the host
         except RuntimeError as error:
             raise CollectiveError(axis.name, str(error)) from None
-        found = result()
-        queue.waited(queued, found.device)
-        return found
+        return result()
 
     return Pending(axis, purpose, finish)
-
-
-def _nccl_reduce_scatter(
-    x: Tensor, axis: Axis, purpose: str, own: Tensor, result: Tensor, *, accumulate: bool
-) -> Pending:
-    into = own if accumulate else result  # NCCL takes a rank's own part of the input as output
-    work = nccl_scatter(into, x, group=axis.group, async_op=True)
-    return _nccl(axis, purpose, work, lambda: result.add_(own) if accumulate else result)
 
 
 def _sum(axis: Axis, own: Tensor, received: Sequence[Tensor], out: Tensor) -> Tensor:
@@ -338,8 +325,3 @@ def _sum(axis: Axis, own: Tensor, received: Sequence[Tensor], out: Tensor) -> Te
         total = torch.add(total, parts[k], out=out if k == axis.rank or not wait_for_own else total)
         wait_for_own = wait_for_own and k != axis.rank
     return total
-
-
-def _padded(x: Tensor, axis: Axis) -> int:
-    """Return the number of elements of x, rounded up to a multiple of the axis' size."""
-    return axis.shard(x.numel()) * axis.size

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
-from megazero.comm.device_queue import DeviceQueue
 from megazero.comm.ledger import Ledger
 from megazero.comm.nccl import split_group
 from megazero.comm.pool import Pool
@@ -31,13 +31,12 @@ class CommContext:
         ledger: counts traffic and memory.
         shared_memory: the transport between ranks of the same host; None: sockets are used.
         status_slot: shows the operation that this rank is in.
-        device_queue: follows what this rank queues on its GPU through NCCL.
+        first_uses: communicators of NCCL whose first use this rank is in, for the monitor (`launcher/monitor.py`).
         split_group: makes communicators of some ranks each (`nccl.py`); all ranks of the world call it.
         host_staging: the host's memory that tensors of a device go through where the backend sends from there only
             (`transport/host_staging.py`); None: they are sent directly.
         together: the context of something that all ranks do in start-up, by its name (`launcher/rendezvous.py`). With
             one rank there is nobody to wait for.
-        staging: buffers for messages received through sockets.
     """
 
     backend: str = "gloo"
@@ -45,17 +44,17 @@ class CommContext:
     bucket: int = BUCKET
     ledger: Ledger = field(default_factory=Ledger)
     shared_memory: SharedMemoryTransport | None = None
-    status_slot: StatusSlot = field(default_factory=lambda: StatusBoard.private().status_slot(0))
-    device_queue: DeviceQueue = field(default_factory=DeviceQueue)
+    status_slot: StatusSlot = field(default_factory=lambda: StatusBoard().status_slot(0))
+    first_uses: list[str] = field(default_factory=list)
     split_group: Callable[..., dist.ProcessGroup | None] = split_group
     host_staging: Pool | None = None
     together: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
-    staging: Pool = field(init=False)
     _rounds: Counter[str] = field(default_factory=Counter)
 
-    def __post_init__(self) -> None:
-        staging = Pool(torch.uint8, torch.device("cpu"), self.ledger, "staging")
-        object.__setattr__(self, "staging", staging)
+    @cached_property
+    def staging(self) -> Pool:
+        """Return the buffers for messages received through sockets."""
+        return Pool(torch.uint8, torch.device("cpu"), self.ledger, "staging")
 
     def reserve(self, axis: str, rounds: int) -> int:
         """Reserve `rounds` rounds of messages on an axis; return the number of the first, the same on all its ranks."""
@@ -63,13 +62,15 @@ class CommContext:
         self._rounds[axis] += rounds
         return first
 
-    def split(self, lines: Sequence[Sequence[int]], world: int, *, few_ctas: bool = False) -> dist.ProcessGroup | None:
+    def split(
+        self, name: str, lines: Sequence[Sequence[int]], world: int, *, few_ctas: bool = False
+    ) -> dist.ProcessGroup | None:
         """Split communicators off the world's, one for each list of ranks, and return this rank's; see `split_group`.
 
         The host waits for all `world` ranks, so that is shown.
         """
         with self.calling("world", "world", range(world), "split"):
-            return self.split_group(split_ranks=lines, timeout=self.timeout, few_ctas=few_ctas)
+            return self.split_group(split_ranks=lines, timeout=self.timeout, name=name, few_ctas=few_ctas)
 
     @contextmanager
     def calling(self, communicator: str, lane: str, ranks: range, what: str) -> Iterator[None]:
@@ -81,6 +82,9 @@ class CommContext:
         """
         text = f"first {what} of {communicator}"
         self.status_slot.begin(lane, ranks, text)
-        with self.device_queue.calling(communicator, lane, ranks, text):
+        self.first_uses.append(text)
+        try:
             yield
+        finally:
+            self.first_uses.remove(text)
         self.status_slot.end(lane)

@@ -10,7 +10,7 @@ is the identity: the same code runs, and every region, reduction and slice along
 An *axis* is a direction of the grid, a *dim* one of a tensor. A *joined* axis runs through neighbouring rows.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -57,28 +57,16 @@ class Axis:
         return range(self.first, self.first + self.size * self.stride, self.stride)
 
 
-class Grid(Mapping[str, Axis]):
+class Grid(dict[str, Axis]):
     """The axes of one rank by name: the rows of `AXES`, the joined ones, and "ends", the two ends of a pipeline.
 
     Where all data ranks are one shard group, "shard" and "data" are the same axis, and its name is "data".
     """
 
-    def __init__(self, axes: Mapping[str, Axis]):
-        self._axes = dict(axes)
-
-    def __getitem__(self, name: str) -> Axis:
-        return self._axes[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._axes)
-
-    def __len__(self) -> int:
-        return len(self._axes)
-
     @property
     def comm(self) -> CommContext:
         """Return the communication context of this rank."""
-        return self._axes["world"].comm
+        return self["world"].comm
 
     def partial(self, what: str) -> list[Axis]:
         """Return the axes along which each rank has a summand of a sum.
@@ -86,34 +74,31 @@ class Grid(Mapping[str, Axis]):
         Axes of other samples come first, and among these the fastest. Sums are taken in this order, so results depend
         on it to the last bit.
         """
-        rows = [row for row in reversed(AXES) if what in row.partial]
-        names = [row.name for row in sorted(rows, key=lambda row: "gradients" not in row.partial)]
+        names = [name for name in reversed(AXES) if what in AXES[name]]
+        names.sort(key=lambda name: "gradients" not in AXES[name])
         for joined, parts in JOINED.items():  # one sum instead of several
             if names[: len(parts)] == list(reversed(parts)):
                 names[: len(parts)] = [joined]
-        return [self._axes[name] for name in names]
+        return [self[name] for name in names]
 
     def counts(self, what: str) -> bool:
         """Return whether this rank's summand counts in a sum over the world: of ranks that have the same, the first's.
 
         See `partial`, of which this is the complement.
         """
-        return all(self._axes[row.name].rank == 0 for row in AXES if what not in row.partial)
+        return all(self[name].rank == 0 for name, partial in AXES.items() if what not in partial)
 
     def with_comm(self, comm: CommContext) -> "Grid":
         """Return the same grid with another communication context."""
-        return self._replaced({axis: replace(axis, comm=comm) for axis in self._distinct()})
+        return self._changed(lambda axis: replace(axis, comm=comm))
 
     def with_groups(self, groups: Mapping[str, dist.ProcessGroup | None]) -> "Grid":
         """Return the same grid with the process group of each axis that has more than one rank, by its name."""
-        several = [axis for axis in self._distinct() if axis.size > 1]
-        return self._replaced({axis: replace(axis, group=groups[axis.name]) for axis in several})
+        return self._changed(lambda axis: replace(axis, group=groups[axis.name]) if axis.size > 1 else axis)
 
-    def _distinct(self) -> list[Axis]:
-        return list(dict.fromkeys(self._axes.values()))
-
-    def _replaced(self, by: Mapping[Axis, Axis]) -> "Grid":
-        return Grid({name: by.get(axis, axis) for name, axis in self._axes.items()})
+    def _changed(self, change: Callable[[Axis], Axis]) -> "Grid":
+        changed = {axis: change(axis) for axis in dict.fromkeys(self.values())}
+        return Grid({name: changed[axis] for name, axis in self.items()})
 
 
 def single(comm: CommContext | None = None) -> Grid:
@@ -143,11 +128,11 @@ def lay_out(
     shard, replicas = shards_and_replicas(world, tensor, pipeline, shard_ranks)
     sizes = {"pipeline": pipeline, "replica": replicas, "shard": shard, "tensor": tensor}
     axes, stride = {}, world
-    for row in AXES:
-        size = sizes[row.name]
+    for name in AXES:
+        size = sizes[name]
         stride //= size
         place = rank // stride % size
-        axes[row.name] = Axis(row.name, size, place, rank - place * stride, stride, comm=comm)
+        axes[name] = Axis(name, size, place, rank - place * stride, stride, comm=comm)
     for name, parts in JOINED.items():
         axes[name] = _join(name, [axes[part] for part in parts])
     if replicas == 1:
@@ -194,11 +179,12 @@ def make_grid(
         groups: dict[str, dist.ProcessGroup | None] = {"world": dist.group.WORLD}
         for axis in (grid[name] for name in ("pipeline", "data", "replica", "shard", "tensor")):
             if axis.size > 1 and axis.name not in groups:
-                groups[axis.name] = _group_of(comm, lines(axis, world), few_ctas=axis.name == "pipeline")
+                groups[axis.name] = _group_of(comm, axis.name, lines(axis, world), few_ctas=axis.name == "pipeline")
         if tied and pipeline == 2 and comm.backend == "gloo":  # whose messages have names
             groups["ends"] = groups["pipeline"]
         elif tied and pipeline > 1:
-            groups["ends"] = _group_of(comm, [[ranks[0], ranks[-1]] for ranks in lines(grid["pipeline"], world)])
+            ends = [[ranks[0], ranks[-1]] for ranks in lines(grid["pipeline"], world)]
+            groups["ends"] = _group_of(comm, "ends", ends)
         if comm.backend == "nccl":
             for name, group in groups.items():
                 if group is not None:  # this rank is between the ends
@@ -207,16 +193,18 @@ def make_grid(
     return grid.with_groups(groups)
 
 
-def _group_of(comm: CommContext, groups: list[list[int]], *, few_ctas: bool = False) -> dist.ProcessGroup | None:
+def _group_of(
+    comm: CommContext, name: str, groups: list[list[int]], *, few_ctas: bool = False
+) -> dist.ProcessGroup | None:
     """Make a group for each of these lists of ranks, and return this rank's. Every rank of the world calls it.
 
     torch's device mesh would split NCCL's communicators too, but one of a single rank for each axis of size 1.
 
     Args:
-        few_ctas: see `nccl.split_group`.
+        name, few_ctas: see `nccl.split_group`.
     """
     if comm.backend == "nccl":
-        return comm.split(groups, dist.get_world_size(), few_ctas=few_ctas)
+        return comm.split(name, groups, dist.get_world_size(), few_ctas=few_ctas)
     own = None
     for ranks in groups:
         whole = len(ranks) == dist.get_world_size()

@@ -18,19 +18,21 @@ from megazero.comm.axes import FEW_CTAS
 
 
 def split_group(
-    split_ranks: Sequence[Sequence[int]], timeout: timedelta, *, few_ctas: bool = False
+    split_ranks: Sequence[Sequence[int]], timeout: timedelta, name: str, *, few_ctas: bool = False
 ) -> dist.ProcessGroup | None:
     """Split communicators off that of the world, one for each list of ranks; every rank of the world calls it.
 
     Args:
         split_ranks: lists of global ranks without a common one.
+        name: of this rank's communicator in the flight recorder: its lane in the status slot.
         few_ctas: see `options`.
 
     Returns:
         The group of this rank; None where it is in no list.
     """
     given = options(timeout, few_ctas=few_ctas)
-    return dist.split_group(split_ranks=[list(ranks) for ranks in split_ranks], timeout=timeout, pg_options=given)
+    lists = [list(ranks) for ranks in split_ranks]
+    return dist.split_group(split_ranks=lists, timeout=timeout, pg_options=given, group_desc=name)
 
 
 def options(timeout: timedelta, *, few_ctas: bool = False) -> dist.ProcessGroupNCCL.Options:

@@ -19,17 +19,9 @@ class Mark(Protocol):
         ...
 
 
-def mark(device: torch.device, used: Mark | None = None) -> Mark | None:
-    """Mark the present end of the device's current stream; return None for a CPU, which has done all of it.
-
-    Args:
-        used: a mark that nobody looks at any more, to be used again.
-    """
-    if device.type != "cuda":
-        return None
-    event = used if isinstance(used, torch.cuda.Event) else torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
+def mark(device: torch.device) -> Mark | None:
+    """Mark the present end of the device's current stream; return None for a CPU, which has done all of it."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 class StoppedError(RuntimeError):

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.collectives import all_gather, begin
+from megazero.comm.collectives import all_gather, begin, nccl_pending
 from megazero.comm.grid import Axis
-from megazero.comm.transport.exchange import CollectiveError, swap
+from megazero.comm.transport.exchange import swap
 
 Counts = list[list[int]]  # [from][to]
 
@@ -43,12 +43,8 @@ def exchange_rows(rows: Tensor, counts: Counts, axis: Axis, purpose: str) -> Ten
     if axis.comm.backend == "nccl":
         begin("all_to_all", rows[:0], axis, purpose, sent)
         received = rows.new_empty((sum(incoming), *rows.shape[1:]))
-        try:
-            dist.all_to_all_single(received, rows, incoming, outgoing, group=axis.group)
-        except RuntimeError as error:
-            raise CollectiveError(axis.name, str(error)) from None
-        axis.comm.status_slot.end(axis.name)
-        return received
+        work = dist.all_to_all_single(received, rows, incoming, outgoing, group=axis.group, async_op=True)
+        return nccl_pending(axis, purpose, work, lambda: received).wait()
     return _exchanged(rows, outgoing, incoming, max(map(max, counts)) * width, axis, purpose, sent)
 
 

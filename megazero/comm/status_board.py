@@ -1,21 +1,17 @@
 """Share the status of every rank through memory, so that others can read it when a rank no longer answers.
 
 A hung run is silent: the ranks that wait know what they wait for, not for which rank, and the missing rank cannot
-report, because it was killed, stopped, or is busy elsewhere. So each rank has a slot, a page of memory shared with the
-parent that started it or with the ranks of its host (never a file on a disk), and writes there its step, its phase and
-the last operation it began on each axis. That costs about a microsecond per operation and needs no thread, no network
-and no cooperation: any process that is left reads the slots of all (`launcher/diagnosis.py`).
+report, because it was killed, stopped, or is busy elsewhere. So each rank has a slot, a page of memory that it shares
+with the parent that started it, and writes there its step, its phase and the last operation it began on each axis. That
+costs about a microsecond per operation and needs no thread, no network and no cooperation: the parent reads the slots
+of all (`launcher/diagnosis.py`). Ranks without such a parent publish theirs when one fails (`launcher/job_board.py`).
 """
 
 import ctypes
-import hashlib
 import mmap
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 
-from megazero.comm import memfd
 from megazero.comm.axes import LANES, P2P
 from megazero.comm.processes import Process, host_id
 
@@ -34,7 +30,7 @@ class _Lane(ctypes.Structure):
 
 
 class _Page(ctypes.Structure):
-    """The memory of a slot; `last`: the lane of the operation begun last, from 1; `near`: see `_here`."""
+    """The memory of a slot; `last`: the lane of the operation begun last, from 1; `near`: see `host_id`."""
 
     _fields_ = (
         ("state", ctypes.c_uint8),
@@ -59,7 +55,6 @@ START, BUILD, TRAIN = "start", "build", "train"
 # States of a rank.
 EMPTY, RUNNING, FAILED, STUCK, DONE, STOPPED = range(6)  # stopped: by a signal, before it trained
 ON_DEVICE = "device"  # the message of a rank that is stuck in what its GPU has queued; else "AXIS axis: why"
-_NAME = "megazero-board"
 
 
 @dataclass(frozen=True)
@@ -113,7 +108,13 @@ class RankStatus:
         """Return whether it failed and said why; a rank that failed because another did says nothing."""
         return self.state == FAILED and self.message != ""
 
+    @property
+    def place(self) -> str:
+        """Return phase and host, in words."""
+        return f"in {self.phase} on {self.host}"
+
     def on(self, axis: str) -> Operation:
+        """Return the operation that it began last on an axis."""
         return self.operations[LANES.index(axis)]
 
     @property
@@ -123,26 +124,10 @@ class RankStatus:
 
 
 class StatusBoard:
-    """The slots of all ranks, over shared memory."""
+    """The slots of all ranks, in memory that only this process and the processes it forks share."""
 
-    def __init__(self, memory: mmap.mmap, size: int):
-        self._memory, self.size = memory, size
-
-    @classmethod
-    def private(cls, size: int = 1) -> "StatusBoard":
-        """Return a board in memory that only this process and the processes it forks share."""
-        return cls(mmap.mmap(-1, size * SLOT_SIZE), size)
-
-    @classmethod
-    def shared(cls, size: int) -> tuple["StatusBoard", memfd.Handle]:
-        """Return a board that other processes of this host can attach. Raises OSError."""
-        memory, handle = memfd.make(_NAME, size * SLOT_SIZE)
-        return cls(memory, size), handle
-
-    @classmethod
-    def attached(cls, handle: memfd.Handle, size: int) -> "StatusBoard":
-        """Return the board that another process has made. Raises OSError: it cannot be had, or is none."""
-        return cls(memfd.attach(handle, _NAME, size * SLOT_SIZE), size)
+    def __init__(self, size: int = 1):
+        self._memory, self.size = mmap.mmap(-1, size * SLOT_SIZE), size
 
     def status_slot(self, rank: int) -> "StatusSlot":
         """Return the slot of a rank, for that rank to write."""
@@ -157,7 +142,7 @@ class StatusBoard:
             ranks = range(lane.first, lane.first + size * stride, stride)
             operations.append(Operation(axis, lane.number, lane.open > 0, ranks, _text(lane.text)))
         last = operations[page.last - 1] if 0 < page.last <= len(LANES) else None
-        here = page.pid > 0 and page.started > 0 and page.near == _here()
+        here = page.pid > 0 and page.started > 0 and page.near == host_id()
         process = Process(page.pid, page.started) if here else None
         texts = _text(page.phase), _text(page.host)
         message = _text(page.message)
@@ -178,10 +163,15 @@ class StatusBoard:
         """Set a slot to what `raw` has returned on another host."""
         self._memory[rank * SLOT_SIZE : (rank + 1) * SLOT_SIZE] = raw[:SLOT_SIZE].ljust(SLOT_SIZE, b"\0")
 
-    def introduce(self, rank: int, state: int, host: str, pid: int) -> None:
-        """Set an empty slot to what is known of a rank that shows nothing itself."""
+    def introduce(self, rank: int, state: int, step: int, process: Process, host: str, near: int) -> None:
+        """Set an empty slot to what is known of a rank that shows nothing itself.
+
+        Args:
+            host, near: the host's name, and its `host_id`.
+        """
         page = self.page(rank)
-        page.state, page.pid, page.host = state, pid, _bytes(host, 64)
+        page.state, page.step, page.pid, page.started = state, step, process.pid, process.started
+        page.host, page.near = _bytes(host, 64), near
 
 
 class StatusSlot:
@@ -195,14 +185,14 @@ class StatusSlot:
         self._attach(board, rank)
 
     def _attach(self, board: StatusBoard, rank: int) -> None:
-        self.board, self._page = board, board.page(rank)
+        self.board, self._rank, self._page = board, rank, board.page(rank)
         self._lanes = dict(zip(LANES, self._page.lanes, strict=True))
 
     def take(self, host: str) -> None:
         """Claim the slot for this process, on the host of that name."""
         own, page = Process.own(), self._page
         ctypes.memset(ctypes.addressof(page), 0, ctypes.sizeof(page))
-        page.state, page.pid, page.started, page.near = RUNNING, own.pid, own.started, _here()
+        page.state, page.pid, page.started, page.near = RUNNING, own.pid, own.started, host_id()
         page.phase, page.host = START.encode(), _bytes(host, 64)
 
     def move(self, board: StatusBoard, rank: int) -> None:
@@ -232,29 +222,9 @@ class StatusSlot:
         self._page.message = _bytes(message, 1000)
         self._page.state = state
 
-    @property
-    def step(self) -> int:
-        """Return the step given to `now`; 0 before the first."""
-        return self._page.step
-
-    @property
-    def phase(self) -> str:
-        """Return the phase given to `now`."""
-        return _text(self._page.phase)
-
-    @property
-    def state(self) -> int:
-        return self._page.state
-
-    @property
-    def message(self) -> str:
-        """Return the message given to `set_state`."""
-        return _text(self._page.message)
-
-    @property
-    def place(self) -> str:
-        """Return phase and host, in words."""
-        return f"in {self.phase} on {_text(self._page.host)}"
+    def read(self) -> RankStatus:
+        """Return the status as others see it."""
+        return self.board.read(self._rank)
 
     def begin(self, axis: str, ranks: range, text: str) -> int:
         """Record the start of an operation; return its number on the axis."""
@@ -268,16 +238,6 @@ class StatusSlot:
     def end(self, axis: str) -> None:
         """Record the end of one of the operations begun on the axis."""
         self._lanes[axis].open -= 1
-
-
-@cache
-def _here() -> int:
-    """Return a number that is equal for processes that can see each other; a random one where the system has no id."""
-    try:
-        identity = hashlib.sha256(host_id().encode()).digest()
-    except OSError:
-        identity = os.urandom(8)
-    return int.from_bytes(identity[:8], "little")
 
 
 def _bytes(text: str, most: int) -> bytes:

@@ -6,26 +6,12 @@ after all that was queued before it, and runs beside what is queued later, until
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class Streams(Protocol):
-    """The streams of a device; a stream is what `torch.cuda.Stream` is."""
-
-    def new(self, device: torch.device) -> Any: ...
-
-    def current(self) -> Any: ...
-
-    def use(self, stream: Any) -> AbstractContextManager[object]: ...
-
-    def follow(self, behind: Any, ahead: Any) -> None: ...
-
-    def keep(self, x: torch.Tensor, stream: Any) -> None: ...
-
-
-class CudaStreams:
+class Streams:
     """The streams of a GPU, for one thread of the host.
 
     `Stream.wait_stream` would make an event for each wait. A wait keeps what the event stood for when it was queued, so
@@ -54,7 +40,7 @@ class CudaStreams:
 
 def streams_of(device: torch.device) -> Streams | None:
     """Return the streams of a device; None: what is queued there is done at once."""
-    return CudaStreams() if device.type == "cuda" else None
+    return Streams() if device.type == "cuda" else None
 
 
 class SideStream:

@@ -16,7 +16,6 @@ from megazero.base.errors import UserError
 from megazero.comm.axes import P2P
 from megazero.comm.status_board import DONE, EMPTY, FAILED, ON_DEVICE, RUNNING, STUCK, Operation, RankStatus
 
-_Wait = tuple[int, int, Operation]  # who is waited for, who waits, in what
 SLOW = "stopped, slow or cut off? raise parallel.timeout for long operations"
 STOPPED = "it is stopped (SIGSTOP, a debugger?): continue or end it"
 
@@ -27,16 +26,14 @@ def death(status: RankStatus, exit_code: int) -> UserError:
     Args:
         exit_code: as of subprocess: minus the signal, or the code.
     """
-    where = _where(status)
-    if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        do = "out of memory? see the system's log" if name == "SIGKILL" else "see its output above"
-        if (space := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:  # ranks inherit it
-            do = f"its address space is limited to {space >> 20:,} MB: raise `ulimit -v`, or {do}"
-        return UserError(310, f"was ended by {name} {where}, {_doing(status)}", do, **_who(status))
-    return UserError(
-        313, f"ended with exit code {exit_code} {where}, {_doing(status)}", "see its output above", **_who(status)
-    )
+    where, do = f"{_where(status)}, {_doing(status)}", "see its output above"
+    if exit_code >= 0:
+        return UserError(313, f"ended with exit code {exit_code} {where}", do, **_who(status))
+    name = signal.Signals(-exit_code).name
+    do = "out of memory? see the system's log" if name == "SIGKILL" else do
+    if (space := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:  # ranks inherit it
+        do = f"its address space is limited to {space >> 20:,} MB: raise `ulimit -v`, or {do}"
+    return UserError(310, f"was ended by {name} {where}", do, **_who(status))
 
 
 def disagreement(statuses: Sequence[RankStatus]) -> UserError | None:
@@ -68,9 +65,11 @@ def stuck(statuses: Sequence[RankStatus], rank: int) -> UserError:
         operation = _waits_in(statuses[culprit]) if culprit < len(statuses) else None
     if culprit == rank:  # all have begun it: whoever does not give up with the others is held up in it
         culprit = next((k for k in mine.ranks if k < len(statuses) and statuses[k].state == RUNNING), rank)
-    if (stopped := _stopped(statuses)) and culprit not in stopped:
-        return _halt(statuses[stopped[0]], f"rank {rank} waited in {mine}")
+    stopped = [status for status in statuses if status.state == RUNNING and status.is_stopped]
     blamed = statuses[culprit]
+    if stopped and blamed not in stopped:
+        what = f"did not go on {_where(stopped[0])}, {_doing(stopped[0])}; rank {rank} waited in {mine}"
+        return UserError(311, what, STOPPED, **_who(stopped[0]))
     if culprit == rank:
         return _lost(statuses, blamed, mine)
     return _no_answer(statuses, blamed, mine, waiter)
@@ -81,27 +80,20 @@ def _stuck_on_device(statuses: Sequence[RankStatus], rank: int) -> UserError:
 
     A host runs ahead of its GPU, so that having begun an operation is no proof of having taken part in it. But only a
     rank that all the others wait for has nothing unfinished: whatever it has queued, the others have queued too. So
-    the ranks that wait for each other are followed to one that is not stuck, first of all one that is behind.
+    the first to blame is a rank of an unfinished operation that is not stuck itself, then one that is behind.
     """
-    seen, lines, todo, found, behind = {rank}, set[tuple[str, range]](), [rank], list[_Wait](), list[_Wait]()
-    while todo:
-        waiter = todo.pop(0)
-        for operation in statuses[waiter].operations if statuses[waiter].state == STUCK else ():
-            if not operation.open or (operation.axis, operation.ranks) in lines:  # once for all that are in it
-                continue
-            lines.add((operation.axis, operation.ranks))
-            for other in operation.ranks:
-                if other == waiter or other >= len(statuses):
-                    continue
-                if statuses[other].state != STUCK:
-                    found.append((other, waiter, operation))
-                elif operation.axis != P2P and _missing(statuses, other, operation):
-                    behind.append((other, waiter, operation))
-                if other not in seen:
-                    seen.add(other)
-                    todo.append(other)
-    found.sort(key=lambda one: (not statuses[one[0]].is_stopped, not _missing(statuses, one[0], one[2])))
-    for culprit, waiter, operation in found or behind:
+    newest = dict[tuple[str, range], tuple[int, Operation]]()  # who waits in what, for each group of ranks
+    for status in statuses:
+        for operation in status.operations if status.state == STUCK else ():
+            before = newest.get((operation.axis, operation.ranks))
+            if operation.open and (before is None or before[1].number < operation.number):
+                newest[operation.axis, operation.ranks] = status.rank, operation
+    waits = [(k, *wait) for wait in newest.values() for k in wait[1].ranks if k != wait[0] and k < len(statuses)]
+    found = [wait for wait in waits if statuses[wait[0]].state != STUCK]
+    found = found or [wait for wait in waits if wait[2].axis != P2P and _missing(statuses, wait[0], wait[2])]
+    if found:
+        first = min(found, key=lambda one: (not statuses[one[0]].is_stopped, not _missing(statuses, one[0], one[2])))
+        culprit, waiter, operation = first
         return _no_answer(statuses, statuses[culprit], operation, waiter)
     mine = statuses[rank].open
     assert mine is not None, "it is stuck in an operation"
@@ -122,27 +114,6 @@ def _no_answer(statuses: Sequence[RankStatus], blamed: RankStatus, mine: Operati
     verb = "had ended and" if blamed.state in (DONE, FAILED) else "was not there and" if blamed.state == EMPTY else ""
     what = f"{verb} did not answer in {mine} {_where(blamed)}; {_waiting(statuses, mine, waiter)}"
     return UserError(311, what, STOPPED if blamed.is_stopped else SLOW, **_who(blamed))
-
-
-def held_up(statuses: Sequence[RankStatus]) -> UserError | None:
-    """Return why the ranks did not meet, if one of them is stopped, which the others could not know."""
-    stopped = _stopped(statuses)
-    return _halt(statuses[stopped[0]], "the others waited for it") if stopped else None
-
-
-def waited_in_vain(failed: Sequence[RankStatus]) -> bool:
-    """Return whether all of these ranks ended because another did not come, none for a reason of its own."""
-    said = [status for status in failed if status.state == STUCK or status.has_said]
-    quiet = all(status.state in (STUCK, FAILED) for status in failed)
-    return quiet and bool(said) and all(s.state == STUCK or s.message.startswith("MZ-320 ") for s in said)
-
-
-def _stopped(statuses: Sequence[RankStatus]) -> list[int]:
-    return [status.rank for status in statuses if status.state == RUNNING and status.is_stopped]
-
-
-def _halt(status: RankStatus, waiting: str) -> UserError:
-    return UserError(311, f"did not go on {_where(status)}, {_doing(status)}; {waiting}", STOPPED, **_who(status))
 
 
 def _waits_in(status: RankStatus) -> Operation | None:

@@ -53,7 +53,7 @@ class RankContext:
     @classmethod
     def of(cls, world: World) -> "RankContext":
         """Return the context of a process that no parent of ours started, with a private status slot for now."""
-        status_slot = StatusBoard.private().status_slot(0)
+        status_slot = StatusBoard().status_slot(0)
         status_slot.take(host_name())
         return cls(world, status_slot)
 
@@ -180,14 +180,12 @@ def stay_on(interface: str, environment=os.environ) -> None:
         environment.setdefault(name, interface)
 
 
-def quiet_torch(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let torch write errors only; as warnings it writes a stack for each connection to a store that has ended."""
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
 def set_for_gpus(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what a run on GPUs needs of CUDA and NCCL, unless the user has set it; to be called before CUDA starts."""
-    for name, value in GPU_SETTINGS.items():
+    """Set what a run on GPUs needs of CUDA and NCCL, unless the user has set it; to be called before CUDA starts.
+
+    torch writes errors only: as warnings it writes a stack for each connection to a store that has ended.
+    """
+    for name, value in {**GPU_SETTINGS, "TORCH_CPP_LOG_LEVEL": "ERROR"}.items():
         environment.setdefault(name, value)
 
 

@@ -13,17 +13,15 @@ from megazero.base.answers import tell
 from megazero.base.errors import FailedElsewhere, UserError
 from megazero.base.stop_signals import REQUEUE
 from megazero.comm.collectives import CollectiveError
-from megazero.comm.status_board import DONE, FAILED, STOPPED, STUCK, RankStatus, StatusBoard
+from megazero.comm.status_board import DONE, FAILED, STOPPED, STUCK, RankStatus
 from megazero.launcher.diagnosis import stuck
 from megazero.launcher.environment import RankContext
 from megazero.launcher.job_board import JobBoard
 from megazero.launcher.meeting import SLACK
 from megazero.launcher.signals import StoppedEarly
-from megazero.launcher.stacks import ask_for_stacks
 from megazero.launcher.store import deadline
 
-_TELLING = 2.0  # seconds for one rank to report for all: a launcher may end all ranks with the first one
-_GRACE = 1.0  # seconds for the other ranks to put down how they ended
+_GRACE = 1.0  # seconds for the other ranks to publish how they ended
 
 
 def outcome(main: Callable[[], int | None], place: RankContext) -> int:
@@ -39,7 +37,8 @@ def outcome(main: Callable[[], int | None], place: RankContext) -> int:
         status_slot.set_state(FAILED)
         return error.exit_code
     except UserError as error:
-        status_slot.set_state(FAILED, str(error.located(rank, status_slot.step or None, status_slot.place)))
+        where = status_slot.read()
+        status_slot.set_state(FAILED, str(error.located(rank, where.step or None, where.place)))
         return error.exit_code
     except StoppedEarly as stop:
         status_slot.set_state(STOPPED, str(int(stop.number)))
@@ -49,48 +48,49 @@ def outcome(main: Callable[[], int | None], place: RankContext) -> int:
     except BaseException:
         traceback.print_exc()
         what = "a fault of megazero's own, see the traceback above"
-        status_slot.set_state(FAILED, str(UserError(390, what, rank=rank, step=status_slot.step or None)))
+        status_slot.set_state(FAILED, str(UserError(390, what, rank=rank, step=status_slot.read().step or None)))
         return 1
     status_slot.set_state(DONE)
     return code or 0
 
 
 def say_why(place: RankContext) -> None:
-    """Print why the run failed, if this rank knows it and no other says the same. For ranks without a parent."""
-    own, board = place.status_slot, place.status_slot.board
-    if own.state not in (FAILED, STUCK):
+    """Print why the run failed, if this rank knows it and no other says the same; a local parent does so itself."""
+    own, board = place.status_slot.read(), place.status_slot.board
+    if place.world.launcher == "local":
         return
     if not isinstance(board, JobBoard):  # it did not meet the others
         if own.state == FAILED and own.message:
             tell(own.message)
-        return
-    with deadline(_GRACE + SLACK, lambda: _say_alone(place, board.known())):
-        try:
-            board.raise_alarm()
-            time.sleep(_GRACE)
-            statuses = board.read_all()
-            if place.world.rank == next((s.rank for s in statuses if s.state == STUCK and s.process is not None), None):
-                ask_for_stacks(statuses)
-            if own.state == FAILED and own.message and board.is_first(own.message):
-                tell(own.message)
-            elif own.state == STUCK and board.is_first("stuck"):
-                _say_stuck(board.gather())
-            elif own.state == STUCK:
-                time.sleep(_TELLING)
-        except RuntimeError:  # the store has ended with rank 0
-            _say_alone(place, board.known(ended=True))
+    elif own.state in (FAILED, STUCK):
+        with deadline(3 * _GRACE + SLACK, lambda: _say_alone(board, place.world.rank)):
+            try:
+                _say_once(board, place.world.rank)
+            except RuntimeError:  # the store has ended with rank 0
+                _say_alone(board, place.world.rank, ended=True)
 
 
-def _say_alone(place: RankContext, known: StatusBoard) -> None:
-    """Print the fault without the store, if this is the first rank of its host that has this one."""
-    own, statuses = known.read(place.world.rank), known.read_all()
-    same = (one for one in statuses if one.process is not None and one.state == own.state)
-    if next(one.rank for one in same if one.message == own.message or own.state == STUCK) != own.rank:
-        return
-    if own.state == STUCK:
-        _say_stuck(statuses)
-    elif own.message:
+def _say_once(board: JobBoard, rank: int) -> None:
+    """Print why this rank failed, unless another one of the job says so. Raises RuntimeError: the store has ended."""
+    own = board.read(rank)
+    board.raise_alarm()
+    if own.state == FAILED:
+        if own.message and board.is_first(own.message):
+            tell(own.message)
+    elif board.is_first("stuck"):
+        _say_stuck(board.gather(_GRACE))
+    else:
+        time.sleep(_GRACE)
+    time.sleep(_GRACE)  # for the others: a launcher may end all ranks with the first one, and rank 0 the store
+
+
+def _say_alone(board: JobBoard, rank: int, *, ended: bool = False) -> None:
+    """Print the fault without the store, if nobody else does: of those that are stuck the first rank of the host."""
+    own = board.read(rank)
+    if own.state == FAILED and own.message:
         tell(own.message)
+    elif own.state == STUCK and not board.has_heard and rank == next((other for other in board.here if other), rank):
+        _say_stuck(board.known(ended=ended).read_all())
 
 
 def _say_stuck(statuses: list[RankStatus]) -> None:

@@ -1,9 +1,13 @@
-"""Notice from a thread that what a rank has queued on its GPU does not go on, and end the process with the reason.
+"""Notice from a thread that the operations of a rank's GPU do not go on, and end the process with the reason.
 
 On NCCL no wait of the host ends by itself: it waits for the device until NCCL's own watchdog aborts the process, which
 knows nothing of the other ranks. So process groups get twice `parallel.timeout`, and this thread ends the rank after
-0.8 of it: the rank shows what it is stuck in, waits until the others have done the same, writes its stacks and what
-NCCL's flight recorder holds into its log, and leaves by the same path as a rank on a CPU.
+0.8 of it: the rank shows the operations that it is stuck in, waits until the others have done the same, writes its
+stacks into its log, and leaves by the same path as a rank on a CPU.
+
+NCCL's flight recorder knows the operations that the host has queued and that have not ended on the device. Each
+communicator has the name of its lane there. The parts of coalesced operations, which only code of others queues, never
+end in the recorder: operations of one communicator end in their order, so one that a later one has overtaken has ended.
 """
 
 import json
@@ -13,22 +17,40 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from megazero.base.answers import flush_output
-from megazero.comm.device_queue import DeviceQueue, Queued
+from megazero.comm.axes import LANES, P2P
 from megazero.comm.transport.exchange import CollectiveError
 from megazero.launcher.environment import RankContext
 from megazero.launcher.exit_status import say_why
 
 _SHARE = 0.8  # of the timeout: before any other rank gives up for another reason
-_LOOKS = 40  # within that time
-_LONGEST = 1.0  # seconds between two looks
-_LAST = 20  # operations of the flight recorder
+_LOOKS = 20  # within that time
+_LAST = 20  # operations of the flight recorder that the log shows
+_WORLD = "default_pg"  # torch's name of the first process group
+
+
+class Recorded(NamedTuple):
+    """An operation that NCCL's flight recorder holds.
+
+    Attributes:
+        number: among all of this process.
+        group: the name of its communicator: that of a lane of the status slot, and for a message the other rank.
+        kind: as "nccl:all_reduce".
+        ended: on the device.
+        text: number in the group, kind, sizes and state.
+    """
+
+    number: int
+    group: str
+    kind: str
+    ended: bool
+    text: str
 
 
 class Monitor:
@@ -38,79 +60,99 @@ class Monitor:
     rank that computes, saves or waits for a disk has nothing unfinished, or its queue moves.
 
     Args:
-        queue: of this rank.
         place: the context of the rank.
         timeout: seconds; `parallel.timeout`.
+        first_uses: the first uses of communicators that the host is in; it may wait for other ranks there.
+        recorder: returns what the flight recorder holds; with `True` what has not ended there.
         clock, sleep, end: of the system, or what stands in for them.
     """
 
     def __init__(
         self,
-        queue: DeviceQueue,
         place: RankContext,
         timeout: float,
+        first_uses: Sequence[str],
+        recorder: Callable[[bool], list[Recorded]],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
         end: Callable[[int], object] = os._exit,
     ):
-        self._queue, self._place, self._limit = queue, place, _SHARE * timeout
+        self._place, self._limit, self._first_uses, self._recorder = place, _SHARE * timeout, first_uses, recorder
         self._clock, self._sleep, self._end = clock, sleep, end
-        self._between = min(_LONGEST, self._limit / _LOOKS)
-        self._moves, self._since = queue.moves, clock()
+        self._between = self._limit / _LOOKS
+        self._under_way: list[int | str] = []
+        self._since = clock()
 
     def start(self) -> None:
         """Look in the background, until the process group that is there now is destroyed."""
         group = weakref.ref(dist.group.WORLD)  # a thread that held it would end it, in its own time
         threading.Thread(target=self._watch, args=(group,), name="monitor", daemon=True).start()
 
-    def look(self) -> Sequence[Queued]:
-        """Return what this rank is stuck in; nothing as long as it goes on."""
-        unfinished, now = self._queue.unfinished(), self._clock()
-        if not unfinished or self._queue.moves != self._moves:
-            self._moves, self._since = self._queue.moves, now
-        return unfinished if now - self._since >= self._limit else ()
+    def is_stuck(self) -> bool:
+        """Look, and return whether this rank does not go on."""
+        under_way, now = [*(one.number for one in self._recorder(True)), *self._first_uses], self._clock()
+        if not under_way or under_way != self._under_way:
+            self._under_way, self._since = under_way, now
+        return now - self._since >= self._limit and bool(self._first_uses or self._oldest())
 
-    def give_up(self, stuck: Sequence[Queued]) -> None:
+    def _oldest(self) -> Sequence[Recorded]:
+        """Return the oldest unfinished operation of each communicator of ours."""
+        found: dict[str, Recorded] = {}
+        for one in self._recorder(False):
+            if one.ended:
+                found.pop(one.group, None)
+            elif one.group.partition(" ")[0] in LANES:
+                found.setdefault(one.group, one)
+        return list(found.values())
+
+    def give_up(self) -> None:
         """Show what this rank is stuck in, write down what is known, report it and end the process."""
-        self._place.status_slot.stall((one.axis, one.ranks, one.text) for one in stuck)
+        self._place.status_slot.stall(map(_lane, self._oldest()))
         self._sleep(1.0 + 2 * self._between)  # until the others, which look as often, have shown the same
-        what = f"nothing queued on the GPU has ended for {self._limit:g} s"
-        self._place.stacks.write(CollectiveError(stuck[-1].axis, what), "\n".join(flight_recorder()))
-        if self._place.world.launcher != "local":  # a parent reads the board itself
-            say_why(self._place)
+        error = CollectiveError("world", f"nothing queued on the GPU has ended for {self._limit:g} s")
+        self._place.stacks.write(error, "\n".join(f"{one.group} {one.text}" for one in self._recorder(False)[-_LAST:]))
+        say_why(self._place)
         flush_output()
         self._end(1)
 
     def _watch(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
         """Look until the group is destroyed: there may be another one by then, with a monitor of its own."""
         device = self._place.world.device
-        with (
-            torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-        ):  # a thread begins with the first one
+        # A thread begins with the first device.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             while True:
                 self._sleep(self._between)
                 if not dist.is_initialized() or dist.group.WORLD is not group():
                     return
-                if stuck := self.look():
-                    self.give_up(stuck)
+                if self.is_stuck():
+                    self.give_up()
                     return
 
 
-def flight_recorder(dump: Callable[..., bytes] | None = None) -> list[str]:
-    """Return the last operations that NCCL's flight recorder holds, one a line, the newest last; none where it is off.
+def flight_recorder(unfinished: bool, dump: Callable[[bool, bool], bytes] | None = None) -> list[Recorded]:
+    """Return the operations that NCCL's flight recorder holds, the newest last; none where it is off.
 
     Args:
-        dump: stands in for torch's own.
+        unfinished: return only those that have not ended on the device.
+        dump: stands in for torch's own, which takes (with the operations, only the unfinished ones).
     """
     dump = dump or getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
     try:
-        entries = json.loads(dump(True, False))["entries"][-_LAST:] if dump is not None else []
-        return [_shown(entry) for entry in entries]
+        entries = json.loads(dump(True, unfinished))["entries"] if dump is not None else []
+        return [_recorded(entry) for entry in entries]
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):  # torch makes no promise about it
         return []
 
 
-def _shown(entry: dict[str, Any]) -> str:
-    group = entry.get("process_group", ["?"])[-1]
+def _recorded(entry: dict) -> Recorded:
+    group, kind = entry["process_group"][-1], entry["profiling_name"]
     number = entry.get("collective_seq_id") or entry.get("p2p_seq_id")
-    return f"{group} #{number} {entry.get('profiling_name')} {entry.get('input_sizes')}: {entry.get('state')}"
+    text = f"#{number} {kind} {entry.get('input_sizes')}: {entry.get('state')}"
+    ended = entry.get("state") == "completed"
+    return Recorded(entry["record_id"], "world" if group == _WORLD else group, kind, ended, text)
+
+
+def _lane(one: Recorded) -> tuple[str, range, str]:
+    """Return the lane of an operation in the status slot, and for a message the other rank and the kind."""
+    lane, _, peer = one.group.partition(" ")
+    return lane, range(int(peer), int(peer) + 1) if lane == P2P else range(0), one.kind

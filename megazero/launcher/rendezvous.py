@@ -3,7 +3,6 @@
 import contextlib
 import os
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -11,12 +10,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.distributed_c10d import _abort_process_group
 
 from megazero.base.answers import flush_output
 from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.context import BUCKET, CommContext
-from megazero.comm.device_queue import DeviceQueue
 from megazero.comm.ledger import Ledger
 from megazero.comm.nccl import options
 from megazero.comm.processes import Process, host_id
@@ -26,13 +23,10 @@ from megazero.comm.transport.host_staging import staging_pool
 from megazero.comm.transport.shared_memory import Outbox, SharedMemoryTransport, supported
 from megazero.launcher.environment import RankContext, host_name, stay_on
 from megazero.launcher.exit_status import say_why
-from megazero.launcher.job_board import job_board
+from megazero.launcher.job_board import JobBoard
 from megazero.launcher.meeting import SLACK, Presence, call_roll, unanswered
-from megazero.launcher.monitor import Monitor
-from megazero.launcher.store import deadline, get, open_store
-from megazero.launcher.world import World
-
-_ABORT = 10.0  # seconds for NCCL to give its communicators up
+from megazero.launcher.monitor import Monitor, flight_recorder
+from megazero.launcher.store import deadline, open_store, until
 
 
 def connect(
@@ -67,15 +61,18 @@ def connect(
     backend = "nccl" if on_gpu and not world.shares_gpus else "gloo"
     # NCCL's own watchdog ends the process without a word about who is missing: it comes after ours.
     group_timeout = 2 * timeout if backend == "nccl" else timeout
-    transport = _shared_memory(world, timeout) if shared_memory and backend == "gloo" and supported() else None
+    transport = None
+    if shared_memory and backend == "gloo" and supported():
+        with contextlib.suppress(OSError):  # a sandbox without memfd: sockets do as well
+            transport = SharedMemoryTransport(world.rank, world.size, timeout)
     store, roll = _meet(place, start_timeout or timeout, _presence(fingerprint, transport))
     store.set_timeout(timeout)  # all ranks are there
     together = partial(_together, place, group_timeout.total_seconds())
-    ledger, queue = Ledger(), DeviceQueue()
+    ledger, first_uses = Ledger(), list[str]()
     if transport is not None:
         ledger.hold("staging", Outbox.size(world.size))
         with together("shared memory"):
-            _open_outboxes(transport, store, roll)
+            _open_outboxes(transport, store, roll, timeout.total_seconds())
     if on_gpu:
         torch.cuda.set_device(world.device)
     with together("process group"):
@@ -89,11 +86,11 @@ def connect(
             pg_options=options(group_timeout, few_ctas=True) if backend == "nccl" else None,
         )
     if backend == "nccl":
-        Monitor(queue, place, timeout.total_seconds()).start()
+        Monitor(place, timeout.total_seconds(), first_uses, flight_recorder).start()
     staging = staging_pool(world.device, ledger) if on_gpu and backend == "gloo" else None
     slot = place.status_slot
     return CommContext(
-        backend, group_timeout, bucket, ledger, transport, slot, queue, host_staging=staging, together=together
+        backend, group_timeout, bucket, ledger, transport, slot, first_uses, host_staging=staging, together=together
     )
 
 
@@ -111,13 +108,9 @@ def leave_at_once(code: int) -> None:
     Args:
         code: the exit code.
     """
-    if not dist.is_initialized() or dist.get_backend() != "nccl":
-        return
-    aborting = threading.Thread(target=_abort_process_group, daemon=True)  # which may wait for the device
-    aborting.start()
-    aborting.join(_ABORT)
-    flush_output()
-    os._exit(code)
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        flush_output()
+        os._exit(code)
 
 
 def _meet(place: RankContext, start_timeout: timedelta, mine: Presence) -> tuple[Store, Sequence[Presence]]:
@@ -129,7 +122,7 @@ def _meet(place: RankContext, start_timeout: timedelta, mine: Presence) -> tuple
         with deadline(2 * (seconds + SLACK), lambda: unanswered(place)):
             roll = call_roll(store, rank, size, seconds, mine)
             if place.store is None:  # else the local parent has made a board for all
-                place.status_slot.move(job_board(store, rank, roll), rank)
+                place.status_slot.move(JobBoard(store, rank, roll), rank)
             return store, roll
     except RuntimeError as error:  # torch's: rank 0 served the store, and has ended
         if rank == 0:
@@ -150,8 +143,7 @@ def _together(place: RankContext, seconds: float, what: str) -> Iterator[None]:
 
     def give_up() -> None:  # torch waits in C++ without end
         place.status_slot.set_state(STUCK, "world")
-        if place.world.launcher != "local":  # a parent reads the board itself
-            say_why(place)
+        say_why(place)
 
     place.status_slot.begin("world", range(place.world.size), what)
     try:
@@ -164,36 +156,30 @@ def _together(place: RankContext, seconds: float, what: str) -> Iterator[None]:
     place.status_slot.end("world")
 
 
-def _shared_memory(world: World, timeout: timedelta) -> SharedMemoryTransport | None:
-    try:
-        host_id()
-        return SharedMemoryTransport(world.rank, world.size, timeout)
-    except OSError:  # a sandbox without /proc or memfd: sockets do as well
-        return None
-
-
 def _presence(fingerprint: str, shared_memory: SharedMemoryTransport | None) -> Presence:
     """Return this rank's description for the roll call."""
-    own, near = Process.own(), ""
-    with contextlib.suppress(OSError):  # the system does not say
-        near = host_id()
-    handle = None if shared_memory is None else shared_memory.handle
-    return Presence(host_name(), fingerprint, own.pid, own.started, near, handle)
+    own, outbox = Process.own(), None if shared_memory is None else shared_memory.descriptor
+    return Presence(host_name(), fingerprint, own.pid, own.started, host_id(), outbox)
 
 
-def _open_outboxes(shared_memory: SharedMemoryTransport, store: Store, roll: Sequence[Presence]) -> None:
+def _open_outboxes(
+    shared_memory: SharedMemoryTransport, store: Store, roll: Sequence[Presence], seconds: float
+) -> None:
     """Map the outboxes of this host's ranks; use them only if every one of these ranks could map all."""
     own = shared_memory.rank
-    here = {rank: there.handle for rank, there in enumerate(roll) if there.host_id == roll[own].host_id}
+    here = {rank: there for rank, there in enumerate(roll) if there.host_id == roll[own].host_id}
     try:
-        for rank, handle in here.items():
-            if handle is None:
+        for rank, there in here.items():
+            if there.outbox is None:
                 raise OSError("it has no outbox")
             if rank != own:
-                shared_memory.open(rank, handle)
+                shared_memory.open(rank, there.pid, there.outbox)
         opened = True
-    except OSError:  # a hardened kernel may forbid it, or it is not what was announced; sockets do as well
+    except OSError:  # a hardened kernel may forbid it; sockets do as well
         opened = False
     store.set(f"opened/{own}", str(int(opened)))
-    if all(said == b"1" for said in get(store, [f"opened/{rank}" for rank in here])):
+    keys = [f"opened/{rank}" for rank in here]
+    if not until(lambda: store.check(keys), seconds):  # torch's own wait handles no signal
+        raise RuntimeError("a rank of this host did not answer")
+    if all(said == b"1" for said in store.multi_get(keys)):
         shared_memory.reached = frozenset(here)

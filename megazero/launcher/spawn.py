@@ -22,16 +22,17 @@ from megazero.base.answers import flush_output, tell
 from megazero.base.heartbeat import HEART
 from megazero.base.stop_signals import NOTED, REQUEUE, ended_by, handle, restore
 from megazero.comm.status_board import BUILD, DONE, START, STOPPED, STUCK, RankStatus, StatusBoard
-from megazero.launcher.diagnosis import death, disagreement, held_up, stuck, waited_in_vain
+from megazero.launcher.diagnosis import death, disagreement, stuck
 from megazero.launcher.environment import RankContext, host_name, threads_for
 from megazero.launcher.exit_status import outcome
 from megazero.launcher.signals import TWICE
-from megazero.launcher.stacks import ask_for_stacks
+from megazero.launcher.stacks import ASK
 from megazero.launcher.world import World
 
 _POLL = 0.02  # seconds between looks at the ranks
 _GRACE = 1.0  # seconds that ranks have to say what happened after the first one ended
 _EARLY = 0.5  # seconds that ranks have to end by themselves when a signal comes before the first step
+_WRITING = 0.5  # seconds that ranks have to write their stacks
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 
 
@@ -60,7 +61,7 @@ def run_local(
     HEART.pause()
     sys.stdout.flush()
     sys.stderr.flush()
-    board, early = StatusBoard.private(size), False
+    board, early = StatusBoard(size), False
     ranks = _Ranks(board)
     before = handle(ranks.pass_on)
     with tempfile.TemporaryDirectory(prefix="megazero-", ignore_cleanup_errors=True) as folder:
@@ -151,17 +152,15 @@ class _Ranks:
             self._impatient or {-self.signalled, 128 + self.signalled} & set(self.ended.values())
         ):
             return 128 + self.signalled, ended_by(self.signalled)
-        error = None
-        if waited_in_vain([statuses[rank] for rank in failed]):
-            ask_for_stacks(statuses)
-            if all(statuses[rank].state != STUCK for rank in failed):
-                error = held_up(statuses)
-        if error is None and (said := [rank for rank in failed if statuses[rank].has_said]):
+        if said := [rank for rank in failed if statuses[rank].has_said]:
             return self.ended[said[0]], statuses[said[0]].message
-        if error is None and (died := [r for r in failed if self.ended[r] < 0 or statuses[r].state != STUCK]):
+        if died := [rank for rank in failed if self.ended[rank] < 0 or statuses[rank].state != STUCK]:
             # torch ends a process whose message has another length than expected; then the ranks disagree
             error = disagreement(statuses) or death(statuses[died[0]], self.ended[died[0]])
-        error = error or stuck(statuses, failed[0])
+        else:
+            self._send(ASK)
+            time.sleep(_WRITING if self.pids else 0.0)
+            error = stuck(statuses, failed[0])
         return error.exit_code, str(error)
 
     def kill(self) -> None:
@@ -210,6 +209,7 @@ def _be(place: RankContext, main: Callable[[RankContext], int | None], parent: i
             os._exit(1)
         os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the parent, which passes it on
         handle(signal.SIG_DFL)
+        signal.signal(ASK, signal.SIG_IGN)  # until there is a log to write stacks to
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if trains:
             place.signals.note()

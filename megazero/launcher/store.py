@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -72,18 +72,6 @@ def until(ready: Callable[[], bool], seconds: float) -> bool:
         time.sleep(min(pause, left))
         pause = min(2 * pause, _LONGEST_PAUSE)
     return True
-
-
-def get(store: Store, keys: Sequence[str]) -> list[bytes]:
-    """Return the values of keys that others set. It polls, as torch's client handles no signal while it waits.
-
-    Raises:
-        RuntimeError: they are not there within the store's timeout.
-    """
-    timeout: timedelta = store.timeout  # type: ignore[attr-defined]  # which torch's description lacks
-    if not until(lambda: store.check(list(keys)), timeout.total_seconds()):
-        raise RuntimeError(f"no rank has set {', '.join(keys)}")
-    return store.multi_get(list(keys))
 
 
 @contextlib.contextmanager

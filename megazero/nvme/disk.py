@@ -42,7 +42,7 @@ class Disk(PagedHome):
         folders: one on each disk.
         ledger: counts what rests there (as nvme_CATEGORY), the memory for pieces, and, as axis "disk", traffic.
         memory: most bytes of the host for pieces that are on their way.
-        queue: does the transfers.
+        queue: does the transfers; closed with the disk, and where that cannot be made.
         device: from which values are sent, and to which they are brought, beside those of the host.
         window: elements of a piece.
 
@@ -63,12 +63,18 @@ class Disk(PagedHome):
         self.window = window
         self._ledger, self._queue = ledger, queue
         self._crossing = Crossing(device or torch.device("cpu"))
-        self._files = [_opened(folder) for folder in folders]
         self._sizes = [0] * len(folders)
         self._buffers: dict[int, tuple[Tensor, list[Piece]]] = {}  # by the storage of their handles
         self._traffic = PieceTraffic(queue, PieceMemory(memory, self._crossing.memory, ledger))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="disk")
         self._sent: deque[Future[None]] = deque()
+        self._files: list[UnnamedFile] = []
+        try:
+            for folder in folders:
+                self._files.append(_opened(folder))
+        except UserError:
+            self.close()
+            raise
 
     @property
     def direct(self) -> bool:

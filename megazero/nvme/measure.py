@@ -22,12 +22,12 @@ _FIRST, _ENOUGH = 8 << 20, 0.05  # bytes, and the seconds that they must take to
 _RANDOM = 1 << 20  # bytes, again and again: nothing that a file system could compress
 
 
-def speeds(folder: Path, most: int, seconds: float = math.inf) -> list[DiskSpeed]:
-    """Return the speed of each setting, of one at least.
+def best_speed(folder: Path, most: int, seconds: float = math.inf) -> DiskSpeed:
+    """Return the speed of the setting with which bytes are read and written back soonest.
 
     Args:
         most: bytes to take of the disk, and of memory.
-        seconds: behind which no more settings are tried.
+        seconds: behind which no more settings are tried; one always is.
 
     Raises:
         BuildError: the queue cannot be built.
@@ -42,12 +42,7 @@ def speeds(folder: Path, most: int, seconds: float = math.inf) -> list[DiskSpeed
             with closing(DiskQueue(depth=depth, block=block)) as queue:
                 write, read = (len(memory) / _seconds(queue, file, memory, write=way) for way in (True, False))
             found.append(DiskSpeed(queue.engine, file.direct, depth, block, read, write))
-    return found
-
-
-def best_speed(folder: Path, most: int, seconds: float = math.inf) -> DiskSpeed:
-    """Return the speed of the setting with which bytes are read and written back soonest; see `speeds`."""
-    return min(speeds(folder, most, seconds), key=lambda one: 1 / one.read + 1 / one.write)
+    return min(found, key=lambda one: 1 / one.read + 1 / one.write)
 
 
 def _memory(file: UnnamedFile, most: int, enough: float) -> torch.Tensor:

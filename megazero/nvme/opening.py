@@ -41,11 +41,7 @@ def open_disk(folders: Sequence[Path], ledger: Ledger, memory: int, device: torc
     except (BuildError, OSError) as error:
         do = "run megazero doctor, which says what is missing"
         raise UserError(607, f"no queue of transfers to disks: {error}", do) from None
-    try:
-        disks = Disk(folders, ledger, memory, queue, device)
-    except UserError:
-        queue.close()
-        raise
+    disks = Disk(folders, ledger, memory, queue, device)
     way = "past the system's cache" if disks.direct else "through the system's cache: no direct I/O there"
     return disks, f"by {queue.engine}, {way}, {depth} blocks of {block >> 10} KiB in flight{said}"
 

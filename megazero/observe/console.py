@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import TextIO
 
-from megazero.base.doing import ACTIVITIES
+from megazero.base.heartbeat import HEART
 from megazero.observe.metrics import VALID_LOSS, Value, valid_losses
 from megazero.observe.sinks import Sink
 
@@ -52,7 +52,7 @@ class ConsoleSink(Sink):
         line = self._text(row, self._time_left(row))
         try:
             if self._stream is not None:
-                with ACTIVITIES.paused():
+                with HEART.paused():
                     print(line, file=self._stream, flush=True)
         except (OSError, ValueError) as error:  # ValueError: the stream object itself was closed
             self._stream = None

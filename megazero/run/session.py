@@ -94,7 +94,7 @@ def _train(run: Run, place: RankContext) -> int:
         warn(f"{folder.path}: taken over from a job that has died ({dead})")
     run.agree(lambda: settle_in(run, place.stacks))
     if isinstance(place.status_slot.board, JobBoard):
-        place.status_slot.board.listen()
+        place.status_slot.board.listen(place.stacks)
     return _train_in(run, place)
 
 

@@ -25,14 +25,13 @@ def run(options: argparse.Namespace) -> int:
     from megazero.config.changes import permitted
     from megazero.config.file import load, name_of
     from megazero.config.flat import option_keys
-    from megazero.launcher.environment import quiet_torch, set_for_gpus, world_from_environment
+    from megazero.launcher.environment import set_for_gpus, world_from_environment
     from megazero.tools.training.early_look import look
 
     world = world_from_environment()
     before = handle(end_at_once if world.rank == 0 else end_silently)
     try:
         set_for_gpus()
-        quiet_torch()
         if world.rank:
             HEART.end()
         config = load(options.config, options.overrides)

@@ -45,7 +45,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megazero.builders.assemble import build
 from megazero.comm.context import BUCKET
-from megazero.comm.device_queue import DeviceQueue
 from megazero.comm.fake_group import alone
 from megazero.comm.grid import Grid, single
 from megazero.comm.ledger import Ledger
@@ -224,8 +223,7 @@ def our_grid(place: Place, rank: int, size: int, store: str) -> Grid:
     if place == "alone":
         return single()
     grid = alone(0, 2, tensor=1, pipeline=1, backend="nccl", bucket=BUCKET, ledger=Ledger())
-    shown = {"status_slot": StatusBoard.private().status_slot(0), "device_queue": DeviceQueue()}
-    return grid.with_comm(replace(grid.comm, **shown))
+    return grid.with_comm(replace(grid.comm, status_slot=StatusBoard().status_slot(0)))
 
 
 def torch_phases(

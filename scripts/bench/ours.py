@@ -40,7 +40,7 @@ def meet(rank: int, size: int, store: str) -> None:
 
 def comm_of(rank: int, size: int, store: str, *, transport: str = SHARED) -> tuple[RankContext, CommContext]:
     """Meet the other ranks at the file `store`; return this rank's place and its communication."""
-    place = RankContext(World(rank, size, rank, "local"), StatusBoard.private().status_slot(0), Path(store))
+    place = RankContext(World(rank, size, rank, "local"), StatusBoard().status_slot(0), Path(store))
     shared = transport == SHARED
     return place, connect(place, timeout=timedelta(seconds=120), fingerprint="", shared_memory=shared)
 

@@ -4,7 +4,7 @@
 
 A rank is a thread with connections of its own; `PROCESSES` processes have them, and one more has rank 0 and the store,
 as in a job. Eight ranks are a pretended host. What is rehearsed is what goes through the store: connecting, the roll
-call, the hosts' boards, one key for each communicator of a grid as NCCL exchanges them (tensor 8,
+call, one key for each communicator of a grid as NCCL exchanges them (tensor 8,
 pipeline 4, where there are so many ranks), and a failure, on which every rank publishes its slot and one reads them
 all. The roll is unpacked once in a process (20 ms for 2,048 ranks, which real ranks take at the same time). Neither
 torch's process groups nor NCCL's connections are made, and nothing goes over a network.
@@ -37,14 +37,15 @@ from megazero.comm.grid import lay_out
 from megazero.comm.processes import Process
 from megazero.comm.status_board import STUCK, StatusBoard, StatusSlot
 from megazero.launcher import meeting
-from megazero.launcher.job_board import JobBoard, job_board
+from megazero.launcher.job_board import JobBoard
 from megazero.launcher.meeting import Presence, Verdict, call_roll, unpacked
+from megazero.launcher.stacks import Stacks
 from scripts.bench import figures
 from scripts.bench.harness import LAUNCHES
 
 RANKS = (8, 64, 512, 2048)
 PROCESSES, PER_HOST = 8, 8
-STAGES = ("connect", "roll call", "boards", "axes", "failure")
+STAGES = ("connect", "roll call", "axes", "failure")
 TIMEOUT = timedelta(seconds=300)
 
 
@@ -187,19 +188,18 @@ def _be(rank: int, size: int, port: int, begin: float, found: list[Rehearsed]) -
     store: Any = counting  # what a rank asks of a store
     done.note(counting)
     host = rank // PER_HOST
-    mine = Presence(f"host{host}", "same", own.pid, own.started, f"host {host}")
+    mine = Presence(f"host{host}", "same", own.pid, own.started, host)
     roll = call_roll(store, rank, size, TIMEOUT.total_seconds(), mine)
     done.note(counting)
-    board = job_board(store, rank, roll)
-    slot = StatusBoard.private().status_slot(0)
+    board = JobBoard(store, rank, roll)
+    slot = StatusBoard().status_slot(0)
     slot.take(mine.host)
     slot.move(board, rank)
-    done.note(counting)
     _exchange(store, rank, size)
     done.note(counting)
-    waiting = board.listen()
+    waiting = board.listen(Stacks())
     if rank == size - 1:
-        _fail(store, size, slot, board)
+        _fail(size, slot, board)
     waiting.join()
     done.note(counting)
     found.append(done)
@@ -220,13 +220,12 @@ def _exchange(store: Store, rank: int, size: int) -> None:
             store.set(name, "x" * 128) if axis.rank == 0 else store.get(name)
 
 
-def _fail(store: Store, size: int, slot: StatusSlot, board: JobBoard) -> None:
+def _fail(size: int, slot: StatusSlot, board: JobBoard) -> None:
     """Let this rank fail, and read where all others are."""
     slot.set_state(STUCK, "world")
     board.raise_alarm()
-    while not store.check([f"status/{rank}" for rank in range(size)]):
-        time.sleep(0.05)
-    assert sum(status.phase == "" for status in board.gather()) == 0, "a rank has not published where it is"
+    statuses = board.gather(TIMEOUT.total_seconds())
+    assert sum(status.phase == "" for status in statuses) == 0, "a rank has not published where it is"
 
 
 def _forked(work: Callable[[], list[Rehearsed]]) -> Callable[[], list[Rehearsed]]:

@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import HashStore
 
 from megazero.comm.collectives import nccl_gather, nccl_scatter
 from megazero.comm.context import BUCKET
-from megazero.comm.device_queue import DeviceQueue
 from megazero.comm.fake_group import FakeProcessGroup, alone
 from megazero.comm.grid import Grid
 from megazero.comm.ledger import Ledger
@@ -104,6 +103,6 @@ def echoing(inner: dist.ProcessGroup | None, *, tensor: int = 1, pipeline: int =
     sizes = {"tensor": tensor, "pipeline": pipeline}
     grid = alone(0, 2, backend="nccl", bucket=BUCKET, ledger=Ledger(), **sizes)
     groups = {axis.name: EchoGroup(inner) for axis in grid.values() if axis.size > 1}
-    shown = {"status_slot": StatusBoard.private().status_slot(0), "device_queue": DeviceQueue()}
-    echoes = replace(grid.comm, **shown, split_group=lambda **_: EchoGroup(inner))
+    slot = StatusBoard().status_slot(0)
+    echoes = replace(grid.comm, status_slot=slot, split_group=lambda **_: EchoGroup(inner))
     return grid.with_groups(groups).with_comm(echoes)

@@ -11,6 +11,7 @@ import torch
 
 from megazero.comm.grid import Grid, single
 from megazero.kernels.select import choose
+from megazero.launcher.monitor import flight_recorder
 from scripts.gpu_check import peers
 from scripts.gpu_check.echo import echoing, one_rank_group
 from scripts.gpu_check.findings import Asked, Row
@@ -32,7 +33,7 @@ def rows(asked: Asked) -> Iterator[Row]:
             row = speed_of(stage, grid, asked, shape, 4, f"stage {stage}, rank 0 of two, the other an echo")
             if "step_s" in row and "step_s" in alone:
                 row["times_stage_0"] = row["step_s"] / alone["step_s"]
-            yield row | left_in_queue(grid, asked)
+            yield row | left_in_queue(asked)
 
 
 def host(asked: Asked) -> Iterator[Row]:
@@ -57,12 +58,11 @@ def speed_of(stage: int, grid: Grid, asked: Asked, shape: Shape, micro: int, nam
     return row | {"kernels": ops.name, "sent_gb": grid.comm.ledger.bytes_sent / (WARM_UP + STEPS) / 1e9}
 
 
-def left_in_queue(grid: Grid, asked: Asked) -> Row:
-    """Return a fault if the monitor's queue takes for unfinished what has ended: nothing is under way any more."""
+def left_in_queue(asked: Asked) -> Row:
+    """Return a fault if the monitor takes for unfinished what has ended: nothing is under way any more."""
     asked.synchronize()
-    queue = grid.comm.device_queue
-    assert queue is not None, "see `echoing`"
-    left = [queued.axis for queued in queue.unfinished()]
-    put, ended = queue.moves
-    found: Row = {"operations": put, "found_ended": ended}
+    left = [one.group for one in flight_recorder(True)]
+    found: Row = {"operations": len(flight_recorder(False))}
+    if asked.device.type == "cuda" and not found["operations"]:
+        return found | {"fault": "NCCL's flight recorder holds no operation: the monitor would notice no hang"}
     return found | {"fault": f"still unfinished for the monitor: {', '.join(left)}"} if left else found

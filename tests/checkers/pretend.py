@@ -39,7 +39,7 @@ class PretendedGpu(Protocol):
     def keep(self, x: Tensor, stream: str, /) -> None: ...
 
 
-class PretendedStreams:
+class PretendedStreams(Streams):
     """The streams of a pretended GPU (`streams.Streams`).
 
     Args:

@@ -213,7 +213,7 @@ class _StatusSlot(StatusSlot):
     """Learns what the next operation is about."""
 
     def __init__(self, trace: Trace):
-        super().__init__(StatusBoard.private(), 0)
+        super().__init__(StatusBoard(), 0)
         self._trace = trace
 
     def begin(self, axis: str, ranks: range, text: str) -> int:

@@ -54,7 +54,7 @@ class Splits:
         self.uses: list[tuple[str, Use]] = []
 
     def __call__(
-        self, *, split_ranks: list[list[int]], timeout: object, few_ctas: bool = False
+        self, *, split_ranks: list[list[int]], timeout: object, name: str, few_ctas: bool = False
     ) -> dist.ProcessGroup | None:
         several = [rank for ranks in split_ranks for rank in ranks]
         assert len(several) == len(set(several)), f"one rank in two groups of a split: {split_ranks}"

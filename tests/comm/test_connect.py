@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megazero.comm import nccl
-from megazero.comm.axes import FEW_CTAS, P2P, Channel
+from megazero.comm.axes import FEW_CTAS, Channel
 from megazero.comm.context import CommContext
-from megazero.comm.device_queue import DeviceQueue
 from megazero.comm.grid import Grid, lay_out, make_grid
 from megazero.comm.status_board import StatusBoard
 from megazero.comm.transport.p2p import PointToPoint
@@ -114,7 +113,7 @@ def test_a_step_on_connected_channels_ends(name: str) -> None:
     assert not all(step_ends(schedule, connected=False) for schedule in lowered.values()), "as the first step was"
 
 
-def on_gloo(*, split_ranks: list[list[int]], timeout: timedelta, few_ctas: bool = False) -> dist.ProcessGroup | None:
+def on_gloo(*, split_ranks: list[list[int]], timeout: timedelta, **_: object) -> dist.ProcessGroup | None:
     """`split_group` by groups of gloo, which real ranks can use here."""
     made = [(ranks, dist.new_group(ranks, timeout=timeout)) for ranks in split_ranks]
     return next((group for ranks, group in made if dist.get_rank() in ranks), None)  # type: ignore[return-value]
@@ -158,10 +157,11 @@ def test_the_options_of_a_communicator(few: bool, build: str, monkeypatch: pytes
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
     monkeypatch.setattr(dist, "split_group", lambda **given: calls.append(given))
     for _ in range(2):
-        nccl.split_group([range(2), range(2, 4)], timedelta(seconds=7), few_ctas=few)
+        nccl.split_group([range(2), range(2, 4)], timedelta(seconds=7), "tensor", few_ctas=few)
     assert made[0] is not made[1], "a split writes into them"
     assert calls[0]["split_ranks"] == [[0, 1], [2, 3]] and calls[0]["pg_options"] is made[0]
     assert calls[0]["timeout"] == made[0]._timeout == timedelta(seconds=7)
+    assert calls[0]["group_desc"] == "tensor"
     assert made[0].is_high_priority_stream
     assert vars(made[0].config) == (
         {} if build == "old" else {"min_ctas": 1, "max_ctas": FEW_CTAS} if few else {"min_ctas": None, "max_ctas": None}
@@ -170,15 +170,15 @@ def test_the_options_of_a_communicator(few: bool, build: str, monkeypatch: pytes
 
 def test_a_host_that_waits_in_a_first_use_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the others on the board, and by the monitor: from before the call, in which NCCL holds the host."""
-    board, queue = StatusBoard.private(4), DeviceQueue()
+    board, first_uses = StatusBoard(4), list[str]()
     slot = board.status_slot(0)
     slot.take("node7")
-    seen: list[tuple[str, list[str], str]] = []
+    seen: list[tuple[str, list[str], str]] = []  # what is called, first uses, the operation that is shown
 
     def see(what: str) -> None:
         operation = board.read(0).open
         assert operation is not None
-        seen.append((what, [queued.axis for queued in queue.unfinished()], operation.text))
+        seen.append((what, list(first_uses), operation.text))
 
     noted, splits = NotedGroup._noted, Splits(0)
 
@@ -191,19 +191,19 @@ def test_a_host_that_waits_in_a_first_use_is_seen(monkeypatch: pytest.MonkeyPatc
         return splits(**given)
 
     monkeypatch.setattr(NotedGroup, "_noted", call)
-    comm = CommContext("nccl", split_group=split, status_slot=slot, device_queue=queue)
+    comm = CommContext("nccl", split_group=split, status_slot=slot, first_uses=first_uses)
     with pretended(0, 4, splits.uses):
         grid = make_grid(comm=comm, device_type="cpu", tensor=2, pipeline=2, tied=False)
         Transport(grid["pipeline"], (0, 1), torch.float32, CPU).open()
     shown = [one for one in seen if one[0] == "split"]
-    assert shown == [("split", ["world"], "first split of world")] * len(splits.calls)
+    assert shown == [("split", ["first split of world"], "first split of world")] * len(splits.calls)
     assert [few for _, few in splits.calls].count(True) > 1, "of channels too"
     kinds = ["all_reduce", "all_gather", "reduce_scatter"]
     for name in ("world", "pipeline", "tensor"):
-        own = [(what, axes) for what, axes, text in seen if text.startswith("first ") and text.endswith(f" of {name}")]
-        assert [one for one in own if one[0] != "split"] == [(kind, [name]) for kind in kinds]
+        own = [(what, uses) for what, uses, text in seen if text.startswith("first ") and text.endswith(f" of {name}")]
+        assert [one for one in own if one[0] != "split"] == [(kind, [f"first {kind} of {name}"]) for kind in kinds]
     assert [one for one in seen if "channel" in one[2]] == [
-        ("send", [P2P], "first message of channel 2"),
-        ("recv", [P2P], "first message of channel 3"),
+        ("send", ["first message of channel 2"], "first message of channel 2"),
+        ("recv", ["first message of channel 3"], "first message of channel 3"),
     ]
-    assert queue.unfinished() == [] and board.read(0).open is None
+    assert first_uses == [] and board.read(0).open is None

@@ -197,7 +197,6 @@ def test_a_bounce_keeps_no_hold_of_the_tensor_and_no_graph() -> None:
     pool = staging_pool(CPU, Ledger())
     x = torch.ones(3, requires_grad=True)
     staging = HostStaging(x, pool)
-    staging.fetch(x)
     assert not staging.host.requires_grad and staging.host.tolist() == [1.0] * 3
     assert all(value is not x for value in vars(staging).values())
 

@@ -11,7 +11,7 @@ from megazero.comm.collectives import start_all_gather, start_all_reduce, start_
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.transport import shared_memory as shared
 from megazero.comm.transport.exchange import MismatchError
-from megazero.comm.transport.shared_memory import Handle, Label, SharedMemoryTransport
+from megazero.comm.transport.shared_memory import Label, SharedMemoryTransport
 from tests.comm.test_collectives import reduce_everything, scatter_and_gather
 from tests.ranks import run_ranks
 
@@ -120,10 +120,10 @@ def test_where_boxes_cannot_be_opened_sockets_are_used(monkeypatch: pytest.Monke
     """On one rank only: the others must know."""
     opened = SharedMemoryTransport.open
 
-    def forbidden(self: SharedMemoryTransport, rank: int, handle: Handle) -> None:
+    def forbidden(self: SharedMemoryTransport, rank: int, pid: int, descriptor: int) -> None:
         if self.rank == 1:
             raise PermissionError("no")
-        opened(self, rank, handle)
+        opened(self, rank, pid, descriptor)
 
     monkeypatch.setattr(shared.SharedMemoryTransport, "open", forbidden)
     reached = run_ranks(3, lambda grid: (grid.comm.shared_memory.reached, reduce_everything(grid)[0].shape))

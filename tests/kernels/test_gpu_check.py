@@ -95,7 +95,6 @@ def test_a_dry_run_of_all_of_it(tmp_path: Path) -> None:
         assert {name.split(", micro")[0] for name in (row["name"] for row in rows["gpt"])} >= set(steps.SYSTEMS)
         alone, *stages = rows["exchange"]
         assert alone["sent_gb"] == 0 and all(row["sent_gb"] > 0 and row["times_stage_0"] > 0 for row in stages)
-        assert all(row["operations"] == row["found_ended"] > 0 for row in stages)
         assert [row["calls"] for row in rows["sanitizer"]] == [3 * len(SAMPLES | FORMS)] * 2
 
 

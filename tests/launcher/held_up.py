@@ -20,6 +20,7 @@ from megazero.comm.status_board import BUILD, StatusSlot
 from megazero.launcher import exit_status, rendezvous
 from megazero.launcher.environment import RankContext, world_from_environment
 from megazero.launcher.exit_status import outcome, say_why
+from megazero.launcher.job_board import JobBoard
 from megazero.launcher.spawn import run_local
 
 WHERE: dict[str, tuple[Any, str]] = {
@@ -90,6 +91,8 @@ def be(place: RankContext, case: str, bad_rank: int, timeout: float, log: str = 
     made = grid.make_grid(tensor=2, pipeline=1, comm=comm, device_type="cpu")
     agree(made["world"], torch.device("cpu"), lambda: None)
     comm.status_slot.now(0, BUILD)
+    if isinstance(comm.status_slot.board, JobBoard):
+        comm.status_slot.board.listen(place.stacks)
     if bad and case in LAST:
         LAST[case]()
     agree(made["world"], torch.device("cpu"), lambda: None)

@@ -209,7 +209,7 @@ def test_local_ranks_are_what_is_asked_for_or_one_per_gpu_or_what_the_model_is_s
 def test_what_the_user_has_set_for_cuda_stays_and_is_said() -> None:
     environment: dict[str, str] = {}
     set_for_gpus(environment)
-    assert environment == GPU_SETTINGS
+    assert environment == {**GPU_SETTINGS, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     cuda = "CUDA_DEVICE_MAX_CONNECTIONS=32, CUDA_MODULE_LOADING=EAGER"
     assert gpu_settings(environment) == f"{cuda}, TORCH_FR_BUFFER_SIZE=2000"
     environment = {"CUDA_MODULE_LOADING": "LAZY"}

@@ -26,7 +26,7 @@ ADAMW = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
 def be(grid: Grid) -> None:
     """Let this process be a rank of a grid for what it shards from now on."""
     world = World(grid["world"].rank, grid["world"].size, grid["world"].rank, "local")
-    meeting.be(RankContext(world, StatusBoard.private().status_slot(0)), grid.comm)
+    meeting.be(RankContext(world, StatusBoard().status_slot(0)), grid.comm)
 
 
 def on_ranks(size: int, function: Callable[..., Any], *arguments: Any, fresh: bool = False) -> list[Any]:

@@ -194,8 +194,11 @@ def test_a_disk_without_room_is_told_before_anything_is_written(disk: Disk) -> N
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """Nor are the files left open that were made before."""
+    before = os.listdir("/proc/self/fd")
     with pytest.raises(UserError, match=r"MZ-601.*No such file or directory"):
-        of(tmp_path / "nowhere")
+        of(tmp_path, tmp_path / "nowhere")
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_handle_cannot_be_computed_with(disk: Disk) -> None:

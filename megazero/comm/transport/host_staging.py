@@ -17,7 +17,7 @@ from torch import Tensor
 from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
 
-_ALL = slice(None)
+_ALL, NOTHING = slice(None), slice(0)
 
 
 def staging_pool(device: torch.device, ledger: Ledger) -> Pool:
@@ -32,22 +32,20 @@ class HostStaging:
     """Host memory that stands for a tensor of the device in one operation. It holds no reference to that tensor.
 
     Args:
-        like: a contiguous tensor of the device.
+        x: a contiguous tensor of the device.
         pool: of bytes.
+        fetched: the elements of x that are copied to the host now; the others are uninitialised there.
 
     Attributes:
-        host: flat memory of the tensor's dtype and size on the host; uninitialised at first.
+        host: flat memory of the tensor's dtype and size on the host.
     """
 
-    def __init__(self, like: Tensor, pool: Pool):
+    def __init__(self, x: Tensor, pool: Pool, fetched: slice = _ALL):
         self._pool = pool
         # Whole pages: texts of many lengths (`gather_bytes`) share a few sizes, and nothing is of size 0.
-        self._buffer = pool.take((like.nbytes // mmap.PAGESIZE + 1) * mmap.PAGESIZE)
-        self.host = self._buffer[: like.nbytes].view(like.dtype)
-
-    def fetch(self, x: Tensor, place: slice = _ALL) -> None:
-        """Copy x from the device to a slice of as many elements on the host."""
-        self.host[place].copy_(x.detach().view(-1))
+        self._buffer = pool.take((x.nbytes // mmap.PAGESIZE + 1) * mmap.PAGESIZE)
+        self.host = self._buffer[: x.nbytes].view(x.dtype)
+        self.host[fetched].copy_(x.detach().view(-1)[fetched])
 
     def end(self, into: Tensor | None = None, first: int = 0) -> None:
         """Return the memory to the pool, after a copy to a tensor of the device of its elements, from `first` on."""

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.axes import P2P, Channel
-from megazero.comm.device_queue import Queued
 from megazero.comm.grid import Axis, lines
 from megazero.comm.nccl import synchronize
 
@@ -20,19 +19,19 @@ class NcclChannels:
     """
 
     def __init__(self, axis: Axis, channels: list[Channel], everyone: Sequence[Channel], device: torch.device):
-        self._axis, self._queue = axis, axis.comm.device_queue
         self._groups: dict[int, dist.ProcessGroup] = {}
-        self._works: deque[tuple[dist.Work, Queued]] = deque()  # sends
+        self._works: deque[dist.Work] = deque()  # sends: each keeps its message
         self._device = device
         for some in _rounds(everyone):
             world = axis.size * axis.stride  # a pipeline is the slowest axis
             ends = [(channel.source, channel.target) for channel in some]
             pairs = [sorted((ranks[one], ranks[other])) for one, other in ends for ranks in lines(axis, world)]
-            group = axis.comm.split(pairs, world, few_ctas=True)
-            for channel in some:
-                if axis.rank in (channel.source, channel.target):
-                    assert group is not None, "this rank is one of the two"
-                    self._groups[channel.index] = group
+            own = next((channel for channel in some if axis.rank in (channel.source, channel.target)), None)
+            peer = "" if own is None else axis.ranks[own.source + own.target - axis.rank]
+            group = axis.comm.split(f"{P2P} {peer}", pairs, world, few_ctas=True)
+            if own is not None:
+                assert group is not None, "this rank is one of the two"
+                self._groups[own.index] = group
         for channel in sorted(channels, key=lambda channel: channel.index):
             self._connect(axis, channel)
 
@@ -45,7 +44,7 @@ class NcclChannels:
         """
         sends, x = axis.rank == channel.source, torch.zeros(1, device=self._device)
         peer = axis.ranks[channel.target if sends else channel.source]
-        with axis.comm.calling(_communicator(channel), P2P, range(peer, peer + 1), "message"):
+        with axis.comm.calling(f"channel {channel.index}", P2P, range(peer, peer + 1), "message"):
             if sends:
                 self.send(channel, 0, x)
                 self.finish()
@@ -58,40 +57,26 @@ class NcclChannels:
         return None  # the host never waits
 
     def send(self, channel: Channel, number: int, x: Tensor) -> None:
-        while self._works and self._works[0][0].is_completed():
-            _, queued = self._works.popleft()  # each keeps what it sends
-            queued.work = None
+        while self._works and self._works[0].is_completed():
+            self._works.popleft()
         work = dist.isend(x, group=self._groups[channel.index], group_dst=int(channel.target > channel.source))
         assert work is not None, "this process is not on the channel"
-        self._works.append((work, self._follow(channel, channel.target, work)))
+        self._works.append(work)
 
     def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
         source = int(channel.source > channel.target)
         work = dist.irecv(into, group=self._groups[channel.index], group_src=source)
         assert work is not None, "this process is not on the channel"
-        queued = self._follow(channel, channel.source, work)
 
         def finish() -> Tensor:
             work.wait()  # makes the stream wait, not the host
-            self._queue.waited(queued, self._device)
             return into
 
         return finish, lambda: True
 
     def finish(self) -> None:
         while self._works:
-            work, queued = self._works.popleft()
-            work.wait()
-            self._queue.waited(queued, self._device)
-
-    def _follow(self, channel: Channel, other: int, work: dist.Work) -> Queued:
-        """Show a message to the monitor."""
-        rank = self._axis.ranks[other]
-        return self._queue.put(_communicator(channel), P2P, range(rank, rank + 1), work, channel.name)
-
-
-def _communicator(channel: Channel) -> str:
-    return f"channel {channel.index}"
+            self._works.popleft().wait()
 
 
 def _rounds(everyone: Sequence[Channel]) -> list[list[Channel]]:

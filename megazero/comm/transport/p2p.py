@@ -21,7 +21,7 @@ from torch import Tensor
 from megazero.comm.axes import P2P, Channel
 from megazero.comm.grid import Axis
 from megazero.comm.transport.exchange import CollectiveError
-from megazero.comm.transport.host_staging import HostStaging
+from megazero.comm.transport.host_staging import NOTHING, HostStaging
 from megazero.comm.transport.nccl_channels import NcclChannels
 from megazero.comm.transport.shared_memory import SLOT_BYTES, SharedMemoryTransport
 
@@ -85,7 +85,6 @@ class PointToPoint:
         self._axis.comm.ledger.add(self._axis.name, channel.name, x.numel(), x.element_size())
         if (pool := self._axis.comm.host_staging) is not None:
             staging = HostStaging(x, pool)
-            staging.fetch(x)
             self._sent.append(staging)
             x = staging.host.view(x.shape)
         with _broken_is_collective():
@@ -101,7 +100,7 @@ class PointToPoint:
             CollectiveError: the connection broke.
         """
         number, pool = self._number(channel, "posted"), self._axis.comm.host_staging
-        staging = None if pool is None else HostStaging(into, pool)
+        staging = None if pool is None else HostStaging(into, pool, NOTHING)
         place = into if staging is None else staging.host.view(into.shape)
         with _broken_is_collective():
             finish, came = self._carrier.post(channel, number, place)

@@ -16,7 +16,7 @@ Messages from one rank to one other (`p2p.py`) have slots of their own, so that 
 be read. A sender that finds none free keeps the message and goes on; a reader that waits takes whatever is for it,
 expected or not, so that no message blocks those behind it.
 
-The memory has no name (`comm/memfd.py`).
+The memory has no name: a file descriptor that others open through /proc. It is gone with the last process that has it.
 """
 
 import mmap
@@ -32,9 +32,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megazero.comm import memfd
 from megazero.comm.axes import LANES
-from megazero.comm.memfd import Handle
 
 T = TypeVar("T")
 SLOTS, SLOT_BYTES = 8, 8 << 20
@@ -134,12 +132,19 @@ class SharedMemoryTransport:
     Args:
         rank, size: of the world.
         timeout: how long to wait for a message, or for readers to make room.
+
+    Attributes:
+        descriptor: of this rank's outbox.
+
+    Raises:
+        OSError: the system allows no memory without a name.
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
         self.rank, self._size, self._timeout = rank, size, timeout.total_seconds()
-        memory, self.handle = memfd.make(_name(rank), Outbox.size(size))
-        self._own = Outbox(memory, size)
+        self.descriptor = os.memfd_create(f"megazero-{rank}")
+        os.ftruncate(self.descriptor, Outbox.size(size))
+        self._own = Outbox(mmap.mmap(self.descriptor, Outbox.size(size)), size)
         self._outboxes: dict[int, Outbox] = {}
         self._pids: dict[int, int] = {}
         self._number = 0
@@ -150,10 +155,14 @@ class SharedMemoryTransport:
         self.early: dict[tuple[int, int], Tensor] = {}
         self.reached: frozenset[int] = frozenset((rank,))
 
-    def open(self, rank: int, handle: Handle) -> None:
-        """Map another rank's outbox. Raises OSError: that is not allowed, or it is not what it should be."""
-        self._outboxes[rank] = Outbox(memfd.attach(handle, _name(rank), Outbox.size(self._size)), self._size)
-        self._pids[rank] = handle.pid
+    def open(self, rank: int, pid: int, descriptor: int) -> None:
+        """Map the outbox of another rank, from its process. Raises OSError: that is not allowed."""
+        theirs = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+        try:
+            self._outboxes[rank] = Outbox(mmap.mmap(theirs, Outbox.size(self._size)), self._size)
+        finally:
+            os.close(theirs)
+        self._pids[rank] = pid
 
     def post(self, axis: str, label: Label, messages: Sequence[Tensor], room: int, readers: Sequence[int]) -> None:
         """Write contiguous messages, one every `room` bytes, where `readers` find them under (axis, label).
@@ -287,7 +296,3 @@ class SharedMemoryTransport:
                 if late:
                     raise TimeoutError(f"no answer within {self._timeout:g} s")
         return found
-
-
-def _name(rank: int) -> str:
-    return f"megazero-{rank}"

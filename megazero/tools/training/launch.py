@@ -77,7 +77,7 @@ def launch(
     except StoppedEarly as stop:
         if place.world.rank:  # rank 0 counts it and says so, for all
             return REQUEUE
-        return _stopped_early(folder, stop.number, place.status_slot.phase)
+        return _stopped_early(folder, stop.number, place.status_slot.read().phase)
     finally:
         place.signals.restore()
         place.stacks.close()
@@ -94,7 +94,7 @@ def _one_of_many(train: Callable[[RankContext], int], place: RankContext) -> int
     """Run a rank that has no parent of ours. Raises StoppedEarly on rank 0, which counts that and says so for all."""
     code = outcome(lambda: train(place), place)
     place.signals.only_note(HEART.say)  # what the others say now is not to be lost
-    if place.status_slot.state == STOPPED:
+    if place.status_slot.read().state == STOPPED:
         if place.world.rank == 0 and place.signals.first is not None:
             raise StoppedEarly(place.signals.first)
     elif code:
