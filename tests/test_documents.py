@@ -85,7 +85,7 @@ def test_every_exit_code_of_a_code_is_the_one_told():
 
 def test_options_that_pages_name_are_known():
     sections = {key.partition(".")[0] for key in option_keys()}
-    for name in ("coming_from", "troubleshooting", "first_slurm_job", "glossary"):
+    for name in ("coming_from", "troubleshooting", "first_slurm_job", "fine_tuning", "glossary"):
         for line in (ROOT / f"docs/{name}.md").read_text(encoding="utf-8").splitlines():
             ours = line.split("|")[2] if name == "coming_from" and line.count("|") > 2 else line
             named = re.findall(r"\b([a-z]+\.[a-z_.]+[a-z])(?=[=`, ])", ours)
