@@ -3,16 +3,17 @@
 What runs is what trains: the model, the engine, the pipeline's schedule, the update, and the ledger that counts. Only
 three things are not there: the numbers (torch's FakeTensorMode computes shapes), the other ranks
 (`comm/fake_group.py`), and initial values. So every byte is the real rank's, and a rank of thousands takes a process of
-some hundred megabytes. What a rank does again and again in a step (`schedules/repeat.py`) it does a few times; traffic
-and memory are counted as often as they would have been (`repetition.py`).
+some hundred megabytes. Of many micro-batches only as many run as fill the pipeline (`_enough`): more of them need no
+more memory, and each sends as much as the one before, which a step of fewer shows.
 
 Tensors say that they are on the CPU, whatever is simulated: what depends on the hardware (algorithms, kernels, whether
 the host's memory is another) follows the device that is declared.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +42,13 @@ from megazero.kernels.select import choose, for_host
 from megazero.plan.memory import DISK, HOST, RankMemory, memory
 from megazero.plan.traffic import traffic
 from megazero.run.planned import fuses
-from megazero.schedules.repeat import Shortened, shortened
+from megazero.schedules.actions import Action, B, F, W
 from megazero.tools.dry_run.idle_disk import IdleDisk
-from megazero.tools.dry_run.repetition import Operation, RecordingLedger, Repeated, Repetition, repeated, sent_since
+from megazero.tools.dry_run.recording import Operation, RecordingLedger
 from megazero.tools.dry_run.timeline import MemoryTimeline
 
 CPU = torch.device("cpu")
+Traffic = dict[str, dict[str, Sent]]
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,12 @@ class StepRecord:
         operations: what was sent, in order.
         traffic: totals by axis and purpose, as the ledger counts them.
         activations: the most bytes of a step's own, as a run's ledger has them.
-        repeated: what operations have once and the step many times.
     """
 
     timeline: MemoryTimeline
     operations: list[Operation]
-    traffic: dict[str, dict[str, Sent]]
+    traffic: Traffic
     activations: int
-    repeated: Repeated
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class Simulated:
     Attributes:
         first, steady: the first step, in which buffers are made that stay, and the second, which every later one is
             like.
+        micro_batches: of a step.
+        simulated: the number of them that timelines and operations have; the last ones are the last of the step.
         ledger: the ledger after both steps.
         planned, planned_traffic: the memory and traffic of this rank by the formulas of plan/ (docs/planning.md).
     """
@@ -82,6 +84,8 @@ class Simulated:
     grid: Grid
     first: StepRecord
     steady: StepRecord
+    micro_batches: int
+    simulated: int
     ledger: Ledger
     planned: RankMemory
     planned_traffic: dict[str, dict[str, int]]
@@ -128,57 +132,100 @@ def two_steps(
         built = build(config, grid, CPU, ops, host, host_ops=host_ops, homes=homes, filled=False)
         if built.engine.delayed is not None:
             built.engine.delayed.thread = Idle()
-    with doing("looking for what a step repeats"):
-        job, rank = job_of(config, grid["world"].size, apart=host.apart), grid["pipeline"].rank
-        short = shortened(built.pipeline.actions(job.micro_batches), job.pipeline)
+    job, pipeline = job_of(config, grid["world"].size, apart=host.apart), grid["pipeline"]
+    # An interleaved schedule takes as many micro-batches at a time as there are ranks.
+    period = pipeline.size if config.pipeline.schedule == "interleaved" else 1
+    with doing("checking the schedule"):
+        number = _enough(built.pipeline.actions, job.micro_batches, pipeline.size, period)
     feed = feeds_of(grid["tensor"], CPU, config.parallel.sequence)
+    left_out, before = job.micro_batches - number, ledger.traffic
 
-    def bring(batch: MicroBatch, step: int) -> StageInputs:
-        return feed(_copy(batch) if device == "cuda" else batch, step, True)
+    def step(index: int, size: int) -> StepRecord:
+        actions = built.pipeline.actions(size)
+        left = next(at for at, action in enumerate(actions) if action.micro_batch >= size - period)
+        behind = set(actions[left:])  # those that come after what is left out
 
-    records = []
-    for number in range(2):
-        with doing(f"simulating step {number + 1} of 2") as progress:
-            records.append(_step(config, built, ledger, short, bring, number, progress))
-    first, steady = records
+        def bring(batch: MicroBatch) -> StageInputs:
+            return feed(_copy(batch) if device == "cuda" else batch, index, True)
+
+        def describe(action: Action) -> str | None:
+            more = left_out if action in behind else 0
+            return built.pipeline.describe(replace(action, micro_batch=action.micro_batch + more))
+
+        with doing(f"simulating step {index + 1}") as progress:
+            progress.total = sum(describe(action) is not None for action in actions)
+            return _step(config, built, ledger, size, bring, describe, progress)
+
+    first, steady = records = [step(index, number) for index in range(2)]
+    if left_out:
+        fewer = step(2, number - period)
+        assert fewer.activations == steady.activations, "micro-batches that are left out need no more memory"
+        ledger.traffic = deepcopy(steady.traffic)
+        ledger.repeat(fewer.traffic, -1)
+        of_period = ledger.traffic
+        for record in records:
+            ledger.traffic = record.traffic
+            ledger.repeat(of_period, left_out // period)
+    ledger.traffic = before
+    for record in records:
+        ledger.repeat(record.traffic, 1)
     ledger.hold("activations", steady.activations)
     ledger.hold("activations", -steady.activations)
-    planned = memory(job, rank, fused=fuses(ops))
-    return Simulated(grid, first, steady, ledger, planned, traffic(job, rank, grid["shard"].rank))
+    planned = memory(job, pipeline.rank, fused=fuses(ops))
+    sent = traffic(job, pipeline.rank, grid["shard"].rank)
+    return Simulated(grid, first, steady, job.micro_batches, number, ledger, planned, sent)
+
+
+def _enough(actions: Callable[[int], Sequence[Action]], micro_batches: int, ranks: int, period: int) -> int:
+    """Return how many micro-batches a step needs to be as high as one of all, and to have `period` more than it needs.
+
+    Args:
+        actions: returns a rank's actions in a step of some micro-batches.
+        ranks: of the pipeline.
+        period: micro-batches after which a schedule does the same again.
+    """
+    highest = _most_live(actions(micro_batches))
+    for number in range(micro_batches % period + ranks + 2 * period, micro_batches - period, period):
+        if _most_live(actions(number)) == highest:
+            return number + period
+    return micro_batches
+
+
+def _most_live(actions: Sequence[Action]) -> int:
+    """Return the most forwards of which a rank holds the activations at once."""
+    return max(accumulate({F: 1, B: -1, W: -1}.get(action.kind, 0) for action in actions))
 
 
 def _step(
     config: Config,
     built: Built,
     ledger: RecordingLedger,
-    short: Shortened,
-    feed: Callable[[MicroBatch, int], StageInputs],
-    number: int,
+    micro_batches: int,
+    feed: Callable[[MicroBatch], StageInputs],
+    describe: Callable[[Action], str | None],
     progress: Doing,
 ) -> StepRecord:
-    """Simulate one step as the trainer takes it."""
-    before, ledger.operations = deepcopy(ledger.traffic), []
-    batches = [_batch(config) for _ in range(short.micro_batches)]
+    """Simulate one step as the trainer takes it. The ledger's traffic is then that of this step alone."""
+    ledger.traffic, ledger.operations = {}, []
+    batches = [_batch(config) for _ in range(micro_batches)]
     held = {category: held.now for category, held in ledger.bytes.items() if not category.startswith((HOST, DISK))}
     timeline = ledger.timeline = MemoryTimeline(held)
-    hooks, describe = _name_places(built.model, timeline), built.pipeline.describe
-    progress.total = sum(describe(action) is not None for action in short.actions)
+    hooks = _name_places(built.model, timeline)
+
+    def note(action: Action) -> None:
+        if (phase := describe(action)) is not None:
+            progress.advance()
+            timeline.at(phase)
+
     with timeline:
         built.engine.begin_step()
-        built.pipeline.begin(batches, lambda batch: feed(batch, number))
-        for action, original in Repetition(short, ledger, timeline).actions():
-            if (phase := describe(original)) is not None:
-                progress.advance()
-                timeline.at(phase)
-            built.pipeline.run(action)
-        built.pipeline.end()
+        built.pipeline.train(batches, feed, before=note)
         timeline.at("update")
         built.engine.finish_step(config.optimizer.lr)
     ledger.timeline = None
     for hook in hooks:
         hook.remove()
-    sent = sent_since(before, ledger.traffic)
-    return StepRecord(timeline, ledger.operations, sent, timeline.peak, repeated(short, describe))
+    return StepRecord(timeline, ledger.operations, ledger.traffic, timeline.peak)
 
 
 def _batch(config: Config) -> MicroBatch:

@@ -13,7 +13,6 @@ from megazero.comm.ledger import Sent
 from megazero.plan.memory import DISK, HOST
 from megazero.run.planned import NOT_PLANNED
 from megazero.tools.dry_run.dry_run import Simulated, StepRecord
-from megazero.tools.dry_run.repetition import Repeated
 from megazero.tools.dry_run.timeline import MemoryMoment, by_origin
 
 _SHOWN = 8  # origins of what is there at the peak
@@ -47,24 +46,19 @@ def as_text(found: Simulated, name: str, device: str, columns: int | None = None
         for purpose, sent in purposes.items():
             lines.append(f"  {axis:<9} {purpose:<20} {sent.ops:>8} {megabytes(sent.bytes_sent):>15}")
     lines += [] if steady.traffic else ["  nothing"]
-    lines += ["", *wrapped(_left_out(steady.repeated), columns, "  ")] if steady.repeated.blocks else []
     for axis, purposes in found.planned_traffic.items():
         for purpose, size in purposes.items():
             if size != steady.traffic.get(axis, {}).get(purpose, Sent()).bytes_sent:
                 lines.append(f"  {axis:<9} {purpose:<20} {'planned':>8} {megabytes(size):>15}")
+    if found.simulated < found.micro_batches:
+        sentence = f"{found.simulated:,} of {found.micro_batches:,} micro-batches were simulated, all are counted"
+        lines += ["", *wrapped(sentence, columns, "  ")]
     return "\n".join(lines)
 
 
 def _sizes(title: str, sizes: Iterable[tuple[str, int]]) -> list[str]:
     """Return the lines of a table of bytes by name."""
     return [f"{title:<43}MB", *(f"  {name:<26} {megabytes(size):>15}" for name, size in sizes)]
-
-
-def _left_out(repeated: Repeated) -> str:
-    """Return in a sentence what was not simulated."""
-    parts = (f"{block.times:,} times more from {block.begins} to {block.ends}" for block in repeated.blocks)
-    sentence = f"{repeated.simulated} of {repeated.micro_batches:,} micro-batches were simulated; what is left out is "
-    return f"{sentence}counted above: {', '.join(parts)}"
 
 
 def as_json(found: Simulated, name: str, device: str) -> dict[str, Any]:
@@ -75,6 +69,8 @@ def as_json(found: Simulated, name: str, device: str) -> dict[str, Any]:
         "rank": found.grid["world"].rank,
         "gpus": found.grid["world"].size,
         "axes": _places(found.grid),
+        "micro_batches": found.micro_batches,
+        "simulated": found.simulated,
         "bytes": found.ledger.bytes_as_dict(),
         "first": _step(found.first),
         "steady": _step(found.steady),
@@ -133,7 +129,6 @@ def _step(record: StepRecord) -> dict[str, Any]:
     return {
         "peak": {"total": highest.total, **_cause(highest), "bytes": dict(_sorted(highest)), "made": origins},
         "activations": record.activations,
-        "repeated": asdict(record.repeated),
         "traffic": {axis: {p: asdict(sent) for p, sent in of.items()} for axis, of in record.traffic.items()},
         "timeline": timeline,
         "operations": list(_operations(record)),

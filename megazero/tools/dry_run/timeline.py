@@ -10,7 +10,6 @@ which is known afterwards.
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -91,7 +90,6 @@ class MemoryTimeline(Allocations):
         self._events: list[tuple[int, AllocationSite, str]] = []
         self._place, self._operation = _NOWHERE, ""
         self._counted: list[int] = []  # sizes that the ledger was told of, and that have not been seen yet
-        self._repeated: dict[Allocation, list[int]] = {}  # numbers of what `repeat` counted and has not freed yet
 
     def at(self, action: str | None = None, module: str = "") -> None:
         """Set the place of what follows; None keeps the action."""
@@ -117,42 +115,6 @@ class MemoryTimeline(Allocations):
         super().went(size, number)
         if number:
             self._events.append((-number, self._place, self._operation))
-
-    @property
-    def events(self) -> int:
-        """Return how many allocations and frees there were."""
-        return len(self._events)
-
-    def change(self, first: int, last: int) -> Counter[Allocation]:
-        """Return what the events from `first` to before `last` leave of each kind, negative where they free more."""
-        change: Counter[Allocation] = Counter()
-        for number, _, _ in self._events[first:last]:
-            change[_kind(self.allocations[abs(number) - 1])] += 1 if number > 0 else -1
-        return change
-
-    def repeat(self, first: int, last: int, times: int) -> None:
-        """Allocate and free some times more what the events from `first` to before `last` leave and free.
-
-        What is freed has to have been allocated so. It is freed first: together they are never higher than one by one.
-        """
-        made: dict[Allocation, list[Allocation]] = {}
-        # Frees come last: each takes away one of its module.
-        for number in sorted(_left(self._events[first:last]), reverse=True):
-            allocation = self.allocations[abs(number) - 1]
-            like = made.setdefault(_kind(allocation), [])
-            if number > 0:
-                like.append(allocation)
-            elif (same := next((a for a in like if a.place.module == allocation.place.module), None)) is not None:
-                like.remove(same)
-        for kind, count in sorted(self.change(first, last).items(), key=lambda item: item[1]):
-            like = self._repeated.setdefault(kind, [])
-            for _ in range(times * -count):
-                self.went(kind.size, like.pop())
-            for allocation in times * made[kind][:count] if count > 0 else ():
-                super().came(kind.size)
-                self.allocations.append(allocation)
-                self._events.append((len(self.allocations), self._place, kind.operation))
-                like.append(len(self.allocations))
 
     def stretches(self) -> Iterator[Stretch]:
         """Yield the stretches of the step from its beginning to its end."""
@@ -213,8 +175,3 @@ def by_origin(live: list[Allocation]) -> list[tuple[int, int, str, str]]:
         origins.setdefault((re.sub(r"\d+", "*", place), allocation.operation), []).append(allocation.size)
     found = [(sum(sizes), len(sizes), *origin) for origin, sizes in origins.items()]
     return sorted(found, key=lambda row: -row[0])
-
-
-def _kind(allocation: Allocation) -> Allocation:
-    """Return what allocations have in common that differ in their place only."""
-    return allocation._replace(place=_NOWHERE)
