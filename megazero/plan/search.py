@@ -59,14 +59,11 @@ class Search:
 
     Attributes:
         best: the layouts that fit, fastest first.
-        excluded: would be faster than the best, without saving memory, and do not fit; of each way to spread the job
-            the one that needs least, and those first that need least.
         tried: layouts in all.
         nearest: where nothing fits, what needs least with everything that can be spared; None if there is no layout.
     """
 
     best: list[Found]
-    excluded: list[Found]
     tried: int
     nearest: Found | None = None
 
@@ -102,16 +99,13 @@ def search(job: Job, ranks: int, machine: Machine, allowed: Callable[[Job], bool
     Raises:
         ValueError: the machine has no peak for the job's precision.
     """
-    best: list[Found] = []
-    excluded: list[Found] = []
     layouts: list[Job] = []
     tiers = (OFFLOAD, DISKS) if machine.disk_bytes else (OFFLOAD,)
     for tier, widest in product(tiers, dict.fromkeys((min(machine.devices_per_node, ranks), ranks))):
         room = usable(machine) + machine.host_memory_bytes + (machine.disk_bytes if tier is DISKS else 0.0)
         layouts = [one for one in spreads(job, ranks, widest, machine.devices_per_node) if not _hopeless(one, room)]
-        best, excluded = _fastest(layouts, machine, allowed, count, tier)
-        if best:
-            return Search(best, excluded, len(layouts))
+        if best := _fastest(layouts, machine, allowed, count, tier):
+            return Search(best, len(layouts))
     frugal = {
         layout: _lack(planned(layout, 0, machine), machine)
         for one in spreads(job, ranks, ranks, machine.devices_per_node)
@@ -119,7 +113,7 @@ def search(job: Job, ranks: int, machine: Machine, allowed: Callable[[Job], bool
     }
     least = next((layout for layout in sorted(frugal, key=lambda one: frugal[one]) if allowed(layout)), None)
     nearest = None if least is None else Found(least, step_time(least, machine), fullest(least, machine))
-    return Search([], excluded, len(layouts), nearest)
+    return Search([], len(layouts), nearest)
 
 
 def _fastest(
@@ -128,8 +122,8 @@ def _fastest(
     allowed: Callable[[Job], bool],
     count: int,
     tier: Sequence[Mapping[str, object]],
-) -> tuple[list[Found], list[Found]]:
-    """Return the fastest that fit, and those that would be faster than all of these.
+) -> list[Found]:
+    """Return the fastest that fit.
 
     Args:
         tier: the ways to offload; the first is none.
@@ -139,7 +133,6 @@ def _fastest(
     """
     bounds = [(step_time(layout, machine), layout) for layout in layouts]
     best: list[Found] = []
-    excluded: dict[object, tuple[int, StepTime, Job]] = {}
     for time, layout in sorted(bounds, key=lambda pair: pair[0].step_s):
         if len(best) >= count and time.step_s > best[count - 1].time.step_s:
             break
@@ -151,16 +144,8 @@ def _fastest(
                 one = _least(options, machine, allowed)
                 if one is not None and all(one.time.step_s < way.time.step_s for way in ways):
                     ways.append(one)
-            spread = (layout.tensor, layout.pipeline, layout.schedule, layout.chunks)
-            need = planned(layout, 0, machine).peak
-            if need < excluded.get(spread, (need + 1,))[0] and allowed(layout):  # the rules are slower to ask
-                excluded[spread] = need, time, layout
         best = sorted([*best, *ways], key=lambda one: (one.time.step_s, one.fullest.peak))
-    limit = best[0].time.step_s if best else float("inf")
-    faster = sorted((pair for pair in excluded.values() if pair[1].step_s < limit), key=lambda pair: pair[0])
-    near = [Found(layout, time, fullest(layout, machine)) for _, time, layout in faster[: 2 * count]]
-    near = [one for one in near if not fits(one.fullest, machine)]
-    return best[:count], sorted(near, key=lambda one: one.fullest.peak)[:count]
+    return best[:count]
 
 
 def _lack(found: RankMemory, machine: Machine) -> float:

@@ -1,11 +1,10 @@
 """`megazero data`: the command line of what `tools/seen_text.py` finds. Imports torch only when it runs."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from megazero.base.answers import answer
+from megazero.base.answers import show
 from megazero.base.command_line import at_least
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
@@ -41,5 +40,5 @@ def _data(options: argparse.Namespace) -> int:
     else:
         assert step is not None, "one of the two is given"
         found = step_text(folder, step, options.rank)
-    answer(json.dumps(found, indent=1) if options.json else as_text(found))
+    show(found, as_text(found), as_json=options.json)
     return 0

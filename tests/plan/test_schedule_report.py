@@ -47,7 +47,7 @@ def test_the_bytes_are_what_the_ledger_counts(layout: Job, shape) -> None:
     found, _, _ = report(planned(layout, shape, Precision()))
     per_stage = layout.tensor * layout.data
     for number, ledger in enumerate(ledgers):
-        expected = found.ranks[number // per_stage].bytes
+        expected = found["ranks"][number // per_stage]["bytes"]
 
         def sent(axis: str, *purposes: str, ledger=ledger) -> int:
             return sum(ledger.get(axis, {}).get(purpose, {"bytes_sent": 0})["bytes_sent"] for purpose in purposes)

@@ -64,7 +64,7 @@ def test_all_that_is_held_is_in_the_sums(capsys: pytest.CaptureFixture[str], tmp
 def test_a_plan_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line = ("--config", "gpt13b", "--gpus", "16", "--hardware", "a100-80gb", "parallel.pipeline=4", "parallel.tensor=2")
     text = answer(capsys, *line, "--tokens", "3e11", "--draw", str(tmp_path / "plan.svg"))
-    said = ("communicators of NCCL on the fullest rank", "take estimated memory: not measured")
+    said = "communicators of NCCL on the fullest rank, which take estimated memory: not measured"
     for part in ("pipeline rank", "full, Pa+cpu", "tensor", "MFU", "3e+11 tokens", "bubble", UNCERTAINTY, *said):
         assert part in text, part
     assert re.search(r"^  communicators  ( +\d\.\d{3}){4}$", text, re.MULTILINE)
@@ -139,7 +139,7 @@ FAULTS = [
         ["--hardware", "a100-80gb", "--system", "megatron"],
         "MZ-100 plan: --system megatron: expected one of ours, megatron-2021, megatron-core, deepspeed, fsdp",
     ),
-    (["--hardware", "a100-80gb", "--search", "--system", "fsdp"], "MZ-100 plan: --system fsdp is of one plan"),
+    (["--hardware", "a100-80gb", "--search", "--system", "fsdp"], "MZ-100 plan: --draw, --tokens and --system are of"),
     (["--hardware", "a100-80gb", "--draw", "plan.pdf"], "MZ-100 plan"),
     (["--hardware", "v100-32gb", "precision.dtype=fp64", "--gpus", "0"], "MZ-100"),
     (["--hardware", "a100-80gb", "--gpus", "3", "parallel.tensor=2"], "MZ-106"),
@@ -180,8 +180,6 @@ def test_offload_that_gains_nothing_is_not_among_the_best() -> None:
     times = [round(one.time.step_s, 9) for one in found.best]
     twins = [b for a, b, x, y in zip(found.best, found.best[1:], times, times[1:], strict=False) if x == y]
     assert not any(one.job.optimizer_away or one.job.parameters_away for one in twins)
-    ways = [(one.job.tensor, one.job.pipeline, one.job.schedule, one.job.chunks) for one in found.excluded]
-    assert len(set(ways)) == len(ways) > 1
 
 
 def test_attention_is_slower_than_products_where_a_file_does_not_say(tmp_path: Path) -> None:

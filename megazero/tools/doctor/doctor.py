@@ -15,7 +15,6 @@ from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import replace_file
 from megazero.base.machine import free_memory, share
-from megazero.base.terminal import wrapped
 from megazero.tools.doctor import host, software
 from megazero.tools.doctor.finding import Finding, amount, duration, examine, reason
 
@@ -92,20 +91,17 @@ def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
     return Diagnosis(parts, hardware)
 
 
-def as_text(found: Diagnosis, columns: int | None = None) -> str:
-    """Return a line for each finding; longer ones broken at so many columns, None: nowhere."""
+def as_text(found: Diagnosis) -> str:
+    """Return a line for each finding."""
     lines = []
     for part, findings in found.parts.items():
         lines.append(part)
         for finding in findings:
             do = f"; {finding.do}" if finding.do else ""
-            line = f"{_MARKS[finding.state]} {finding.name:<{_COLUMN}} {finding.text}{do}"
-            lines += wrapped(line, columns, "    ")
+            lines.append(f"{_MARKS[finding.state]} {finding.name:<{_COLUMN}} {finding.text}{do}")
     absent = found.names("absent")
-    last = [f"missing: {', '.join(found.missing)}" if found.missing else "nothing that training needs is missing"]
-    last += [f"could be added: {', '.join(absent)}"] if absent else []
-    last += [BUSY] if found.is_busy else []
-    lines += ["", *(part for line in last for part in wrapped(line, columns, "    "))]
+    missing = f"missing: {', '.join(found.missing)}" if found.missing else "nothing that training needs is missing"
+    lines += ["", missing, *([f"could be added: {', '.join(absent)}"] if absent else []), *[BUSY] * found.is_busy]
     return "\n".join(lines)
 
 

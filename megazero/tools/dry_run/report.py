@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.base.picture import picture
-from megazero.base.terminal import WIDEST_TABLE, megabytes, wrapped
+from megazero.base.terminal import WIDEST_TABLE, megabytes
 from megazero.comm.grid import Grid
 from megazero.comm.ledger import Sent
 from megazero.plan.memory import DISK, HOST
@@ -19,20 +19,19 @@ from megazero.tools.dry_run.timeline import MemoryMoment, by_origin
 _SHOWN = 8  # origins of what is there at the peak
 
 
-def as_text(found: Simulated, name: str, device: str, columns: int | None = None) -> str:
-    """Return tables: memory at the peak, what the step has made then, traffic; sentences broken at so many columns."""
+def as_text(found: Simulated, name: str, device: str) -> str:
+    """Return tables: memory at the peak, what the step has made then, traffic."""
     grid, steady = found.grid, found.steady
     highest, live = steady.timeline.peak_live()
     there = ", ".join(f"{axis} {place['rank']} of {place['size']}" for axis, place in _places(grid).items())
-    lines = [*wrapped(f"{name}: rank {grid['world'].rank} of {grid['world'].size} on {device} ({there})", columns), ""]
+    lines = [f"{name}: rank {grid['world'].rank} of {grid['world'].size} on {device} ({there})", ""]
     lines += _sizes("at the peak of a step", [*_sorted(highest), ("in all", highest.total)])
     off = as_planned(highest) / found.planned.peak - 1
     apart = ", ".join(category for category in highest.bytes if category in NOT_PLANNED and highest.bytes[category])
     words = "by the plan" + f", {apart} apart" * bool(apart)
     lines += [f"  {words:<26} {megabytes(found.planned.peak):>15}  {off:+.1%}", ""]
     first = found.first.timeline.peak_live()[0]
-    lines += wrapped(f"the peak is in {_where(highest)}", columns, "  ")
-    lines += wrapped(f"(of the first step, {megabytes(first.total)} MB: {_where(first)})", columns, "  ")
+    lines += [f"the peak is in {_where(highest)}", f"(of the first step, {megabytes(first.total)} MB: {_where(first)})"]
     lines += ["", "         MB  the largest that the step has made then"]
     for size, count, module, operation in by_origin(live)[:_SHOWN]:
         line = f"  {megabytes(size):>11}  {count:>4} x {module}"
@@ -47,7 +46,7 @@ def as_text(found: Simulated, name: str, device: str, columns: int | None = None
         for purpose, sent in purposes.items():
             lines.append(f"  {axis:<9} {purpose:<20} {sent.ops:>8} {megabytes(sent.bytes_sent):>15}")
     lines += [] if steady.traffic else ["  nothing"]
-    lines += ["", *wrapped(_left_out(steady.repeated), columns, "  ")] if steady.repeated.blocks else []
+    lines += ["", _left_out(steady.repeated)] if steady.repeated.blocks else []
     for axis, purposes in found.planned_traffic.items():
         for purpose, size in purposes.items():
             if size != steady.traffic.get(axis, {}).get(purpose, Sent()).bytes_sent:

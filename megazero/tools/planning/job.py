@@ -14,7 +14,7 @@ from megazero.builders.job import job_of, options_of
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.plan.activations import logits
-from megazero.plan.communicators import Communicator, communicators
+from megazero.plan.communicators import communicators
 from megazero.plan.job import Job
 from megazero.plan.links import split_by_node
 from megazero.plan.machines import Machine
@@ -55,28 +55,6 @@ class Plan:
         return _fullest(self.ranks)
 
     @cached_property
-    def settings(self) -> dict[str, RankMemory]:
-        """Return the memory of the fullest rank with each setting of recompute and Pa that changes something."""
-        plain = replace(self.job, recompute="none", partition=False, offload="none")
-        return {
-            f"{one.recompute}{', Pa' * one.partition}{'+cpu' * (one.offload == 'cpu')}": _fullest(
-                _ranks(one, self.machine, self.system)
-            )
-            for one in next(savings(plain))
-        }
-
-    @cached_property
-    def traffic(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of the rank that sends most, by axis and purpose."""
-        ranks = (self.system.sent(self.job, traffic(self.job, rank)) for rank in range(self.job.pipeline))
-        return max(ranks, key=lambda sent: sum(sum(purposes.values()) for purposes in sent.values()))
-
-    @property
-    def by_node(self) -> dict[str, dict[str, int]]:
-        """Return the bytes by axis, in the node and across."""
-        return split_by_node(self.job, self.traffic, self.machine.devices_per_node)
-
-    @cached_property
     def time(self) -> StepTime:
         return step_time(self.job, self.machine, self.system)
 
@@ -85,28 +63,8 @@ class Plan:
         return all(fits(rank, self.machine) for rank in self.ranks)
 
     @property
-    def logits(self) -> int:
-        """Return the bytes of the last pipeline rank's activations that are logits of one micro-batch."""
-        return logits(self.job)
-
-    @property
-    def communicators(self) -> list[Communicator]:
-        """Return the communicators of the fullest rank."""
-        return list(communicators(self.job, self.ranks.index(self.fullest), self.machine.nccl_channels))
-
-    @property
     def checkpoint(self) -> Checkpoint:
         return checkpoint_of(self.job, self.machine, self.time.step_s)
-
-    @property
-    def hours(self) -> float:
-        """Return the hours that the budget of tokens takes."""
-        return self.tokens / (self.time.tokens_per_second_per_device * self.job.ranks) / 3600
-
-    @property
-    def dollars(self) -> float | None:
-        price = self.machine.price_per_hour
-        return None if price is None else self.hours * self.job.ranks * price
 
 
 def system_of(name: str) -> System:
@@ -175,25 +133,32 @@ def _shortage(found: Search, job: Job, ranks: int, machine: Machine) -> tuple[st
 
 
 def as_json(found: Plan) -> dict[str, Any]:
-    """Return the contract's object; bytes, seconds."""
-    time = asdict(found.time)
+    """Return the contract's object; bytes, seconds. `settings` are those of recompute and Pa that change something."""
+    job, machine, time = found.job, found.machine, asdict(found.time)
+    made = communicators(job, found.ranks.index(found.fullest), machine.nccl_channels)
+    settings = {
+        f"{one.recompute}{', Pa' * one.partition}{'+cpu' * (one.offload == 'cpu')}": _ranks(one, machine, found.system)
+        for one in next(savings(replace(job, recompute="none", partition=False, offload="none")))
+    }
+    sent = _most_sent(job, found.system)
+    hours = found.tokens / (found.time.tokens_per_second_per_device * job.ranks) / 3600
     return {
-        "parameters": found.job.shape.parameters(),
-        "machine": found.machine.name,
+        "parameters": job.shape.parameters(),
+        "machine": machine.name,
         "system": found.system.name,
         **({"stage": found.stage} if found.stage else {}),
-        "gpus": found.job.ranks,
+        "gpus": job.ranks,
         "memory": _memory(found.fullest)
         | {
-            "available_bytes": int(usable(found.machine)),
-            "headroom_bytes": int(usable(found.machine)) - found.fullest.peak,
-            "logits_bytes": found.logits,
-            "communicators": [asdict(one) for one in found.communicators],
+            "available_bytes": int(usable(machine)),
+            "headroom_bytes": int(usable(machine)) - found.fullest.peak,
+            "logits_bytes": logits(job),
+            "communicators": [asdict(one) for one in made],
             "ranks": [_memory(rank) for rank in found.ranks],
-            "settings": {words: _memory(rank) for words, rank in found.settings.items()},
+            "settings": {words: _memory(_fullest(ranks)) for words, ranks in settings.items()},
         },
-        "traffic": found.traffic,
-        "traffic_by_node": found.by_node,
+        "traffic": sent,
+        "traffic_by_node": split_by_node(job, sent, machine.devices_per_node),
         "bubble": time.pop("bubble"),
         "time": time,
         "fits": found.fits,
@@ -202,33 +167,22 @@ def as_json(found: Plan) -> dict[str, Any]:
         "budget": {
             "tokens": found.tokens,
             "steps": found.steps,
-            "hours": found.hours,
-            "days": found.hours / 24,
-            "dollars": found.dollars,
+            "hours": hours,
+            "days": hours / 24,
+            "dollars": None if machine.price_per_hour is None else hours * job.ranks * machine.price_per_hour,
         },
     }
 
 
 def search_as_json(found: Search, machine: Machine) -> dict[str, Any]:
-    """Return the best layouts, and what would be faster if it fitted."""
-    return {
-        "tried": found.tried,
-        "best": [_row(one) | {"why": why(one, machine)} for one in found.best],
-        "excluded": [_row(one) | {"why": why(one, machine)} for one in found.excluded],
-    }
+    """Return the best layouts, each with its options and, in a few words, why it is where it is in the list."""
+    return {"tried": found.tried, "best": [_row(one, machine) for one in found.best]}
 
 
-def why(found: Found, machine: Machine) -> str:
-    """Return in a few words why a layout is where it is in the list."""
-    need, room = found.fullest.peak, usable(machine)
-    most = max(found.fullest.held, key=lambda category: found.fullest.held[category])
-    if need > room:
-        return f"needs {need / 1e9:.1f} GB of {room / 1e9:.1f}, {found.fullest.held[most] / 1e9:.1f} of it {most}"
-    if found.fullest.host > machine.host_memory_bytes:
-        return f"needs {found.fullest.host / 1e9:.1f} GB of the host's {machine.host_memory_bytes / 1e9:.1f}"
-    parts = sorted(found.time.parts.items(), key=lambda pair: -pair[1])
-    lost = [f"{name} {part / found.time.step_s:.0%}" for name, part in parts if name != "compute" and part > 0][:2]
-    return f"{(room - need) / 1e9:.1f} GB free" + (f"; waits for {', '.join(lost)}" if lost else "")
+def _most_sent(job: Job, system: System) -> dict[str, dict[str, int]]:
+    """Return the bytes of the rank that sends most, by axis and purpose."""
+    ranks = (system.sent(job, traffic(job, rank)) for rank in range(job.pipeline))
+    return max(ranks, key=lambda sent: sum(sum(purposes.values()) for purposes in sent.values()))
 
 
 def _ranks(job: Job, machine: Machine, system: System) -> list[RankMemory]:
@@ -256,16 +210,21 @@ def _memory(rank: RankMemory) -> dict[str, Any]:
     }
 
 
-def _row(found: Found) -> dict[str, Any]:
+def _row(found: Found, machine: Machine) -> dict[str, Any]:
+    time, memory = found.time, found.fullest
+    parts = sorted(time.parts.items(), key=lambda pair: -pair[1])
+    lost = [f"{name} {part / time.step_s:.0%}" for name, part in parts if name != "compute" and part > 0][:2]
+    waits = f"; waits for {', '.join(lost)}" if lost else ""
     return {
         "options": options_of(found.job),
         "data": found.job.data,
-        "step_s": found.time.step_s,
-        "tflops_per_device": found.time.tflops_per_device,
-        "mfu": found.time.mfu,
-        "peak_bytes": found.fullest.peak,
-        "host_bytes": found.fullest.host,
-        "disk_bytes": found.fullest.disk,
+        "step_s": time.step_s,
+        "tflops_per_device": time.tflops_per_device,
+        "mfu": time.mfu,
+        "peak_bytes": memory.peak,
+        "host_bytes": memory.host,
+        "disk_bytes": memory.disk,
+        "why": f"{(usable(machine) - memory.peak) / 1e9:.1f} GB free{waits}",
     }
 
 

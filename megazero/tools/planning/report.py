@@ -3,18 +3,14 @@
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from megazero.base.picture import picture
-from megazero.base.terminal import wrapped
-from megazero.builders.job import options_of
 from megazero.config.flat import spelt
-from megazero.plan.job import Job
-from megazero.plan.machines import Machine
 from megazero.plan.memory import DISK, HOST
-from megazero.plan.search import Search, usable
+from megazero.plan.search import usable
 from megazero.plan.systems import OURS, UNCERTAINTY
-from megazero.tools.planning.checkpoint import Checkpoint
-from megazero.tools.planning.job import Plan, why
+from megazero.tools.planning.job import Plan, as_json
 
 _BESIDE = 4  # pipeline ranks next to each other in a table
 # Of the categories of memory in a picture, in their order.
@@ -32,10 +28,10 @@ _GRADIENT_OF = {
 }
 
 
-def as_text(plan: Plan, columns: int | None = None) -> str:
-    """Return everything a plan knows; sentences broken at so many columns, None: nowhere."""
-    sentences = [line for text in _head(plan) for line in wrapped(text, columns, "  ")]
-    blocks = (sentences, _memory(plan, columns), _settings(plan), _traffic(plan), _time(plan, columns))
+def as_text(plan: Plan) -> str:
+    """Return everything that a plan knows as tables and sentences."""
+    found = as_json(plan)
+    blocks = (_head(plan), _memory(plan, found["memory"]), _settings(found["memory"]), _traffic(found), _time(found))
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
@@ -45,30 +41,18 @@ _SEARCHED = (
 )
 
 
-def search_as_text(found: Search, machine: Machine, given: Mapping[str, object], columns: int | None = None) -> str:
-    """Return the best layouts with their options, and those that would be faster; as `as_text`.
+def search_as_text(found: Mapping[str, Any], given: Mapping[str, object]) -> str:
+    """Return the best layouts of a search, from its JSON object.
 
     Args:
         given: the config's options by name; of a layout those are shown that are others.
     """
-    lines = [*wrapped(f"{found.tried} layouts tried; {_SEARCHED}", columns, "  "), ""]
-    lines += [*wrapped(UNCERTAINTY, columns, "  "), ""]
+    lines = [f"{found['tried']} layouts tried; {_SEARCHED}", "", UNCERTAINTY, ""]
     lines += ["the fastest that fit:", "   a step   of each device    MFU  data ranks"]
-    for one in found.best:
-        rate = f"{one.time.step_s:9.3f} s  {one.time.tflops_per_device:6.1f} TFLOP/s  {one.time.mfu:5.1%}"
-        lines += [f"{rate}  {one.job.data:10}", *wrapped(f"    {why(one, machine)}", columns, "    ")]
-        overrides = " ".join(
-            f"{name}={spelt(value)}" for name, value in options_of(one.job).items() if given.get(name) != value
-        )
-        overrides = overrides or "as the config is"
-        parts = wrapped(f"    {overrides}", None if columns is None else columns - 2, "    ")
-        lines += [*(f"{part} \\" for part in parts[:-1]), parts[-1]]  # as a shell joins them
-    lines += ["", "faster if they fitted:" if found.excluded else "nothing that does not fit would be faster"]
-    for one in found.excluded:
-        job = one.job
-        axes = f"tensor {job.tensor}, pipeline {job.pipeline} {job.schedule}, data {job.data}"
-        rest = f"stage {job.stage}{_groups(job)}, micro-batch {job.micro_batch}"
-        lines += wrapped(f"{one.time.step_s:9.3f} s  {axes}, {rest}: {why(one, machine)}", columns, "    ")
+    for one in found["best"]:
+        rate = f"{one['step_s']:9.3f} s  {one['tflops_per_device']:6.1f} TFLOP/s  {one['mfu']:5.1%}"
+        others = (f"{name}={spelt(value)}" for name, value in one["options"].items() if given.get(name) != value)
+        lines += [f"{rate}  {one['data']:10}", f"    {one['why']}", f"    {' '.join(others) or 'as the config is'}"]
     return "\n".join(lines)
 
 
@@ -104,17 +88,13 @@ def rounded(value: float) -> str:
     return f"{float(f'{value:.2g}'):,.15g}"
 
 
-def _groups(job: Job) -> str:
-    """Return over how many ranks a layout shards, where these are not all data ranks."""
-    return f" over {job.shard} ranks" if job.replicas > 1 else ""
-
-
 def _head(plan: Plan) -> Iterator[str]:
     job = plan.job
+    shards = f" over {job.shard} ranks" if job.replicas > 1 else ""
     trained = "" if plan.system == OURS else f", as {plan.system.name} trains"
     yield f"{plan.job.shape.parameters() / 1e9:,.3f}B parameters on {job.ranks} {plan.machine.name}{trained}: " + (
         f"tensor {job.tensor}, pipeline {job.pipeline} ({job.schedule}), data {job.data}, "
-        f"ZeRO stage {job.stage}{_groups(job)}, {job.micro_batches} micro-batches of {job.micro_batch}"
+        f"ZeRO stage {job.stage}{shards}, {job.micro_batches} micro-batches of {job.micro_batch}"
     )
     if plan.stage:
         yield f"planned is {plan.stage}"
@@ -128,7 +108,7 @@ def _head(plan: Plan) -> Iterator[str]:
     yield words
 
 
-def _memory(plan: Plan, columns: int | None) -> Iterator[str]:
+def _memory(plan: Plan, found: Mapping[str, Any]) -> Iterator[str]:
     categories = list(dict.fromkeys(category for rank in plan.ranks for category in rank.held))
     for first in range(0, len(plan.ranks), _BESIDE):
         some = plan.ranks[first : first + _BESIDE]
@@ -137,12 +117,10 @@ def _memory(plan: Plan, columns: int | None) -> Iterator[str]:
             cells = "".join(f"{rank.held.get(category, 0) / 1e9:>10,.3f}" for rank in some)
             yield f"  {category.replace('_', ' '):<16}{cells}"
         yield f"  {'on the device':<16}" + "".join(f"{rank.peak / 1e9:>10,.3f}" for rank in some)
-    yield from wrapped(_peaks(plan), columns, "  ")
-    yield "logits of a micro-batch, in the last rank's"
-    yield f"activations: {plan.logits / 1e9:,.3f} GB"
-    if plan.communicators:
-        yield f"{len(plan.communicators)} communicators of NCCL on the fullest rank, which"
-        yield "take estimated memory: not measured"
+    yield _peaks(plan)
+    yield f"logits of a micro-batch, in the last rank's activations: {found['logits_bytes'] / 1e9:,.3f} GB"
+    if made := found["communicators"]:
+        yield f"{len(made)} communicators of NCCL on the fullest rank, which take estimated memory: not measured"
 
 
 def _peaks(plan: Plan) -> str:
@@ -163,18 +141,18 @@ def spans(numbers: list[int]) -> str:
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def _settings(plan: Plan) -> Iterator[str]:
+def _settings(found: Mapping[str, Any]) -> Iterator[str]:
     yield "GB, recompute  activations    inputs  on device"
-    for words, rank in plan.settings.items():
-        kept, inputs = (rank.held.get(category, 0) / 1e9 for category in ("activations", "inputs"))
-        too_much = "" if rank.peak <= usable(plan.machine) else "  too much"
-        yield f"{words:<14}{kept:>12,.3f}{inputs:>10,.3f}{rank.peak / 1e9:>11,.3f}{too_much}"
+    for words, rank in found["settings"].items():
+        kept, inputs = (rank["categories"].get(category, 0) / 1e9 for category in ("activations", "inputs"))
+        too_much = "" if rank["peak_bytes"] <= found["available_bytes"] else "  too much"
+        yield f"{words:<14}{kept:>12,.3f}{inputs:>10,.3f}{rank['peak_bytes'] / 1e9:>11,.3f}{too_much}"
 
 
-def _traffic(plan: Plan) -> Iterator[str]:
+def _traffic(found: Mapping[str, Any]) -> Iterator[str]:
     yield "GB sent in a step by the rank that sends most"
-    for axis, purposes in plan.traffic.items():
-        crossing = plan.by_node.get(axis, {})
+    for axis, purposes in found["traffic"].items():
+        crossing = found["traffic_by_node"].get(axis, {})
         where = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:,.3f}" for name, size in crossing.items() if size)
         for purpose, size in purposes.items():
             if size:
@@ -183,27 +161,27 @@ def _traffic(plan: Plan) -> Iterator[str]:
             yield f"  {axis:<9} in all: {where}"
 
 
-def _time(plan: Plan, columns: int | None) -> Iterator[str]:
-    time = plan.time
-    yield from wrapped(UNCERTAINTY, columns, "  ")
-    yield f"a step: {rounded(time.step_s)} s; bubble {time.bubble:.1%} of the work"
-    for name, part in time.parts.items():
+def _time(found: Mapping[str, Any]) -> Iterator[str]:
+    time, budget = found["time"], found["budget"]
+    yield UNCERTAINTY
+    yield f"a step: {rounded(time['step_s'])} s; bubble {found['bubble']:.1%} of the work"
+    for name, part in time["parts"].items():
         if part > 0:
-            yield f"  {name:<17}{rounded(part):>10} s  {part / time.step_s:>4.0%}"
-    for name, part in time.hidden.items():
+            yield f"  {name:<17}{rounded(part):>10} s  {part / time['step_s']:>4.0%}"
+    for name, part in time["hidden"].items():
         if part > 0:
             yield f"  {name + ' traffic':<17}{rounded(part):>10} s  beside the computation"
-    tokens, tflops = time.tokens_per_second_per_device, time.tflops_per_device
+    tokens, tflops = time["tokens_per_second_per_device"], time["tflops_per_device"]
     yield f"{rounded(tokens)} tokens/s and {rounded(tflops)} TFLOP/s a device"
-    yield f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}"
-    cost = "" if plan.dollars is None else f", {rounded(plan.dollars)} dollars"
-    yield f"{plan.tokens:.3g} tokens: {plan.steps:,} steps,"
-    yield f"{rounded(plan.hours)} hours, {rounded(plan.hours / 24)} days{cost}"
-    yield from wrapped(_checkpoint(plan.checkpoint), columns, "  ")
+    yield f"MFU {time['mfu']:.0%}, HFU {time['hfu']:.0%}"
+    cost = "" if budget["dollars"] is None else f", {rounded(budget['dollars'])} dollars"
+    yield f"{budget['tokens']:.3g} tokens: {budget['steps']:,} steps,"
+    yield f"{rounded(budget['hours'])} hours, {rounded(budget['days'])} days{cost}"
+    yield _checkpoint(found["checkpoint"])
 
 
-def _checkpoint(found: Checkpoint) -> str:
-    rate = f"{found.rate / 1e9:.3g} GB/s from each node{'' if found.measured else ', which is supposed'}"
-    size = f"{found.bytes / 1e9:,.0f}" if found.bytes > 1e11 else f"{found.bytes / 1e9:.4g}"
-    what = f"a checkpoint: {size} GB, saved in {rounded(found.save_s)} s at {rate}"
-    return f"{what}; under SLURM give sbatch --signal=USR1@{found.lead_s}"
+def _checkpoint(found: Mapping[str, Any]) -> str:
+    rate = f"{found['rate'] / 1e9:.3g} GB/s from each node{'' if found['measured'] else ', which is supposed'}"
+    size = f"{found['bytes'] / 1e9:,.0f}" if found["bytes"] > 1e11 else f"{found['bytes'] / 1e9:.4g}"
+    what = f"a checkpoint: {size} GB, saved in {rounded(found['save_s'])} s at {rate}"
+    return f"{what}; under SLURM give sbatch --signal=USR1@{found['lead_s']}"
