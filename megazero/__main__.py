@@ -149,17 +149,12 @@ def _plan(options: argparse.Namespace) -> int:
     from megazero.config.file import load
     from megazero.config.flat import flatten
     from megazero.config.stages import Course
-    from megazero.plan.machines import MACHINES
     from megazero.run.fitting import check_parts
     from megazero.tools.planning.job import as_json, find, plan, search_as_json, system_of
     from megazero.tools.planning.machine_file import machine_of
     from megazero.tools.planning.micro_batch import with_micro
     from megazero.tools.planning.report import as_text, draw, search_as_text
 
-    missing = [f"--{name}" for name in ("gpus", "hardware") if getattr(options, name) is None]
-    if missing:
-        what = f"{' and '.join(missing)} missing; --hardware is one of {', '.join(MACHINES)}"
-        raise UserError(100, what, "or a file of `megazero doctor --write FILE.yaml`", where="plan")
     config = load(options.config, options.overrides)
     machine, system = machine_of(options.hardware), system_of(options.system)
     check_name(options.draw, "plan")
@@ -270,9 +265,9 @@ def _add_planning(verbs: Any) -> None:
     schedule.add_argument("--draw", type=Path, metavar="FILE", help="a timeline, as .svg or .png")
     schedule.add_argument("--all", action="store_true", help="all actions of all ranks, not the first of some")
     plan = _with_config(verbs, _plan, "plan", "tell memory, traffic, time and cost before anything runs")
-    plan.add_argument("--gpus", type=ranks, help="devices of the job")
+    plan.add_argument("--gpus", type=ranks, required=True, help="devices of the job")
     hardware = "v100-32gb, a100-80gb, h100-80gb, h200, b200, or a file as `doctor --write` writes it"
-    plan.add_argument("--hardware", metavar="NAME|FILE.yaml", help=hardware)
+    plan.add_argument("--hardware", required=True, metavar="NAME|FILE.yaml", help=hardware)
     systems = "what trains: ours (the default), megatron-2021, megatron-core, deepspeed, fsdp"
     plan.add_argument("--system", metavar="NAME", default="ours", help=systems)
     plan.add_argument("--search", action="store_true", help="find the fastest layouts that fit instead")

@@ -82,16 +82,16 @@ class _Notes:
     def __init__(self, path: Path):
         self._path = path
 
-    def add(self, name: str, fault: str = "", **figures: float) -> None:
+    def add(self, name: str, figures: Figures, fault: str = "") -> None:
         with self._path.open("a") as file:
             file.write(json.dumps([name, figures, fault]) + "\n")
 
     def add_result(self, name: str, figure: str, measure: Callable[[], float]) -> None:
         """Add the figure of what needs no other rank, or why it failed."""
         try:
-            self.add(name, **{figure: measure()})
+            self.add(name, {figure: measure()})
         except Exception as error:  # a dtype that this device cannot multiply, no memory: the others go on
-            self.add(name, reason(error))
+            self.add(name, {}, reason(error))
 
     def read(self) -> list[_Line]:
         return [json.loads(line) for line in self._path.read_text().splitlines()] if self._path.exists() else []
@@ -152,7 +152,7 @@ def _host_rank(room: int | None, place: RankContext, notes: _Notes) -> None:
     world, device = place.world, torch.device("cpu")
     on_host = _HostWorld(world.rank, world.size, world.local_rank, world.launcher)
     axis = _axis(replace(place, world=on_host), device)
-    notes.add("threads", count=torch.get_num_threads())
+    notes.add("threads", {"count": torch.get_num_threads()})
     if room is not None:
         _compute(axis, device, notes, min(_COPY["cpu"], room // 8))
     if axis.size > 1:
@@ -160,7 +160,7 @@ def _host_rank(room: int | None, place: RankContext, notes: _Notes) -> None:
         if shared_memory is not None and shared_memory.reached.issuperset(axis.ranks):
             _collectives(axis, device, SHARED, notes, _MESSAGE)
         else:
-            notes.add(SHARED, "needs Linux on x86-64, and ranks that see each other's /proc")
+            notes.add(SHARED, {}, "needs Linux on x86-64, and ranks that see each other's /proc")
         _collectives(replace(axis, comm=replace(axis.comm, shared_memory=None)), device, SOCKETS, notes, _MESSAGE)
     disconnect()
 
@@ -171,7 +171,7 @@ def _gpu_rank(place: RankContext, notes: _Notes) -> None:
         raise UserError(340, "torch sees a GPU that it cannot use", "is the driver as new as torch's CUDA version?")
     axis = _axis(place, device)
     free, total = torch.cuda.mem_get_info(device)
-    notes.add("memory", bytes=total)
+    notes.add("memory", {"bytes": total})
     size = min(_COPY["cuda"], free // 8)
     _compute(axis, device, notes, size)
     notes.add_result("host copy", "bandwidth", lambda: host_bandwidth(size // 4, device))
@@ -218,9 +218,9 @@ def _collectives(axis: Axis, device: torch.device, road: str, notes: _Notes, siz
         before = axis.comm.ledger.bytes_sent
         seconds = _median(lambda op=operation: op(long, axis), device, _FEW)
         once = (axis.comm.ledger.bytes_sent - before) // (_FEW + 1)
-        notes.add(f"{road} {name}", bandwidth=once / seconds, latency=latency)
+        notes.add(f"{road} {name}", {"bandwidth": once / seconds, "latency": latency})
         sent, taken, slower = sent + once, taken + seconds, max(slower, latency)
-    notes.add(road, bandwidth=sent / taken, latency=slower)
+    notes.add(road, {"bandwidth": sent / taken, "latency": slower})
 
 
 def _median(work: Callable[[], object], device: torch.device, times: int) -> float:

@@ -5,12 +5,15 @@ with published ones (docs/planning.md).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from megazero.base.errors import UserError
 from megazero.builders.job import job_of, options_of
+from megazero.config.flat import flatten
+from megazero.config.rules import broken_rules
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.plan.activations import logits
@@ -23,7 +26,6 @@ from megazero.plan.search import Found, Search, fits, savings, search, usable
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import traffic
-from megazero.tools.planning.allowed import allowed_by_rules
 from megazero.tools.planning.checkpoint import Checkpoint, checkpoint_of
 from megazero.tools.planning.micro_batch import with_micro
 
@@ -65,6 +67,12 @@ class Plan:
     @property
     def checkpoint(self) -> Checkpoint:
         return checkpoint_of(self.job, self.machine, self.time.step_s)
+
+
+def allowed_by_rules(config: Config) -> Callable[[Job], bool]:
+    """Return a function that says whether the rules of options allow the config to be laid out as a job is."""
+    values = flatten(config)
+    return lambda layout: not broken_rules(values | options_of(layout))
 
 
 def system_of(name: str) -> System:
