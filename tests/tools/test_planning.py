@@ -19,7 +19,7 @@ from megazero.plan.time import step_time
 from megazero.tools.doctor.hardware import as_yaml
 from megazero.tools.planning.job import find, plan
 from megazero.tools.planning.machine_file import machine_of
-from megazero.tools.planning.report import rounded, spans
+from megazero.tools.planning.report import rounded
 from megazero.tools.training.launch import launch
 from tests.tiny_run import PARAMETERS, ROOT, TinyData, command
 
@@ -314,7 +314,6 @@ def test_what_is_no_number_of_tokens(capsys: pytest.CaptureFixture[str], wrong: 
 def test_where_memory_is_highest_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     line = ("--gpus", "64", "--hardware", "a100-80gb")
     said = answer(capsys, "--config", "gpt13b", *line, "parallel.pipeline=8")
-    where = "memory is highest in backward, while a step computes the gradient of"
-    assert f"\n{where} a feed-forward layer's GELU on pipeline ranks 0 to 7\n" in said and "most is in" not in said
+    where = "memory is highest in backward, while the fullest rank computes the gradient of"
+    assert f"\n{where} a feed-forward layer's GELU\n" in said and "most is in" not in said
     assert f"\n{where} the loss\n" in answer(capsys, "--config", "llama8b", *line)
-    assert spans([0, 1, 2, 5, 7, 8]) == "0 to 2, 5, 7 to 8" and spans([3]) == "3"

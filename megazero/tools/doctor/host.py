@@ -41,11 +41,9 @@ def processor_name() -> str:
 def load() -> Iterator[Finding]:
     """Yield what else runs; called before anything is measured."""
     others, cores = os.getloadavg()[0], num_cores()
-    found = Finding("load", f"{others:.1f} processes ran in the last minute, on {cores} cores")
-    if others > _QUIET * cores:
-        text = f"busy: {found.text}; what is measured comes out low"
-        found = Finding("load", text, "unknown", values={"busy": others / cores})
-    yield found
+    text = f"{others:.1f} processes ran in the last minute, on {cores} cores"
+    busy = Finding("load", f"busy: {text}; measures come out low", "unknown", values={"busy": others / cores})
+    yield busy if others > _QUIET * cores else Finding("load", text)
 
 
 def memory() -> Iterator[Finding]:

@@ -1,7 +1,6 @@
 """Show a plan and a search: tables, and a picture of where a rank's memory and a step's time go."""
 
 from collections.abc import Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -117,28 +116,11 @@ def _memory(plan: Plan, found: Mapping[str, Any]) -> Iterator[str]:
             cells = "".join(f"{rank.held.get(category, 0) / 1e9:>10,.3f}" for rank in some)
             yield f"  {category.replace('_', ' '):<16}{cells}"
         yield f"  {'on the device':<16}" + "".join(f"{rank.peak / 1e9:>10,.3f}" for rank in some)
-    yield _peaks(plan)
+    where = _GRADIENT_OF[plan.fullest.cause]
+    yield f"memory is highest in backward, while the fullest rank computes the gradient of {where}"
     yield f"logits of a micro-batch, in the last rank's activations: {found['logits_bytes'] / 1e9:,.3f} GB"
     if made := found["communicators"]:
         yield f"{len(made)} communicators of NCCL on the fullest rank, which take estimated memory: not measured"
-
-
-def _peaks(plan: Plan) -> str:
-    """Return where in a step each rank holds most, as a sentence."""
-    ranks: dict[str, list[int]] = {}
-    for rank, found in enumerate(plan.ranks):
-        ranks.setdefault(_GRADIENT_OF[found.cause], []).append(rank)
-    places = [f"{of} on pipeline rank{'s' * (len(some) > 1)} {spans(some)}" for of, some in ranks.items()]
-    if plan.job.pipeline == 1:
-        places = list(ranks)
-    return f"memory is highest in backward, while a step computes the gradient of {', of '.join(places)}"
-
-
-def spans(numbers: list[int]) -> str:
-    """Return ascending numbers in words: 0 to 6, 8."""
-    groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    runs = ([number for _, number in group] for _, group in groups)
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _settings(found: Mapping[str, Any]) -> Iterator[str]:
