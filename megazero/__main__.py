@@ -153,14 +153,13 @@ def _plan(options: argparse.Namespace) -> int:
     from megazero.tools.planning.job import as_json, find, plan, search_as_json, system_of
     from megazero.tools.planning.machine_file import machine_of
     from megazero.tools.planning.micro_batch import with_micro
-    from megazero.tools.planning.report import as_text, draw, search_as_text
+    from megazero.tools.planning.report import as_text, search_as_text
 
     config = load(options.config, options.overrides)
     machine, system = machine_of(options.hardware), system_of(options.system)
-    check_name(options.draw, "plan")
     if options.search:
-        if (options.draw, options.tokens, options.system) != (None, None, "ours"):
-            raise UserError(100, "--draw, --tokens and --system are of one plan, not of a --search", where="plan")
+        if (options.tokens, options.system) != (None, "ours"):
+            raise UserError(100, "--tokens and --system are of one plan, not of a --search", where="plan")
         with doing("searching layouts"):
             found = find(config, options.gpus, machine)
         shown = search_as_json(found, machine)
@@ -169,7 +168,6 @@ def _plan(options: argparse.Namespace) -> int:
     check_parts(Course(with_micro(config, options.gpus, machine)), options.gpus, f"--gpus {options.gpus}")
     with doing("planning"):
         planned = plan(config, options.gpus, machine, options.tokens, system)
-    _draw(lambda path: draw(planned, path), options)
     show(as_json(planned), as_text(planned), as_json=options.json)
     return 0
 
@@ -273,7 +271,6 @@ def _add_planning(verbs: Any) -> None:
     plan.add_argument("--search", action="store_true", help="find the fastest layouts that fit instead")
     budget = "to train on: 300B, 5e9 (default: what the config's steps take)"
     plan.add_argument("--tokens", type=tokens, help=budget)
-    plan.add_argument("--draw", type=Path, metavar="FILE", help="memory and time as a picture, .svg or .png")
     simulate = _with_config(verbs, _simulate, "simulate", "run one rank of any number without data, count its bytes")
     simulate.add_argument("--gpus", type=ranks, required=True, help="ranks of the run")
     simulate.add_argument("--rank", type=_at_least(0, int), default=0, help="which of them")

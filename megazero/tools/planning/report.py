@@ -1,19 +1,14 @@
-"""Show a plan and a search: tables, and a picture of where a rank's memory and a step's time go."""
+"""Show a plan and a search, as tables and sentences."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from megazero.base.picture import picture
 from megazero.config.flat import spelt
-from megazero.plan.memory import DISK, HOST
 from megazero.plan.search import usable
 from megazero.plan.systems import OURS, UNCERTAINTY
 from megazero.tools.planning.job import Plan, as_json
 
 _BESIDE = 4  # pipeline ranks next to each other in a table
-# Of the categories of memory in a picture, in their order.
-_COLOURS = ("#4f86bd", "#8fb8de", "#6fa84f", "#b7b7b7", "#7fa7a0", "#f2c879", "#d99f3b", "#8e7cc3", "#b4a7d6")
 # What a step computes the gradient of when a rank holds most, by the names of plan/peak.py.
 _GRADIENT_OF = {
     "loss": "the loss",
@@ -53,33 +48,6 @@ def search_as_text(found: Mapping[str, Any], given: Mapping[str, object]) -> str
         others = (f"{name}={spelt(value)}" for name, value in one["options"].items() if given.get(name) != value)
         lines += [f"{rate}  {one['data']:10}", f"    {one['why']}", f"    {' '.join(others) or 'as the config is'}"]
     return "\n".join(lines)
-
-
-def draw(plan: Plan, path: Path) -> None:
-    """Draw the memory of each pipeline rank and the parts of a step, as SVG or PNG by the path's suffix.
-
-    Raises OSError. What pipeline ranks do when, `megazero schedule --draw` draws.
-    """
-    with picture(path, 12, 5) as figure:
-        left, right = figure.subplots(1, 2)
-        left.set_prop_cycle(color=_COLOURS)
-        below = [0.0] * len(plan.ranks)
-        for category in dict.fromkeys(name for rank in plan.ranks for name in rank.held):
-            sizes = [rank.held.get(category, 0) / 1e9 for rank in plan.ranks]
-            if category.startswith((HOST, DISK)):
-                continue
-            left.bar(range(len(sizes)), sizes, bottom=below, label=category, width=0.8)
-            below = [under + size for under, size in zip(below, sizes, strict=True)]
-        left.axhline(usable(plan.machine) / 1e9, color="#c0392b", linestyle="--", label="what a job can have")
-        left.set(xlabel="pipeline rank", ylabel="GB on the device", title="memory", xticks=range(len(plan.ranks)))
-        left.legend(fontsize=8, frameon=False)
-        at = 0.0
-        for name, part in plan.time.parts.items():
-            if part > 0:
-                right.bar([0], [part], bottom=[at], label=f"{name} {part / plan.time.step_s:.0%}", width=0.6)
-                at += part
-        right.set(xticks=[], xlim=(-0.4, 1.2), ylabel="seconds", title="a step")
-        right.legend(fontsize=8, frameon=False, loc="upper right")
 
 
 def rounded(value: float) -> str:
