@@ -93,14 +93,15 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
     return RankMemory(_offloaded(job, share, held), cause)
 
 
-def planned(job: Job, rank: int, machine: Machine) -> RankMemory:
-    """Return the memory of rank `rank` of the pipeline axis on a machine, with what no ledger counts."""
-    return with_uncounted(memory(job, rank), job, rank, machine)
+def planned(job: Job, rank: int, machine: Machine, counted: RankMemory | None = None) -> RankMemory:
+    """Return the memory of rank `rank` of the pipeline axis on a machine, with what no ledger counts.
 
+    Ranks on a CPU have nothing of that.
 
-def with_uncounted(found: RankMemory, job: Job, rank: int, machine: Machine) -> RankMemory:
-    """Return the memory of a rank with what no ledger counts; ranks on a CPU have nothing of it."""
-    channels = machine.nccl_channels
+    Args:
+        counted: what a ledger counts, if it is known.
+    """
+    found, channels = counted or memory(job, rank), machine.nccl_channels
     if not channels:
         return found
     more = {"communicators": sum(one.bytes for one in communicators(job, rank, channels)), "batch": batch(job)}

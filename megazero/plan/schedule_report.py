@@ -60,21 +60,23 @@ def report(job: Job) -> tuple[dict[str, Any], Schedule, Timeline]:
 
 
 def as_text(found: Mapping[str, Any], *, every: bool = False) -> str:
-    """Return the schedule in a sentence, what each rank holds, what it costs, and the lists of actions.
+    """Return the schedule and its bubble, what each rank holds, what it costs, and the lists of actions.
 
     Args:
         every: all actions of all ranks; otherwise the first of the first ranks.
     """
-    lines = [_summary(found), ""]
-    for number, rank in enumerate(found["ranks"]):
+    ranks = found["ranks"]
+    said = f"{found['schedule']} over {len(ranks)} ranks, {found['micro_batches']} micro-batches"
+    lines = [f"{said}: bubble {found['bubble']:.1%} of the work", ""]
+    for number, rank in enumerate(ranks):
         stages = "; ".join(f"stage {stage}: {words}" for stage, words in rank["stages"].items())
         lines.append(f"rank {number} has {stages}")
     lines += ["", "rank   work  live  sent MB  reduced  gathered     tied"]
-    for number, rank in enumerate(found["ranks"]):
+    for number, rank in enumerate(ranks):
         sent, reduced, gathered, tied = (size / 1e6 for size in rank["bytes"].values())
         line = f"{number:<5}{rank['work']:>6.0f}{rank['peak_live']:>6}"
         lines.append(f"{line}{sent:>9.2f}{reduced:>9.2f}{gathered:>10.2f}{tied:>9.2f}")
-    return "\n".join([*lines, *_TABLE_LEGEND, "", *_ACTION_LEGEND, *_actions(found["ranks"], every)])
+    return "\n".join([*lines, *_TABLE_LEGEND, "", *_ACTION_LEGEND, *_actions(ranks, every)])
 
 
 def _actions(ranks: Sequence[Mapping[str, Any]], every: bool) -> Iterator[str]:
@@ -86,19 +88,6 @@ def _actions(ranks: Sequence[Mapping[str, Any]], every: bool) -> Iterator[str]:
     if not every:
         most = max(len(rank["actions"]) for rank in ranks)
         yield f"--all shows all of them: {len(ranks)} ranks, up to {most} actions each"
-
-
-def _summary(found: Mapping[str, Any]) -> str:
-    """Return one line: the schedule, its bubble, and what a micro-batch costs."""
-    stage, ranks = found["zero_stage"], found["ranks"]
-    per = {2: "reduces gradients after each micro-batch", 3: "gathers parameters and reduces gradients for each"}
-    bill = f"; ZeRO stage {stage} {per[stage]}" if stage in per and found["data"] > 1 else ""
-    most = max((rank["bytes"] for rank in ranks), key=lambda sizes: sum(sizes.values()))
-    parts = ", ".join(f"{size / 1e6:,.1f} MB {kind}" for kind, size in most.items() if size)
-    return (
-        f"{found['schedule']} over {len(ranks)} rank{'s' * (len(ranks) > 1)}, {found['micro_batches']} micro-batches: "
-        f"bubble {found['bubble']:.1%} of the work{bill}; a step of the rank that sends most: {parts or 'nothing'}"
-    )
 
 
 def _bytes(job: Job, rank: int) -> dict[str, int]:

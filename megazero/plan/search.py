@@ -23,25 +23,17 @@ from megazero.plan.time import StepTime, step_time
 RESERVED_BYTES, RESERVED_SHARE = 800 * 2**20, 0.04
 _CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4, 6, 8), "zb-h1": (1,), "zb-v": (2,)}
 _MOST_SEQUENCES = 64
-RECOMPUTE: tuple[dict[str, object], ...] = (
-    {"recompute": "none"},
-    {"recompute": "selective"},
-    {"recompute": "full"},
-    {"recompute": "full", "partition": True},
-    {"recompute": "full", "partition": True, "offload": "cpu"},
+_Options = Mapping[str, object]  # of a job
+_PA: _Options = {"recompute": "full", "partition": True}
+RECOMPUTE: tuple[_Options, ...] = (
+    *({"recompute": kind} for kind in ("none", "selective", "full")),
+    _PA,
+    {**_PA, "offload": "cpu"},
 )
-INPUTS_ON_DISKS: dict[str, object] = {"recompute": "full", "partition": True, "offload": "nvme"}
-OFFLOAD: tuple[dict[str, object], ...] = (
-    {},
-    {"offload_optimizer": "cpu"},
-    {"offload_parameters": "cpu"},
-    {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
-)
-DISKS: tuple[dict[str, object], ...] = (
-    {},
-    {"offload_optimizer": "nvme"},
-    {"offload_optimizer": "nvme", "offload_parameters": "nvme"},
-)
+INPUTS_ON_DISKS: _Options = {**_PA, "offload": "nvme"}
+_OPTIMIZER, _PARAMETERS = {"offload_optimizer": "cpu"}, {"offload_parameters": "cpu"}
+OFFLOAD: tuple[_Options, ...] = ({}, _OPTIMIZER, _PARAMETERS, _OPTIMIZER | _PARAMETERS)
+DISKS: tuple[_Options, ...] = tuple(dict.fromkeys(away, "nvme") for away in ({}, _OPTIMIZER, _OPTIMIZER | _PARAMETERS))
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def test_the_verb_shows_lists_bubble_and_bytes(
     verb = ["schedule", "--config", str(tiny_data.config), "--nproc", "4", "--all", *options]
     assert main(verb) == 0
     text = capsys.readouterr().out
-    assert "zb-h1 over 2 ranks, 2 micro-batches" in text and "ZeRO stage 3 gathers parameters" in text
+    assert "zb-h1 over 2 ranks, 2 micro-batches" in text
     lists = [line.partition(": ")[2].split() for line in text.splitlines() if re.match(r"rank \d+:", line)]
     assert [len([a for a in map(parsed, words) if a.kind.computes]) for words in lists] == [6, 6]
     for name in ("timeline.svg", "timeline.png"):

@@ -38,14 +38,10 @@ class Diagnosis:
     parts: dict[str, list[Finding]]
     hardware: dict[str, Any] | str
 
-    def names(self, state: str) -> list[str]:
-        """Return the names of the findings that are `missing`, or `absent`, and so on."""
-        return [finding.name for findings in self.parts.values() for finding in findings if finding.state == state]
-
     @property
     def missing(self) -> list[str]:
-        """Return what training needs and is not there."""
-        return self.names("missing")
+        """Return the names of what training needs and is not there."""
+        return [finding.name for findings in self.parts.values() for finding in findings if finding.state == "missing"]
 
     @property
     def is_busy(self) -> bool:
@@ -94,9 +90,8 @@ def as_text(found: Diagnosis) -> str:
         for finding in findings:
             do = f"; {finding.do}" if finding.do else ""
             lines.append(f"{_MARKS[finding.state]} {finding.name:<{_COLUMN}} {finding.text}{do}")
-    absent = found.names("absent")
     missing = f"missing: {', '.join(found.missing)}" if found.missing else "nothing that training needs is missing"
-    lines += ["", missing, *([f"could be added: {', '.join(absent)}"] if absent else []), *[BUSY] * found.is_busy]
+    lines += ["", missing, *[BUSY] * found.is_busy]
     return "\n".join(lines)
 
 

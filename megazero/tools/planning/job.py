@@ -21,7 +21,7 @@ from megazero.plan.communicators import communicators
 from megazero.plan.job import Job
 from megazero.plan.links import split_by_node
 from megazero.plan.machines import Machine
-from megazero.plan.memory import RankMemory, with_uncounted
+from megazero.plan.memory import RankMemory, planned
 from megazero.plan.search import Found, Search, fits, savings, search, usable
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
@@ -98,9 +98,9 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
     """
     _check_peak(config, machine)
     course = Course(with_micro(config, ranks, machine))
-    planned = [(part, job := job_of(part.config, ranks), _ranks(job, machine, system)) for part in course.parts]
-    part, job, found = max(planned, key=lambda each: _fullest(each[2]).peak)
-    words = f"{part.name or 'behind the last stage'}, which needs most memory" if len(planned) > 1 else ""
+    parts = [(part, job := job_of(part.config, ranks), _ranks(job, machine, system)) for part in course.parts]
+    part, job, found = max(parts, key=lambda each: _fullest(each[2]).peak)
+    words = f"{part.name or 'behind the last stage'}, which needs most memory" if len(parts) > 1 else ""
     whole = float(course.tokens(config.run.steps)) if tokens is None else tokens
     return Plan(job, machine, system, found, whole, _steps(course, whole), words)
 
@@ -195,7 +195,7 @@ def _most_sent(job: Job, system: System) -> dict[str, dict[str, int]]:
 
 def _ranks(job: Job, machine: Machine, system: System) -> list[RankMemory]:
     """Return the memory of every rank of a pipeline."""
-    return [with_uncounted(system.memory(job, rank), job, rank, machine) for rank in range(job.pipeline)]
+    return [planned(job, rank, machine, system.memory(job, rank)) for rank in range(job.pipeline)]
 
 
 def _fullest(ranks: list[RankMemory]) -> RankMemory:

@@ -132,8 +132,6 @@ def test_no_compiler_is_a_line(measured, capsys, monkeypatch: pytest.MonkeyPatch
     for name in ("g++", "nvcc"):
         (line,) = (line for line in lines if line.startswith(f"- {name} "))
         assert "not found; install" in line
-    (last,) = (line for line in lines if line.startswith("could be added: "))
-    assert "g++, nvcc" in last
 
 
 @pytest.mark.parametrize(
@@ -214,7 +212,7 @@ def test_parts_of_the_page_are_those_of_the_answer(measured, tmp_path: Path):
         "bandwidth": 2.5e9,
         "latency": 1e-4,
     }
-    assert found.missing == [] and "apex" in found.names("absent")
+    assert found.missing == []
 
 
 def test_a_reason_is_one_short_line():
