@@ -22,12 +22,11 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megazero.base.answers import answer, fail, flush_output, leave, tell
+from megazero.base.answers import answer, fail, flush_output, leave, show, tell
 from megazero.base.command_line import OVERRIDES, tokens
 from megazero.base.command_line import Parser as _Parser
 from megazero.base.command_line import at_least as _at_least
@@ -37,7 +36,6 @@ from megazero.base.heartbeat import HEART
 from megazero.base.packages import missing
 from megazero.base.picture import check_name
 from megazero.base.stop_signals import end_at_once, handle
-from megazero.base.terminal import width, wrapped
 from megazero.base.version import __version__
 from megazero.tools import certify_verb, data_verb, train_verb
 from megazero.tools.train_verb import MOST_LOCAL
@@ -112,8 +110,7 @@ def _explain(options: argparse.Namespace) -> int:
     config = load(options.config, given) if options.config else resolved(Config())
     shown = explain(config, selections[0] if selections else None)
     names = "" if selections else f"shipped configs, for --config: {', '.join(shipped())}"
-    text = "\n".join([as_text(shown, width()), *(wrapped(names, width(), "    ") if names else ())])
-    answer(json.dumps(as_json(shown), indent=1) if options.json else text)
+    show(as_json(shown), "\n".join([as_text(shown), names]).rstrip(), as_json=options.json)
     return 0
 
 
@@ -144,7 +141,7 @@ def _schedule(options: argparse.Namespace) -> int:
     with doing("making the schedule"):
         found, schedule, timeline = report(job_of(config, world))
     _draw(lambda path: draw(schedule, timeline, path), options)
-    answer(json.dumps(asdict(found), indent=1) if options.json else as_text(found, width(), every=options.all))
+    show(found, as_text(found, every=options.all), as_json=options.json)
     return 0
 
 
@@ -152,35 +149,26 @@ def _plan(options: argparse.Namespace) -> int:
     from megazero.config.file import load
     from megazero.config.flat import flatten
     from megazero.config.stages import Course
-    from megazero.plan.machines import MACHINES
     from megazero.run.fitting import check_parts
     from megazero.tools.planning.job import as_json, find, plan, search_as_json, system_of
     from megazero.tools.planning.machine_file import machine_of
     from megazero.tools.planning.micro_batch import with_micro
-    from megazero.tools.planning.report import as_text, draw, search_as_text
+    from megazero.tools.planning.report import as_text, search_as_text
 
-    missing = [f"--{name}" for name in ("gpus", "hardware") if getattr(options, name) is None]
-    if missing:
-        what = f"{' and '.join(missing)} missing; --hardware is one of {', '.join(MACHINES)}"
-        raise UserError(100, what, "or a file of `megazero doctor --write FILE.yaml`", where="plan")
     config = load(options.config, options.overrides)
     machine, system = machine_of(options.hardware), system_of(options.system)
-    check_name(options.draw, "plan")
-    if options.search and (options.draw is not None or options.tokens is not None):
-        raise UserError(100, "--draw and --tokens are of one plan, not of a --search", where="plan")
-    if options.search and options.system != "ours":
-        raise UserError(100, f"--system {options.system} is of one plan; a --search is of ours", where="plan")
     if options.search:
+        if (options.tokens, options.system) != (None, "ours"):
+            raise UserError(100, "--tokens and --system are of one plan, not of a --search", where="plan")
         with doing("searching layouts"):
             found = find(config, options.gpus, machine)
-        shown = search_as_text(found, machine, flatten(config), width())
-        answer(json.dumps(search_as_json(found, machine), indent=1) if options.json else shown)
+        shown = search_as_json(found, machine)
+        show(shown, search_as_text(shown, flatten(config)), as_json=options.json)
         return 0
     check_parts(Course(with_micro(config, options.gpus, machine)), options.gpus, f"--gpus {options.gpus}")
     with doing("planning"):
         planned = plan(config, options.gpus, machine, options.tokens, system)
-    _draw(lambda path: draw(planned, path), options)
-    answer(json.dumps(as_json(planned), indent=1) if options.json else as_text(planned, width()))
+    show(as_json(planned), as_text(planned), as_json=options.json)
     return 0
 
 
@@ -201,8 +189,8 @@ def _simulate(options: argparse.Namespace) -> int:
     check_world(config, options.gpus, f"--gpus {options.gpus}")
     found = simulate(config, options.rank, options.gpus, options.device)
     _draw(lambda path: draw(found, name, path), options)
-    shown = as_text(found, name, options.device, width())
-    answer(json.dumps(as_json(found, name, options.device), indent=1) if options.json else shown)
+    told = found, name, options.device
+    show(as_json(*told), as_text(*told), as_json=options.json)
     return 0
 
 
@@ -241,7 +229,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from megazero.tools.doctor.doctor import BUSY, as_json, as_text, diagnose, write
 
     found = diagnose(options.run_folder, options.nproc)
-    answer(json.dumps(as_json(found), indent=1) if options.json else as_text(found, width()))
+    show(as_json(found), as_text(found), as_json=options.json)
     if options.write is not None:
         write(found, options.write)
         if found.is_busy:
@@ -275,15 +263,14 @@ def _add_planning(verbs: Any) -> None:
     schedule.add_argument("--draw", type=Path, metavar="FILE", help="a timeline, as .svg or .png")
     schedule.add_argument("--all", action="store_true", help="all actions of all ranks, not the first of some")
     plan = _with_config(verbs, _plan, "plan", "tell memory, traffic, time and cost before anything runs")
-    plan.add_argument("--gpus", type=ranks, help="devices of the job")
+    plan.add_argument("--gpus", type=ranks, required=True, help="devices of the job")
     hardware = "v100-32gb, a100-80gb, h100-80gb, h200, b200, or a file as `doctor --write` writes it"
-    plan.add_argument("--hardware", metavar="NAME|FILE.yaml", help=hardware)
+    plan.add_argument("--hardware", required=True, metavar="NAME|FILE.yaml", help=hardware)
     systems = "what trains: ours (the default), megatron-2021, megatron-core, deepspeed, fsdp"
     plan.add_argument("--system", metavar="NAME", default="ours", help=systems)
     plan.add_argument("--search", action="store_true", help="find the fastest layouts that fit instead")
     budget = "to train on: 300B, 5e9 (default: what the config's steps take)"
     plan.add_argument("--tokens", type=tokens, help=budget)
-    plan.add_argument("--draw", type=Path, metavar="FILE", help="memory and time as a picture, .svg or .png")
     simulate = _with_config(verbs, _simulate, "simulate", "run one rank of any number without data, count its bytes")
     simulate.add_argument("--gpus", type=ranks, required=True, help="ranks of the run")
     simulate.add_argument("--rank", type=_at_least(0, int), default=0, help="which of them")

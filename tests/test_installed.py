@@ -161,7 +161,6 @@ def test_without_matplotlib_a_run_has_no_picture_and_says_so_first(
             ["train", "observe.tensorboard=true"],
             "MZ-161 observe.tensorboard: the tensorboard package is ",
         ),
-        (["plan", "--gpus", "1", "--hardware", "h200", "--draw", "plan.svg"], "MZ-121: the package matplotlib is not "),
         (["schedule", "--draw", "s.png"], "MZ-121: the package matplotlib is not installed for "),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",

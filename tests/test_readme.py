@@ -67,7 +67,7 @@ def test_every_shipped_config_starts_and_fits_where_it_is_said():
 
 
 def test_the_picture_is_drawn_by_the_command_below_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (shown,) = re.findall(r"^!\[.+\]\((docs/pictures/\w+\.svg)\)$", README, re.MULTILINE)
+    (shown,) = re.findall(r"^!\[.+\]\((docs/pictures/[\w-]+\.svg)\)$", README, re.MULTILINE)
     assert (ROOT / shown).stat().st_size < 150_000
     text = " ".join(README.split())
     (command,) = re.findall(rf"`python -m megazero ([^`]+ --draw {re.escape(shown)})`", text)

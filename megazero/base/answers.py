@@ -2,12 +2,14 @@
 
 import atexit
 import io
+import json
 import os
 import sys
 from contextlib import suppress
 
 from megazero.base.errors import UserError, one_line
 from megazero.base.heartbeat import HEART
+from megazero.base.terminal import fitted, width
 
 
 def answer(text: str) -> None:
@@ -25,6 +27,11 @@ def answer(text: str) -> None:
         return
     except OSError as error:
         raise UserError(405, f"standard output: {error.strerror}", "free space there") from None
+
+
+def show(found: object, text: str, *, as_json: bool) -> None:
+    """Print what a verb found: an object as JSON, or a text that fits the terminal. Raises UserError 405."""
+    answer(json.dumps(found, indent=1) if as_json else fitted(text, width()))
 
 
 def flush_output() -> None:

@@ -32,6 +32,17 @@ def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
+def fitted(text: str, columns: int | None) -> str:
+    """Return a text whose lines are broken at so many columns, further in than they begin; None: nowhere."""
+    if columns is None:
+        return text
+    found = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        found += wrapped(line, columns, indent) or [""]
+    return "\n".join(found)
+
+
 def wrapped(text: str, columns: int | None, indent: str = "") -> list[str]:
     """Return a text as lines of at most so many columns, all but the first behind `indent`; None: one line."""
     if columns is None:

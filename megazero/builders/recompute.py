@@ -63,7 +63,7 @@ def recompute(
     ledger = grid.comm.ledger
     shape = job.local(job.shape.seq_len), job.micro_batch, job.shape.hidden
     numel = math.prod(shape)
-    kept = liveness(job, grid["pipeline"].rank).most
+    _, kept = liveness(job, grid["pipeline"].rank)
     pool = Pool(dtype, device, ledger, "inputs")
     exchange = Exchange(shape, dtype, device, ledger) if job.cuda_graphs and host.apart else None
     graphs = None if exchange is None else graphs_of(device)

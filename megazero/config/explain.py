@@ -13,7 +13,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megazero.base.errors import UserError
-from megazero.base.terminal import wrapped
 from megazero.config import changes, rules
 from megazero.config.flat import flatten, option_keys, spelt
 from megazero.config.nearest import nearest
@@ -54,8 +53,8 @@ def as_json(options: list[Option]) -> list[dict[str, Any]]:
     return [asdict(option) for option in options]
 
 
-def as_text(options: list[Option], columns: int | None = None) -> str:
-    """Return the options as lines, each followed by its relations; broken at so many columns, None: nowhere."""
+def as_text(options: list[Option]) -> str:
+    """Return the options as lines, each followed by its relations."""
     lines = []
     for option in options:
         shown = spelt(option.value)
@@ -63,7 +62,7 @@ def as_text(options: list[Option], columns: int | None = None) -> str:
         lines.append(f"{option.key} = {shown}{default}   [{option.type}]")
         lines.append(f"    {option.meaning}")
         lines += [f"    {relation}" for relation in option.relations]
-    return "\n".join(part for line in lines for part in wrapped(line, columns, "        "))
+    return "\n".join(lines)
 
 
 def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:

@@ -10,22 +10,12 @@ An unknown device (any CPU, a slice of a GPU, a chip not in the table) has no pe
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.base.yaml_text import parse_yaml
 
-
-@dataclass(frozen=True)
-class Device:
-    """One row of `devices.yaml`: the name as the driver spells it, and peaks in TFLOP/s by dtype."""
-
-    pattern: str
-    tflops: dict[str, float]
-    source: str
-
-
-DEVICES = tuple(Device(**row) for row in parse_yaml(Path(__file__).with_name("devices.yaml").read_text()))
+# Rows: `pattern` of the name as the driver spells it, `tflops` by dtype, `source`.
+DEVICES = parse_yaml(Path(__file__).with_name("devices.yaml").read_text())
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
@@ -37,5 +27,5 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     """
     if re.search(r"\bMIG\b", device_name):  # a slice of a card: the driver does not say of how many units
         return None
-    found = next((device.tflops for device in DEVICES if re.search(device.pattern, device_name)), {})
+    found = next((device["tflops"] for device in DEVICES if re.search(device["pattern"], device_name)), {})
     return found[dtype] * 1e12 if dtype in found else None

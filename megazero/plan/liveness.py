@@ -25,28 +25,20 @@ class Moment:
     noted: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class Liveness:
-    """All different moments of a step on one rank, and the most micro-batches kept of each stage."""
-
-    moments: tuple[Moment, ...]
-    most: dict[int, int]
-
-
-def liveness(job: Job, rank: int) -> Liveness:
-    """Return the liveness of one rank of the pipeline axis, for any number of micro-batches.
+def liveness(job: Job, rank: int) -> tuple[list[Moment], dict[int, int]]:
+    """Return all different moments of a step on one rank, and the most micro-batches kept of each of its stages.
 
     gpipe keeps all of them. The others keep no more than with as many as fill the pipeline twice.
     """
     m = job.micro_batches
     if job.schedule == "gpipe":
-        return Liveness((Moment(rank, False, ((rank, m),), ()),), {rank: m})
+        return [Moment(rank, False, ((rank, m),), ())], {rank: m}
     enough = 2 * job.pipeline * (2 if job.chunks > 1 else 1)
     return _walk(job.schedule, job.pipeline, min(m, enough), job.chunks, rank)
 
 
 @cache
-def _walk(name: str, ranks: int, micro_batches: int, chunks: int, rank: int) -> Liveness:
+def _walk(name: str, ranks: int, micro_batches: int, chunks: int, rank: int) -> tuple[list[Moment], dict[int, int]]:
     schedule = _made(name, ranks, micro_batches, chunks)
     kept = {stage: 0 for stage, where in enumerate(schedule.rank_of) if where == rank}
     noted, most, moments = dict(kept), dict(kept), {}
@@ -62,7 +54,7 @@ def _walk(name: str, ranks: int, micro_batches: int, chunks: int, rank: int) -> 
             moments[Moment(stage, apart, tuple(kept.items()), tuple(noted.items()))] = None
             kept[stage] -= 1
             noted[stage] += apart
-    return Liveness(tuple(moments), most)
+    return [*moments], most
 
 
 _made = cache(make)

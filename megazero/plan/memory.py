@@ -32,7 +32,7 @@ from megazero.base.quantized import sent_bytes
 from megazero.plan.activations import kept_by_block, logits
 from megazero.plan.communicators import communicators
 from megazero.plan.job import Job
-from megazero.plan.liveness import Liveness, liveness
+from megazero.plan.liveness import Moment, liveness
 from megazero.plan.machines import Machine
 from megazero.plan.peak import moments
 from megazero.plan.pool import pool
@@ -77,34 +77,31 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
     held = states(share, job.shard, job.stage, job.bytes)
     held["pool"] = pool(job, [*stages.values()])
     if job.secondary_ranks is not None:
-        held["secondary"] = (
-            job.shard
-            // job.secondary_ranks
-            * sum(
-                unit.count * sent_bytes(unit.padded // job.shard, job.parameter_bits, job.bytes.parameter)
-                for unit in units
-            )
+        sent = (
+            sent_bytes(one.padded // job.shard, job.parameter_bits, job.bytes.parameter) * one.count for one in units
         )
+        held["secondary"] = job.shard // job.secondary_ranks * sum(sent)
     if job.error_feedback:
         held["residuals"] = (job.shard - 1) * share * job.bytes.gradient
     if not job.shape.learned_positions:
         held["angles"] = 2 * job.shape.seq_len * job.shape.head_dim * job.bytes.parameter
-    live = liveness(job, rank)
-    held |= _inputs(job, stages, live)
+    backwards, most = liveness(job, rank)
+    held |= _inputs(job, stages, most)
     if job.cuda_graphs:
         held["graphs"] = 4 * job.stream
-    held["activations"], cause = _activations(job, rank, stages, live, fused)
+    held["activations"], cause = _activations(job, rank, stages, backwards, fused)
     return RankMemory(_offloaded(job, share, held), cause)
 
 
-def planned(job: Job, rank: int, machine: Machine) -> RankMemory:
-    """Return the memory of rank `rank` of the pipeline axis on a machine, with what no ledger counts."""
-    return with_uncounted(memory(job, rank), job, rank, machine)
+def planned(job: Job, rank: int, machine: Machine, counted: RankMemory | None = None) -> RankMemory:
+    """Return the memory of rank `rank` of the pipeline axis on a machine, with what no ledger counts.
 
+    Ranks on a CPU have nothing of that.
 
-def with_uncounted(found: RankMemory, job: Job, rank: int, machine: Machine) -> RankMemory:
-    """Return the memory of a rank with what no ledger counts; ranks on a CPU have nothing of it."""
-    channels = machine.nccl_channels
+    Args:
+        counted: what a ledger counts, if it is known.
+    """
+    found, channels = counted or memory(job, rank), machine.nccl_channels
     if not channels:
         return found
     more = {"communicators": sum(one.bytes for one in communicators(job, rank, channels)), "batch": batch(job)}
@@ -118,11 +115,11 @@ def batch(job: Job) -> int:
     return job.micro_batches * sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
 
 
-def _inputs(job: Job, stages: dict[int, range], live: Liveness) -> dict[str, int]:
+def _inputs(job: Job, stages: dict[int, range], most: dict[int, int]) -> dict[str, int]:
     if job.recompute != "full":
         return {}
     each = kept_by_block(job, "full")
-    slots = sum(live.most[stage] * job.blocks(parts) for stage, parts in stages.items())
+    slots = sum(most[stage] * job.blocks(parts) for stage, parts in stages.items())
     split = job.partition and not job.sequence and job.tensor > 1
     # One in use and one on its way back, both of one stage.
     whole = min(2, max(map(job.blocks, stages.values()))) * job.stream if split or job.offload != "none" else 0
@@ -133,11 +130,13 @@ def _inputs(job: Job, stages: dict[int, range], live: Liveness) -> dict[str, int
     return {"inputs": slots * each + whole}
 
 
-def _activations(job: Job, rank: int, stages: dict[int, range], live: Liveness, fused: bool) -> tuple[int, str]:
+def _activations(
+    job: Job, rank: int, stages: dict[int, range], backwards: list[Moment], fused: bool
+) -> tuple[int, str]:
     """Return the most bytes over the backwards of a step, and their cause."""
     walks = {stage: _Walk(job, parts, fused) for stage, parts in stages.items()}
     most = (0, "")
-    for moment in live.moments:
+    for moment in backwards:
         walk = walks[moment.stage]
         size, cause = max(walk.peak, walk.peak_with_notes) if moment.apart else walk.peak
         size += sum(count * walks[stage].kept for stage, count in moment.kept) - walk.kept

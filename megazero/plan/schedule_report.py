@@ -3,10 +3,9 @@
 Bytes are what one rank sends in a step, as the ledger of a run counts them (`traffic.py`).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from megazero.base.terminal import wrapped
 from megazero.plan.job import Job
 from megazero.plan.layers import head_in_blocks
 from megazero.plan.traffic import traffic
@@ -27,32 +26,12 @@ _ACTION_LEGEND = (
 )
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """One rank's step: its actions, the stages' parts, micro-batches of one of its stages that are live at most."""
+def report(job: Job) -> tuple[dict[str, Any], Schedule, Timeline]:
+    """Return the report of a step of a job as a JSON object, and what it was made of.
 
-    actions: list[str]
-    stages: dict[int, str]
-    peak_live: int
-    work: float
-    bytes: dict[str, int]
-
-
-@dataclass(frozen=True)
-class Report:
-    """A step of a pipeline. Work and bubbles suppose that a block's three passes cost alike."""
-
-    schedule: str
-    micro_batches: int
-    data: int
-    zero_stage: int
-    bubble: float
-    bubble_without_common_end: float
-    ranks: list[RankReport]
-
-
-def report(job: Job) -> tuple[Report, Schedule, Timeline]:
-    """Return the report of a step of a job, and what it was made of."""
+    Work and bubbles suppose that a block's three passes cost alike. Each of `ranks` has its `actions`, the `stages`'
+    parts, the micro-batches of one of its stages that are live at most (`peak_live`), its `work`, and its `bytes`.
+    """
     layers = job.layers
     schedule = lowered(layers, job.micro_batches, each=job.shards_gradients, tied=job.shape.tie_embeddings)
     head, last = head_in_blocks(job.shape), job.shape.layers + 1
@@ -60,66 +39,56 @@ def report(job: Job) -> tuple[Report, Schedule, Timeline]:
     timeline = simulate(schedule, [Costs(blocks, blocks, blocks) for blocks in costs])
     peaks = peak_live(schedule)
     ranks = [
-        RankReport(
-            [str(action) for action in schedule.ranks[rank]],
-            {stage: _words(parts, job.shape.layers) for stage, parts in layers.of_rank(rank).items()},
-            peaks[rank],
-            timeline.work[rank],
-            _bytes(job, rank),
-        )
+        {
+            "actions": [str(action) for action in schedule.ranks[rank]],
+            "stages": {stage: _words(parts, job.shape.layers) for stage, parts in layers.of_rank(rank).items()},
+            "peak_live": peaks[rank],
+            "work": timeline.work[rank],
+            "bytes": _bytes(job, rank),
+        }
         for rank in range(layers.ranks)
     ]
-    bubbles = timeline.bubble, timeline.bubble_without_common_end
-    return Report(layers.schedule, job.micro_batches, job.data, job.stage, *bubbles, ranks), schedule, timeline
+    found = {
+        "schedule": layers.schedule,
+        "micro_batches": job.micro_batches,
+        "data": job.data,
+        "zero_stage": job.stage,
+        "bubble": timeline.bubble,
+        "bubble_without_common_end": timeline.bubble_without_common_end,
+        "ranks": ranks,
+    }
+    return found, schedule, timeline
 
 
-def as_text(found: Report, columns: int | None = None, *, every: bool = False) -> str:
-    """Return the schedule in a sentence, what each rank holds, what it costs, and the lists of actions.
+def as_text(found: Mapping[str, Any], *, every: bool = False) -> str:
+    """Return the schedule and its bubble, what each rank holds, what it costs, and the lists of actions.
 
     Args:
-        columns: to break sentences at; None: nowhere.
         every: all actions of all ranks; otherwise the first of the first ranks.
     """
-    lines = [*wrapped(summary(found), columns), ""]
-    for number, rank in enumerate(found.ranks):
-        stages = "; ".join(f"stage {stage}: {words}" for stage, words in rank.stages.items())
-        lines += wrapped(f"rank {number} has {stages}", columns, "    ")
+    ranks = found["ranks"]
+    said = f"{found['schedule']} over {len(ranks)} ranks, {found['micro_batches']} micro-batches"
+    lines = [f"{said}: bubble {found['bubble']:.1%} of the work", ""]
+    for number, rank in enumerate(ranks):
+        stages = "; ".join(f"stage {stage}: {words}" for stage, words in rank["stages"].items())
+        lines.append(f"rank {number} has {stages}")
     lines += ["", "rank   work  live  sent MB  reduced  gathered     tied"]
-    for number, rank in enumerate(found.ranks):
-        sent, reduced, gathered, tied = (size / 1e6 for size in rank.bytes.values())
-        line = f"{number:<5}{rank.work:>6.0f}{rank.peak_live:>6}"
+    for number, rank in enumerate(ranks):
+        sent, reduced, gathered, tied = (size / 1e6 for size in rank["bytes"].values())
+        line = f"{number:<5}{rank['work']:>6.0f}{rank['peak_live']:>6}"
         lines.append(f"{line}{sent:>9.2f}{reduced:>9.2f}{gathered:>10.2f}{tied:>9.2f}")
-    for legend in _TABLE_LEGEND:
-        lines += wrapped(legend, columns, "  ")
-    return "\n".join([*lines, "", *_actions(found, columns, every)])
+    return "\n".join([*lines, *_TABLE_LEGEND, "", *_ACTION_LEGEND, *_actions(ranks, every)])
 
 
-def _actions(found: Report, columns: int | None, every: bool) -> Iterator[str]:
-    """Return what every rank does, behind a legend of the words."""
-    for legend in _ACTION_LEGEND:
-        yield from wrapped(legend, columns, "    ")
-    for number, rank in enumerate(found.ranks[: None if every else _SHOWN_RANKS]):
-        words = "".join(f" {action}" for action in rank.actions)
+def _actions(ranks: Sequence[Mapping[str, Any]], every: bool) -> Iterator[str]:
+    for number, rank in enumerate(ranks[: None if every else _SHOWN_RANKS]):
+        words = "".join(f" {action}" for action in rank["actions"])
         if not every and len(words) > _SHOWN_CHARACTERS:
             words = f"{words[:_SHOWN_CHARACTERS].rpartition(' ')[0]} ..."
         yield f"rank {number}:{words}"
     if not every:
-        most = max(len(rank.actions) for rank in found.ranks)
-        yield from wrapped(f"--all shows all of them: {len(found.ranks)} ranks, up to {most} actions each", columns)
-
-
-def summary(found: Report) -> str:
-    """Return one line: the schedule, its bubble, and what a micro-batch costs."""
-    stage = found.zero_stage
-    per = {2: "reduces gradients after each micro-batch", 3: "gathers parameters and reduces gradients for each"}
-    bill = f"; ZeRO stage {stage} {per[stage]}" if stage in per and found.data > 1 else ""
-    most = max(found.ranks, key=lambda rank: sum(rank.bytes.values()))
-    parts = ", ".join(f"{size / 1e6:,.1f} MB {kind}" for kind, size in most.bytes.items() if size)
-    return (
-        f"{found.schedule} over {len(found.ranks)} rank{'s' * (len(found.ranks) > 1)}, "
-        f"{found.micro_batches} micro-batches: "
-        f"bubble {found.bubble:.1%} of the work{bill}; a step of the rank that sends most: {parts or 'nothing'}"
-    )
+        most = max(len(rank["actions"]) for rank in ranks)
+        yield f"--all shows all of them: {len(ranks)} ranks, up to {most} actions each"
 
 
 def _bytes(job: Job, rank: int) -> dict[str, int]:

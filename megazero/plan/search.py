@@ -24,25 +24,17 @@ from megazero.plan.time import StepTime, step_time
 RESERVED_BYTES, RESERVED_SHARE = 800 * 2**20, 0.04
 _CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4, 6, 8), "zb-h1": (1,), "zb-v": (2,)}
 _MOST_SEQUENCES = 64
-RECOMPUTE: tuple[dict[str, object], ...] = (
-    {"recompute": "none"},
-    {"recompute": "selective"},
-    {"recompute": "full"},
-    {"recompute": "full", "partition": True},
-    {"recompute": "full", "partition": True, "offload": "cpu"},
+_Options = Mapping[str, object]  # of a job
+_PA: _Options = {"recompute": "full", "partition": True}
+RECOMPUTE: tuple[_Options, ...] = (
+    *({"recompute": kind} for kind in ("none", "selective", "full")),
+    _PA,
+    {**_PA, "offload": "cpu"},
 )
-INPUTS_ON_DISKS: dict[str, object] = {"recompute": "full", "partition": True, "offload": "nvme"}
-OFFLOAD: tuple[dict[str, object], ...] = (
-    {},
-    {"offload_optimizer": "cpu"},
-    {"offload_parameters": "cpu"},
-    {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
-)
-DISKS: tuple[dict[str, object], ...] = (
-    {},
-    {"offload_optimizer": "nvme"},
-    {"offload_optimizer": "nvme", "offload_parameters": "nvme"},
-)
+INPUTS_ON_DISKS: _Options = {**_PA, "offload": "nvme"}
+_OPTIMIZER, _PARAMETERS = {"offload_optimizer": "cpu"}, {"offload_parameters": "cpu"}
+OFFLOAD: tuple[_Options, ...] = ({}, _OPTIMIZER, _PARAMETERS, _OPTIMIZER | _PARAMETERS)
+DISKS: tuple[_Options, ...] = tuple(dict.fromkeys(away, "nvme") for away in ({}, _OPTIMIZER, _OPTIMIZER | _PARAMETERS))
 
 
 @dataclass(frozen=True)
@@ -60,14 +52,11 @@ class Search:
 
     Attributes:
         best: the layouts that fit, fastest first.
-        excluded: would be faster than the best, without saving memory, and do not fit; of each way to spread the job
-            the one that needs least, and those first that need least.
         tried: layouts in all.
         nearest: where nothing fits, what needs least with everything that can be spared; None if there is no layout.
     """
 
     best: list[Found]
-    excluded: list[Found]
     tried: int
     nearest: Found | None = None
 
@@ -103,16 +92,13 @@ def search(job: Job, ranks: int, machine: Machine, allowed: Callable[[Job], bool
     Raises:
         ValueError: the machine has no peak for the job's precision.
     """
-    best: list[Found] = []
-    excluded: list[Found] = []
     layouts: list[Job] = []
     tiers = (OFFLOAD, DISKS) if machine.disk_bytes else (OFFLOAD,)
     for tier, widest in product(tiers, dict.fromkeys((min(machine.devices_per_node, ranks), ranks))):
         room = usable(machine) + machine.host_memory_bytes + (machine.disk_bytes if tier is DISKS else 0.0)
         layouts = [one for one in spreads(job, ranks, widest, machine.devices_per_node) if not _hopeless(one, room)]
-        best, excluded = _fastest(layouts, machine, allowed, count, tier)
-        if best:
-            return Search(best, excluded, len(layouts))
+        if best := _fastest(layouts, machine, allowed, count, tier):
+            return Search(best, len(layouts))
     frugal = {
         layout: _lack(planned(layout, 0, machine), machine)
         for one in spreads(job, ranks, ranks, machine.devices_per_node)
@@ -120,7 +106,7 @@ def search(job: Job, ranks: int, machine: Machine, allowed: Callable[[Job], bool
     }
     least = next((layout for layout in sorted(frugal, key=lambda one: frugal[one]) if allowed(layout)), None)
     nearest = None if least is None else Found(least, step_time(least, machine), fullest(least, machine))
-    return Search([], excluded, len(layouts), nearest)
+    return Search([], len(layouts), nearest)
 
 
 def _fastest(
@@ -129,8 +115,8 @@ def _fastest(
     allowed: Callable[[Job], bool],
     count: int,
     tier: Sequence[Mapping[str, object]],
-) -> tuple[list[Found], list[Found]]:
-    """Return the fastest that fit, and those that would be faster than all of these.
+) -> list[Found]:
+    """Return the fastest that fit.
 
     Args:
         tier: the ways to offload; the first is none.
@@ -140,7 +126,6 @@ def _fastest(
     """
     bounds = [(step_time(layout, machine), layout) for layout in layouts]
     best: list[Found] = []
-    excluded: dict[object, tuple[int, StepTime, Job]] = {}
     for time, layout in sorted(bounds, key=lambda pair: pair[0].step_s):
         if len(best) >= count and time.step_s > best[count - 1].time.step_s:
             break
@@ -152,16 +137,8 @@ def _fastest(
                 one = _least(options, machine, allowed)
                 if one is not None and all(one.time.step_s < way.time.step_s for way in ways):
                     ways.append(one)
-            spread = (layout.tensor, layout.pipeline, layout.schedule, layout.chunks)
-            need = planned(layout, 0, machine).peak
-            if need < excluded.get(spread, (need + 1,))[0] and allowed(layout):  # the rules are slower to ask
-                excluded[spread] = need, time, layout
         best = sorted([*best, *ways], key=lambda one: (one.time.step_s, one.fullest.peak))
-    limit = best[0].time.step_s if best else float("inf")
-    faster = sorted((pair for pair in excluded.values() if pair[1].step_s < limit), key=lambda pair: pair[0])
-    near = [Found(layout, time, fullest(layout, machine)) for _, time, layout in faster[: 2 * count]]
-    near = [one for one in near if not fits(one.fullest, machine)]
-    return best[:count], sorted(near, key=lambda one: one.fullest.peak)[:count]
+    return best[:count]
 
 
 def _lack(found: RankMemory, machine: Machine) -> float:

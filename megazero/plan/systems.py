@@ -90,9 +90,8 @@ def _scores(job: Job, rank: int) -> int:
     each = _SCORE_BYTES * job.micro_batch * shape.heads * shape.seq_len**2 // job.tensor
     if job.recompute != "none":
         return each
-    live = liveness(job, rank)
-    stages = job.layers.of_rank(rank).items()
-    return each * sum(live.most[stage] * job.blocks(parts) for stage, parts in stages)
+    _, most = liveness(job, rank)
+    return each * sum(most[stage] * job.blocks(parts) for stage, parts in job.layers.of_rank(rank).items())
 
 
 def _split(job: Job, purpose: str, size: int) -> int:

@@ -1,10 +1,9 @@
 """`megazero certify`: the command line of `tools/certify/`. Imports torch only when it runs."""
 
 import argparse
-import json
 from typing import Any
 
-from megazero.base.answers import answer, tell
+from megazero.base.answers import show, tell
 from megazero.base.command_line import at_least
 from megazero.base.doing import ACTIVITIES, doing
 from megazero.base.errors import UserError
@@ -60,8 +59,8 @@ def _compare(config: Any, options: argparse.Namespace) -> int:
     for row in certify(config, compared, options.steps):
         rows.append(row)
         tell(f"{len(rows)}/{len(compared)} {row.layout}: {row.fault or row.summary}")
-    found, shape = as_json(rows, config, options.steps), table if width() is None else narrow_table
-    answer(json.dumps(found, indent=1) if options.json else shape(rows, config, options.steps))
+    shape, told = table if width() is None else narrow_table, (rows, config, options.steps)
+    show(as_json(*told), shape(*told), as_json=options.json)
     return 1 if any(row.fault for row in rows) else 0
 
 
@@ -75,5 +74,5 @@ def _plant(config: Any, options: argparse.Namespace) -> int:
         found.append(each)
         verdict = "" if each.right else "WRONG, "
         tell(f"{each.dtype} {each.fault}: {verdict}{each.measure} {each.times:.2g}")
-    answer(json.dumps(as_json(found, options.steps), indent=1) if options.json else table(found, options.steps))
+    show(as_json(found, options.steps), table(found, options.steps), as_json=options.json)
     return 0 if all(each.right for each in found) else 1

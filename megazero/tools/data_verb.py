@@ -1,11 +1,10 @@
 """`megazero data`: the command line of what `tools/seen_text.py` finds. Imports torch only when it runs."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from megazero.base.answers import answer
+from megazero.base.answers import show
 from megazero.base.command_line import at_least
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
@@ -15,9 +14,10 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     data = verbs.add_parser("data", help="tell which text a step of a run saw, or when a document was seen")
     data.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
-    data.add_argument("--step", type=at_least(1, int), help="of which to show the text, counted from 1 as in the rows")
+    which = data.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=at_least(1, int), help="of which to show the text, counted from 1 as in the rows")
     data.add_argument("--rank", type=at_least(0, int), help="only what this rank read, on the newest checkpoint's grid")
-    data.add_argument("--document", type=at_least(0, int), help="of which to show in which steps it was read, instead")
+    which.add_argument("--document", type=at_least(0, int), help="of which to show in which steps it was read, instead")
     data.add_argument("--source", metavar="NAME", help="of the document, where there are several")
     data.add_argument("--shard", metavar="NAME", help="of the document, where the source is a folder of shards")
     data.add_argument("--json", action="store_true")
@@ -26,8 +26,6 @@ def add(verbs: Any) -> None:
 
 def _data(options: argparse.Namespace) -> int:
     step, document = options.step, options.document
-    if (step is None) == (document is None):
-        raise UserError(100, "expected either --step or --document", where="data")
     for name, needs in {"rank": step, "source": document, "shard": document}.items():
         if getattr(options, name) is not None and needs is None:
             raise UserError(100, f"--{name} goes with --{'step' if name == 'rank' else 'document'}", where="data")
@@ -36,10 +34,9 @@ def _data(options: argparse.Namespace) -> int:
         from megazero.tools.seen_text import as_text, step_text, steps_of
 
     folder = RunFolder(options.run_folder)
-    if document is not None:
-        found = steps_of(folder, document, options.source, options.shard)
-    else:
-        assert step is not None, "one of the two is given"
+    if document is None:
         found = step_text(folder, step, options.rank)
-    answer(json.dumps(found, indent=1) if options.json else as_text(found))
+    else:
+        found = steps_of(folder, document, options.source, options.shard)
+    show(found, as_text(found), as_json=options.json)
     return 0

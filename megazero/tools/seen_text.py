@@ -34,9 +34,9 @@ _SHOWN = 48  # characters of a text in a table
 def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, Any]]:
     """Return the documents, or parts of them, that a step read, in the order of its samples.
 
-    Each is {sample, source, document, offset, tokens}, with `text` where the run has a tokenizer. A sample has as many
-    as its window touches; `source` is null where the only one has no name, `offset` is in tokens of the document. Where
-    a source is a folder, each has `shard`, in which `document` is counted; null for other sources.
+    Each is {sample, source, shard, document, offset, tokens}, with `text` where the run has a tokenizer. A sample has
+    as many as its window touches; `source` is null where the only one has no name, `offset` is in tokens of the
+    document. `document` is counted in `shard`, if the source is a folder of shards; `shard` is null where it is not.
 
     Args:
         step: from 1.
@@ -58,18 +58,17 @@ def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, 
     tokenizer = None if path is None else open_tokenizer(path, config.model.vocab)
     sources, windows = (each.tolist() for each in data.mixture.locate(samples))
     chosen = [data.mixture.sources[source] for source in sources]
-    shards = any(isinstance(source.windows.stream.dataset, JoinedDataset) for source in data.mixture.sources)
     return [
         {"sample": sample} | part
         for sample, source, window in zip(samples.tolist(), chosen, windows, strict=True)
-        for part in _parts(source, window, shards=shards, tokenizer=tokenizer)
+        for part in _parts(source, window, tokenizer=tokenizer)
     ]
 
 
 def steps_of(folder: RunFolder, document: int, name: str | None, shard: str | None = None) -> list[dict[str, Any]]:
     """Return in which of the steps done so far a document was read, by step.
 
-    Each is {step, sample, source, document, offset, tokens}: which part of it was in that sample.
+    Each is {step, sample, source, shard, document, offset, tokens}: which part of it was in that sample.
 
     Args:
         document: its number in the token files.
@@ -106,31 +105,27 @@ def _sights(data: RunData, document: int, source: int, first: int, end: int) -> 
     """
     for mixture in data.mixtures.values():
         chosen = mixture.sources[source]
-        stream, span = chosen.windows.stream, chosen.windows.stream.span(document)
+        span = chosen.windows.stream.span(document)
         assert span is not None, "the document is trained on"
-        shards = isinstance(stream.dataset, JoinedDataset)
         for sample, window in mixture.samples_of(source, chosen.windows.windows_of(*span), first, end):
-            for part in _parts(chosen, window, document, shards=shards):
+            for part in _parts(chosen, window, document):
                 yield {"step": data.course.step_of(sample), "sample": sample} | part
 
 
 def _parts(
-    source: Source, window: int, only: int | None = None, *, shards: bool, tokenizer: Tokenizer | None = None
+    source: Source, window: int, only: int | None = None, *, tokenizer: Tokenizer | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the documents of a window's input, {source, document, offset, tokens}, with `text` by a tokenizer.
+    """Yield the documents of a window's input, {source, shard, document, offset, tokens}, with `text` by a tokenizer.
 
     Args:
         only: this document; None: all.
-        shards: some source has shards: with `shard`.
     """
     stream, dataset = source.windows.stream, source.windows.stream.dataset
     for document, offset, tokens in (part for span in source.windows.spans(window) for part in stream.parts(*span)):
         if only not in (None, document):
             continue
         shard, number = dataset.shard_of(document)
-        found: dict[str, Any] = {"source": source.name}
-        if shards:
-            found["shard"] = None if shard is dataset else shard.prefix.name
+        found: dict[str, Any] = {"source": source.name, "shard": None if shard is dataset else shard.prefix.name}
         found |= {"document": number, "offset": offset, "tokens": tokens}
         if tokenizer is not None:
             first = dataset.bounds(document)[0] + offset
@@ -171,10 +166,10 @@ def _places(course: Course, name: str | None, files: Path) -> list[int]:
 
 
 def as_text(found: list[dict[str, Any]]) -> str:
-    """Return what was found as a table, texts by their beginning."""
+    """Return what was found as a table, texts by their beginning; names only where there are some."""
     if not found:
         return "in no step so far"
-    heads = tuple(head for head in found[0] if head != "text")
+    heads = tuple(head for head in found[0] if head != "text" and any(each[head] is not None for each in found))
     lines = in_columns([heads, *(tuple(_shown(each[head]) for head in heads) for each in found)])
     texts = ["", *(_shown(each.get("text", "")) for each in found)]
     return "\n".join(f"{line}  {text}".rstrip() for line, text in zip(lines, texts, strict=True))

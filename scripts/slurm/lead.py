@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from megazero.base.errors import UserError
 from megazero.config.file import load
-from megazero.tools.planning.checkpoint import LEAST_LEAD
-from megazero.tools.planning.job import plan
+from megazero.tools.planning.job import LEAST_LEAD, plan
 from megazero.tools.planning.machine_file import machine_of
 
 

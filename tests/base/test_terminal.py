@@ -79,12 +79,12 @@ def test_tables_of_certify_and_doctor_fit_too() -> None:
     lines = narrow_table([row, fine], load("tiny", ["batch.micro=1"]), 4).splitlines()
     assert max(map(len, lines)) <= COLUMNS and "1e-13" in lines[-3]
     found = Diagnosis({"machine": [Finding("load", "many words " * 20, "absent", "do " * 40)]}, "not measured")
-    lines = as_text(found, COLUMNS).splitlines()
+    lines = terminal.fitted(as_text(found), COLUMNS).splitlines()
     assert max(map(len, lines)) <= COLUMNS and len(lines) > 5
 
 
 def test_a_pipe_gets_whole_lines() -> None:
-    assert terminal.wrapped("word " * 100, None) == ["word " * 100]
+    assert terminal.fitted("word " * 100, None) == "word " * 100
     line = [sys.executable, "-m", "megazero", "explain", "data.train"]
     said = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert max(map(len, said)) > 80

@@ -48,11 +48,11 @@ def test_unknown_is_none(name: str, dtype: str):
     assert peak_flops(name, dtype) is None
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.pattern)
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device["pattern"])
 def test_rows_are_ordered_by_precision_and_have_a_source(device):
-    peaks = device.tflops
+    peaks = device["tflops"]
     assert peaks["fp16"] == peaks.get("bf16", peaks["fp16"]) > peaks["fp32"] >= peaks["fp64"] > 0
-    assert "data sheet" in device.source
+    assert "data sheet" in device["source"]
 
 
 @pytest.mark.parametrize(

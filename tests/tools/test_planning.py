@@ -1,4 +1,4 @@
-"""`megazero plan`: the contract's object, its faults, hardware files, pictures, what a run says beside its plan."""
+"""`megazero plan`: the contract's object, its faults, hardware files, what a run says beside its plan."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from megazero.plan.time import step_time
 from megazero.tools.doctor.hardware import as_yaml
 from megazero.tools.planning.job import find, plan
 from megazero.tools.planning.machine_file import machine_of
-from megazero.tools.planning.report import rounded, spans
+from megazero.tools.planning.report import rounded
 from megazero.tools.training.launch import launch
 from tests.tiny_run import PARAMETERS, ROOT, TinyData, command
 
@@ -48,27 +48,23 @@ def test_the_contract_s_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(found["time"]["parts"].values()) == pytest.approx(found["time"]["step_s"])
 
 
-def test_all_that_is_held_is_in_the_sums(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """And in the picture: second shards, and what quantised gradients have lost."""
+def test_all_that_is_held_is_in_the_sums(capsys: pytest.CaptureFixture[str]) -> None:
+    """Second shards, and what quantised gradients have lost."""
     line = ("--config", "gpt13b", "--gpus", "16", "--hardware", "a100-80gb", "zero.stage=3", "zero.secondary_ranks=8")
     line = (*line, "precision.dtype=bf16", "zero.quantize.gradients=int4", "zero.quantize.error_feedback=true")
     found = json.loads(answer(capsys, *line, "--json"))["memory"]
     assert min(found["categories"][name] for name in ("secondary", "residuals")) > 0
     sums = ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "buffers_bytes")
     assert sum(found[name] for name in sums) == found["peak_bytes"]
-    answer(capsys, *line, "--draw", str(tmp_path / "plan.svg"))
-    drawn = (tmp_path / "plan.svg").read_text(encoding="utf-8")
-    assert ">secondary<" in drawn and ">residuals<" in drawn
 
 
-def test_a_plan_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     line = ("--config", "gpt13b", "--gpus", "16", "--hardware", "a100-80gb", "parallel.pipeline=4", "parallel.tensor=2")
-    text = answer(capsys, *line, "--tokens", "3e11", "--draw", str(tmp_path / "plan.svg"))
-    said = ("communicators of NCCL on the fullest rank", "take estimated memory: not measured")
+    text = answer(capsys, *line, "--tokens", "3e11")
+    said = "communicators of NCCL on the fullest rank, which take estimated memory: not measured"
     for part in ("pipeline rank", "full, Pa+cpu", "tensor", "MFU", "3e+11 tokens", "bubble", UNCERTAINTY, *said):
         assert part in text, part
     assert re.search(r"^  communicators  ( +\d\.\d{3}){4}$", text, re.MULTILINE)
-    assert (tmp_path / "plan.svg").read_text(encoding="utf-8").count("<svg") == 1
 
 
 def test_a_plan_s_text_says_no_more_of_its_times_than_is_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,17 +126,12 @@ def test_what_a_search_finds_can_be_run(name: str, gpus: int) -> None:
 
 
 FAULTS = [
-    (
-        [],
-        "MZ-100 plan: --hardware missing; --hardware is one of v100-32gb, a100-80gb, h100-80gb, h200, b200; or a file",
-    ),
     (["--hardware", "v1000"], "MZ-116 v1000"),
     (
         ["--hardware", "a100-80gb", "--system", "megatron"],
         "MZ-100 plan: --system megatron: expected one of ours, megatron-2021, megatron-core, deepspeed, fsdp",
     ),
-    (["--hardware", "a100-80gb", "--search", "--system", "fsdp"], "MZ-100 plan: --system fsdp is of one plan"),
-    (["--hardware", "a100-80gb", "--draw", "plan.pdf"], "MZ-100 plan"),
+    (["--hardware", "a100-80gb", "--search", "--system", "fsdp"], "MZ-100 plan: --tokens and --system are of"),
     (["--hardware", "v100-32gb", "precision.dtype=fp64", "--gpus", "0"], "MZ-100"),
     (["--hardware", "a100-80gb", "--gpus", "3", "parallel.tensor=2"], "MZ-106"),
 ]
@@ -155,7 +146,7 @@ def test_faults(line: list[str], said: str, capsys: pytest.CaptureFixture[str]) 
 
 def test_all_that_is_missing_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--config", "tiny"]) == 2
-    assert "MZ-100 plan: --gpus and --hardware missing; " in capsys.readouterr().err
+    assert "MZ-100: the following arguments are required: --gpus, --hardware" in capsys.readouterr().err
 
 
 def test_a_machine_without_a_peak() -> None:
@@ -180,8 +171,6 @@ def test_offload_that_gains_nothing_is_not_among_the_best() -> None:
     times = [round(one.time.step_s, 9) for one in found.best]
     twins = [b for a, b, x, y in zip(found.best, found.best[1:], times, times[1:], strict=False) if x == y]
     assert not any(one.job.optimizer_away or one.job.parameters_away for one in twins)
-    ways = [(one.job.tensor, one.job.pipeline, one.job.schedule, one.job.chunks) for one in found.excluded]
-    assert len(set(ways)) == len(ways) > 1
 
 
 def test_attention_is_slower_than_products_where_a_file_does_not_say(tmp_path: Path) -> None:
@@ -320,7 +309,6 @@ def test_what_is_no_number_of_tokens(capsys: pytest.CaptureFixture[str], wrong: 
 def test_where_memory_is_highest_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     line = ("--gpus", "64", "--hardware", "a100-80gb")
     said = answer(capsys, "--config", "gpt13b", *line, "parallel.pipeline=8")
-    where = "memory is highest in backward, while a step computes the gradient of"
-    assert f"\n{where} a feed-forward layer's GELU on pipeline ranks 0 to 7\n" in said and "most is in" not in said
+    where = "memory is highest in backward, while the fullest rank computes the gradient of"
+    assert f"\n{where} a feed-forward layer's GELU\n" in said and "most is in" not in said
     assert f"\n{where} the loss\n" in answer(capsys, "--config", "llama8b", *line)
-    assert spans([0, 1, 2, 5, 7, 8]) == "0 to 2, 5, 7 to 8" and spans([3]) == "3"

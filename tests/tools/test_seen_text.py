@@ -78,8 +78,8 @@ def test_text_for_people(run: RunFolder, capsys) -> None:
     ("words", "line"),
     [
         (["--step", "21"], "MZ-100 data: --step 21: the run has 20 steps"),
-        (["--step", "1", "--document", "1"], "MZ-100 data: expected either --step or --document"),
-        ([], "MZ-100 data: expected either --step or --document"),
+        (["--step", "1", "--document", "1"], "MZ-100: argument --document: not allowed with argument --step"),
+        ([], "MZ-100: one of the arguments --step --document is required"),
         (["--step", "1", "--rank", "1"], "MZ-100 data: --rank 1: the run has 1 ranks"),
         (["--step", "1", "--source", "first"], "MZ-100 data: --source goes with --document"),
         (["--document", "1", "--rank", "0"], "MZ-100 data: --rank goes with --step"),

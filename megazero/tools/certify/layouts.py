@@ -17,7 +17,7 @@ from megazero.config.schema import Config
 from megazero.plan.job import Job
 from megazero.plan.placements import STAGES
 from megazero.plan.search import DISKS, INPUTS_ON_DISKS, OFFLOAD, RECOMPUTE
-from megazero.tools.planning.allowed import allowed_by_rules
+from megazero.tools.planning.job import allowed_by_rules
 
 SCHEDULES = [
     {"schedule": name, "chunks": 1 + (name in ("zb-v", "interleaved"))}

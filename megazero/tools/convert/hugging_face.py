@@ -11,8 +11,9 @@ Source: transformers, models/gpt2/modeling_gpt2.py and models/llama/modeling_lla
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
@@ -25,52 +26,50 @@ HEAD = "lm_head.weight"
 _ELSEWHERE = "train transformers' own class with megazero.shard"
 
 
-@dataclass(frozen=True)
-class Heads:
-    """The numbers that the order of qkv's rows depends on."""
+ROLES = ("bos", "eos", "pad")  # of tokens
 
-    heads: int
+
+class Heads(NamedTuple):
+    """The numbers that the order of qkv's rows depends on: query heads of a key-value head, those, and their size."""
+
+    per_group: int
     kv_heads: int
     head_dim: int
 
 
-def grouped(qkv: Sequence[Tensor], heads: Heads) -> Tensor:
+def grouped(heads: Heads, qkv: Sequence[Tensor]) -> Tensor:
     """Return the rows of three projections [heads d, ...] as the rows of one, by key-value head."""
-    per_group = heads.heads // heads.kv_heads
-    shapes = [(heads.kv_heads, rows, heads.head_dim, *qkv[0].shape[1:]) for rows in (per_group, 1, 1)]
+    shapes = [(heads.kv_heads, rows, heads.head_dim, *qkv[0].shape[1:]) for rows in (heads.per_group, 1, 1)]
     parts = [part.reshape(shape) for part, shape in zip(qkv, shapes, strict=True)]
     return torch.cat(parts, dim=1).reshape(-1, *qkv[0].shape[1:])
 
 
-def apart(rows: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+def apart(heads: Heads, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values of grouped rows: the inverse of `grouped`."""
-    per_group = heads.heads // heads.kv_heads
-    groups = rows.reshape(heads.kv_heads, per_group + 2, heads.head_dim, *rows.shape[1:])
-    parts = groups.split([per_group, 1, 1], dim=1)
+    groups = rows.reshape(heads.kv_heads, heads.per_group + 2, heads.head_dim, *rows.shape[1:])
+    parts = groups.split([heads.per_group, 1, 1], dim=1)
     q, k, v = (part.reshape(-1, *rows.shape[1:]) for part in parts)
     return q, k, v
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """A conversion between one of our parameters and the tensors of theirs that it is made of, in both directions."""
 
-    to_ours: Callable[[Sequence[Tensor], Heads], Tensor]
-    to_theirs: Callable[[Tensor, Heads], Sequence[Tensor]]
+    to_ours: Callable[[Heads, Sequence[Tensor]], Tensor]
+    to_theirs: Callable[[Heads, Tensor], Sequence[Tensor]]
 
 
-_SAME = Way(lambda theirs, heads: theirs[0], lambda ours, heads: (ours,))
-_TURNED = Way(lambda theirs, heads: theirs[0].T, lambda ours, heads: (ours.T,))
+_SAME = Way(lambda heads, theirs: theirs[0], lambda heads, ours: (ours,))
+_TURNED = Way(lambda heads, theirs: theirs[0].T, lambda heads, ours: (ours.T,))
 _GROUPED = Way(grouped, apart)
 # GPT-2's: t() turns a weight, and leaves a bias as it is.
 _GROUPED_TURNED = Way(
-    lambda theirs, heads: grouped(theirs[0].t().chunk(3), heads),
-    lambda ours, heads: (torch.cat(apart(ours, heads)).t(),),
+    lambda heads, theirs: grouped(heads, theirs[0].t().chunk(3)),
+    lambda heads, ours: (torch.cat(apart(heads, ours)).t(),),
 )
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """The names of a parameter: `{i}` is the number of a layer, `{part}` is weight and bias, `{qkv}` three tensors."""
 
     ours: str
@@ -194,20 +193,13 @@ class Link:
     Attributes:
         ours: the name of our parameter.
         theirs: the names of their tensors.
+        to_ours, to_theirs: make our parameter of their tensors, and their tensors of it.
     """
 
     ours: str
     theirs: tuple[str, ...]
-    heads: Heads
-    way: Way
-
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        """Return our parameter."""
-        return self.way.to_ours(theirs, self.heads)
-
-    def to_theirs(self, ours: Tensor) -> Sequence[Tensor]:
-        """Return their tensors."""
-        return self.way.to_theirs(ours, self.heads)
+    to_ours: Callable[[Sequence[Tensor]], Tensor]
+    to_theirs: Callable[[Tensor], Sequence[Tensor]]
 
 
 def links(model: Mapping[str, Any]) -> list[Link]:
@@ -219,7 +211,8 @@ def links(model: Mapping[str, Any]) -> list[Link]:
     Raises:
         UserError: 415, transformers has no such model.
     """
-    family, heads = family_of(model), Heads(model["heads"], model["kv_heads"], model["hidden"] // model["heads"])
+    family, kv_heads = family_of(model), model["kv_heads"]
+    heads = Heads(model["heads"] // kv_heads, kv_heads, model["hidden"] // model["heads"])
     rows = [*family.rows, Row("embedding.tokens.weight", family.embedding)]
     rows += [] if model["tie_embeddings"] else [Row("head.weight", HEAD)]
     found = []
@@ -228,28 +221,22 @@ def links(model: Mapping[str, Any]) -> list[Link]:
             for part in ("weight", "bias") if "{part}" in row.ours else ("",):
                 kinds = "qkv" if "{qkv}" in row.theirs else "-"
                 theirs = tuple(row.theirs.format(i=i, part=part, qkv=kind) for kind in kinds)
-                found.append(Link(row.ours.format(i=i, part=part), theirs, heads, row.way))
+                to_ours, to_theirs = partial(row.way.to_ours, heads), partial(row.way.to_theirs, heads)
+                found.append(Link(row.ours.format(i=i, part=part), theirs, to_ours, to_theirs))
     return found
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
-    """The ids that transformers has to know: what begins a text, ends it, fills a batch. None: there is none.
+def config_to_theirs(model: Mapping[str, Any], dtype: str, tokens: Mapping[str, int]) -> dict[str, Any]:
+    """Return their config.json of a model section.
 
-    They are always written, None as null: what transformers takes otherwise are ids of published vocabularies (50256 of
-    GPT-2, 1 and 2 of Llama), which mean something else in another vocabulary, or nothing.
+    Args:
+        tokens: the ids that begin a text (`bos`), end it (`eos`) and fill a batch (`pad`). One that is not there is
+            written as null: what transformers takes otherwise are ids of published vocabularies (50256 of GPT-2, 1 and
+            2 of Llama), which mean something else in another vocabulary, or nothing.
     """
-
-    begin: int | None = None
-    end: int | None = None
-    pad: int | None = None
-
-
-def config_to_theirs(model: Mapping[str, Any], dtype: str, tokens: SpecialTokens) -> dict[str, Any]:
-    """Return their config.json of a model section."""
     family = family_of(model)
     found = {"model_type": family.name, "architectures": [family.architecture], "torch_dtype": dtype}
-    found |= {"bos_token_id": tokens.begin, "eos_token_id": tokens.end, "pad_token_id": tokens.pad}
+    found |= {f"{role}_token_id": tokens.get(role) for role in ROLES}
     found |= {theirs: model[ours] for theirs, (ours, _) in family.fields.items()}
     found |= {option: allowed[0] for option, allowed in family.fixed.items()}
     if family is GPT2:

@@ -8,6 +8,7 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megazero.checkpoint.weights import read_weights
 from megazero.config.schema import Model
 from megazero.tools.convert.hugging_face import (
     HEAD,
+    ROLES,
     Link,
     config_from_theirs,
     family_of,
@@ -57,14 +59,19 @@ def export(
     Raises:
         UserError: 410, the checkpoint is damaged; 403, it cannot be written.
     """
-    groups = list(_groups(wanted, {n: t.numel * dtype.itemsize for n, t in manifest.tensors.items()}, part))
+    groups = _groups(wanted, {n: t.numel * dtype.itemsize for n, t in manifest.tensors.items()}, part)
     names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
     names = [_ONE] if len(groups) == 1 else names
     try:
         with new_folder(target) as staging, doing("writing weights", len(groups)) as progress:
             weight_map: dict[str, str] = {}
             for name, group in zip(names, groups, strict=True):
-                theirs = dict(_theirs(source, manifest, group, dtype))
+                weights = read_weights(source, manifest, [link.ours for link in group])
+                theirs = {
+                    their: value.to(dtype).contiguous()
+                    for link in group
+                    for their, value in zip(link.theirs, link.to_theirs(weights.pop(link.ours)), strict=True)
+                }
                 (staging / name).touch()  # as readable as the user's other files; the library's own are private
                 mode = (staging / name).stat().st_mode
                 save_file(theirs, staging / name, metadata={"format": "pt"})
@@ -115,7 +122,7 @@ def generation_of(folder: Path) -> dict[str, bytes]:
     told = _json(config, _CONFIG_BYTES) if config.exists() else {}
     if not isinstance(told.get("eos_token_id"), list):
         return {}
-    ids = {f"{role}_token_id": told.get(f"{role}_token_id") for role in ("bos", "eos", "pad")}
+    ids = {f"{role}_token_id": told.get(f"{role}_token_id") for role in ROLES}
     return {GENERATION: json.dumps(ids, indent=1).encode()}
 
 
@@ -215,7 +222,7 @@ def import_weights(theirs: Theirs, store: Store) -> None:
     try:
         staging = store.staging(0)
         staging.mkdir(parents=True)
-        groups = list(_groups(theirs.links, sizes, _PART))
+        groups = _groups(theirs.links, sizes, _PART)
         with doing("importing weights", len(groups)) as progress:
             for index, group in enumerate(groups):
                 ours = [(link.ours, theirs.read(link)) for link in group]
@@ -250,27 +257,11 @@ def _manifest(model: Mapping[str, Any], tensors: dict[str, Logical], files: list
     )
 
 
-def _groups(wanted: Sequence[Link], sizes: Mapping[str, int], part: int) -> Iterator[list[Link]]:
-    """Yield groups of links in order, each of about `part` bytes."""
-    group: list[Link] = []
-    size = 0
-    for link in wanted:
-        if group and size + sizes[link.ours] > part:
-            yield group
-            group, size = [], 0
-        group.append(link)
-        size += sizes[link.ours]
-    yield group
-
-
-def _theirs(
-    source: Path, manifest: Manifest, group: Sequence[Link], dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    weights = read_weights(source, manifest, [link.ours for link in group])
-    for link in group:
-        values = link.to_theirs(weights.pop(link.ours))
-        for name, value in zip(link.theirs, values, strict=True):
-            yield name, value.to(dtype).contiguous()
+def _groups(wanted: Sequence[Link], sizes: Mapping[str, int], part: int) -> list[list[Link]]:
+    """Return groups of links in order, each of about `part` bytes."""
+    numbers = (end // part for end in accumulate(sizes[link.ours] for link in wanted))
+    numbered = groupby(zip(numbers, wanted, strict=True), key=lambda pair: pair[0])
+    return [[link for _, link in pairs] for _, pairs in numbered]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from megazero.data.tokenizers.plain_bytes import NAME
 from megazero.model.parameter import whole_shapes
 from megazero.plan.layers import parameters
 from megazero.run.folder import RunFolder
-from megazero.tools.convert.hugging_face import SpecialTokens, config_to_theirs, family_of, links
+from megazero.tools.convert.hugging_face import config_to_theirs, family_of, links
 from megazero.tools.convert.interop import Theirs, export, generation_of, import_weights, read_config
 from megazero.tools.convert.tokenizer_files import for_transformers, own_file
 
@@ -35,7 +35,7 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
 
     Raises:
         UserError: 113, the folder is no run; 402, it has no checkpoint; 404, its checkpoint is of another model; 410,
-            the last one tried is damaged; and those of `export`.
+            the last one tried is damaged; 162 and 415, its tokenizer cannot be described; and those of `export`.
     """
     folder.require_run()
     config = load(str(folder.config))
@@ -45,7 +45,12 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
     family_of(model)  # a model that transformers does not have is said before shapes that differ for it
     require_shapes(manifest, whole_shapes(build_model(config)), source)
     tokenizer = _tokenizer(config, warn)
-    files, tokens = ({}, SpecialTokens()) if tokenizer is None else described(tokenizer)
+    files: dict[str, bytes] = {}
+    tokens: dict[str, int] = {}
+    if tokenizer is not None:
+        files = for_transformers(tokenizer)
+        pad = tokenizer.specials.get(json.loads(files[CONFIG]).get("pad_token"))
+        tokens = {"bos": tokenizer.bos, "eos": tokenizer.eod} | ({} if pad is None else {"pad": pad})
     # Ids that end a text are a tokenizer's: the file that names them is where that is.
     near = tokenizer.path.parent if tokenizer is not None and tokenizer.files else folder.path
     dtype = DTYPES[config.precision.dtype]
@@ -54,13 +59,6 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
     count = export(source, manifest, links(model), dtype, target, files, part_mb << 20)
     carried = f", and its tokenizer {tokenizer.path}" if tokenizer is not None else ""
     return f"{target}: the weights of {source}, {count} file{'s' * (count > 1)}{carried}"
-
-
-def described(tokenizer: Tokenizer) -> tuple[dict[str, bytes], SpecialTokens]:
-    """Return the files that describe a tokenizer to transformers, and its special ids. Raises UserError 162 and 415."""
-    files = for_transformers(tokenizer)
-    pad = json.loads(files[CONFIG]).get("pad_token")
-    return files, SpecialTokens(tokenizer.bos, tokenizer.eod, tokenizer.specials.get(pad))
 
 
 def _tokenizer(config: Config, warn: Callable[[str], object]) -> Tokenizer | None:

@@ -5,22 +5,18 @@ table is gone through: they are forked before anything touches a GPU or computes
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import replace_file
 from megazero.base.machine import free_memory, share
-from megazero.base.terminal import wrapped
 from megazero.tools.doctor import host, software
-from megazero.tools.doctor.finding import Finding, amount, duration, examine, reason
-
-if TYPE_CHECKING:
-    from megazero.tools.doctor.ranks import Measured
+from megazero.tools.doctor.finding import Finding, examine, reason
 
 _MARKS = {"there": " ", "absent": "-", "unknown": "?", "missing": "!"}
 _COLUMN = 26
@@ -28,8 +24,6 @@ BUSY = "this machine is busy: the speeds above are lower than it is when quiet; 
 _RANKS = 2  # that measure, where neither a GPU nor the user says how many
 _Checks = dict[str, Callable[[], Iterable[Finding]]]
 _NEEDED = {"torch", "packages", "disk"}  # checks of what training needs
-# How the names begin of what one device does.
-_COMPUTED = ("matmul", "attention", "memory copy", "host copy", "launch latency")
 
 
 @dataclass(frozen=True)
@@ -44,14 +38,10 @@ class Diagnosis:
     parts: dict[str, list[Finding]]
     hardware: dict[str, Any] | str
 
-    def names(self, state: str) -> list[str]:
-        """Return the names of the findings that are `missing`, or `absent`, and so on."""
-        return [finding.name for findings in self.parts.values() for finding in findings if finding.state == state]
-
     @property
     def missing(self) -> list[str]:
-        """Return what training needs and is not there."""
-        return self.names("missing")
+        """Return the names of what training needs and is not there."""
+        return [finding.name for findings in self.parts.values() for finding in findings if finding.state == "missing"]
 
     @property
     def is_busy(self) -> bool:
@@ -92,20 +82,16 @@ def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
     return Diagnosis(parts, hardware)
 
 
-def as_text(found: Diagnosis, columns: int | None = None) -> str:
-    """Return a line for each finding; longer ones broken at so many columns, None: nowhere."""
+def as_text(found: Diagnosis) -> str:
+    """Return a line for each finding."""
     lines = []
     for part, findings in found.parts.items():
         lines.append(part)
         for finding in findings:
             do = f"; {finding.do}" if finding.do else ""
-            line = f"{_MARKS[finding.state]} {finding.name:<{_COLUMN}} {finding.text}{do}"
-            lines += wrapped(line, columns, "    ")
-    absent = found.names("absent")
-    last = [f"missing: {', '.join(found.missing)}" if found.missing else "nothing that training needs is missing"]
-    last += [f"could be added: {', '.join(absent)}"] if absent else []
-    last += [BUSY] if found.is_busy else []
-    lines += ["", *(part for line in last for part in wrapped(line, columns, "    "))]
+            lines.append(f"{_MARKS[finding.state]} {finding.name:<{_COLUMN}} {finding.text}{do}")
+    missing = f"missing: {', '.join(found.missing)}" if found.missing else "nothing that training needs is missing"
+    lines += ["", missing, *[BUSY] * found.is_busy]
     return "\n".join(lines)
 
 
@@ -140,7 +126,7 @@ def _measured(nproc: int | None) -> tuple[list[Finding], dict[str, Any] | str]:
         from megazero.launcher.environment import local_size
         from megazero.tools.doctor import ranks
         from megazero.tools.doctor.devices import network_rate
-        from megazero.tools.doctor.hardware import hardware_of
+        from megazero.tools.doctor.hardware import findings_of, hardware_of, threads_of
 
     with warnings.catch_warnings():  # of a driver that is not there; the line about GPUs says it
         warnings.simplefilter("ignore")
@@ -152,44 +138,11 @@ def _measured(nproc: int | None) -> tuple[list[Finding], dict[str, Any] | str]:
         except Exception as error:  # an odd machine: the other checks go on
             return [_broken(reason(error))], "ranks cannot be started"
         lines = [_broken(why) for why in dict.fromkeys((messages.broken, devices.broken)) if why]
-        lines += [*_speeds(devices), *_messages(messages, devices)]
-        threads = _threads(devices.values.get("threads", 1))
+        lines += [found for one in (devices, messages)[: 1 + (messages is not devices)] for found in findings_of(one)]
+        threads = threads_of(devices.values.get("threads", {"count": 1})["count"])
         name = torch.cuda.get_device_name(0) if on_gpus else f"{host.processor_name()}, {threads}"
         return lines, hardware_of(name, messages, devices, share().memory, network_rate(), on_gpus=on_gpus)
 
 
-def _threads(count: float) -> str:
-    return f"{count:.0f} thread{'s' * (count > 1)}"
-
-
 def _broken(why: str) -> Finding:
     return Finding("local ranks", why, "missing", "runs of several ranks need it")
-
-
-def _speeds(devices: "Measured") -> Iterator[Finding]:
-    """Yield what one device computes and copies, or why it does not."""
-    threads = devices.values.get("threads")
-    each = f"{devices.size} at once" + (f", {_threads(threads)} each" if threads else "")
-    for name in (name for name in (*devices.values, *devices.faults) if name.startswith(_COMPUTED)):
-        if name in devices.faults:
-            yield Finding(name, devices.faults[name], "unknown")
-            continue
-        value = devices.values[name]
-        if name == "launch latency":
-            text, key = duration(value), "latency"
-        else:
-            unit, key = ("B/s", "bandwidth") if name.endswith("copy") else ("FLOP/s", "flops")
-            text = amount(value, unit)
-        yield Finding(name, f"{text} ({each})", values={key: value})
-
-
-def _messages(messages: "Measured", devices: "Measured") -> Iterator[Finding]:
-    """Yield what goes between local ranks, by transport and operation."""
-    found, faults = messages.values | devices.values, messages.faults | devices.faults
-    for name in (name for name in found if name.endswith(" latency") and not name.startswith("launch")):
-        road = name.removesuffix(" latency")
-        values = {"bandwidth": found.get(f"{road} bandwidth", 0.0), "latency": found[name]}
-        if values["bandwidth"]:
-            yield Finding(road, f"{amount(values['bandwidth'], 'B/s')}, latency {duration(found[name])}", values=values)
-    for name in (name for name in faults if name.endswith(" bandwidth")):
-        yield Finding(name.removesuffix(" bandwidth"), faults[name], "absent", "sockets do as well, and slower")

@@ -1,14 +1,17 @@
-"""The machine as `megazero plan --hardware FILE` reads it, made of measurements: one device of a node of equal ones.
+"""The measurements as findings, and as `megazero plan --hardware FILE` reads them: one device of a node of equal ones.
 
 On a CPU a device is one rank on its share of the cores. The fields are those of `planning/machine_file.py`.
 """
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
+from megazero.tools.doctor.finding import Finding, amount, duration
 from megazero.tools.doctor.ranks import NCCL, SHARED, SOCKETS, Measured
 
 NCCL_CHANNELS = 24
+_UNITS = {"flops": "FLOP/s", "bandwidth": "B/s"}
 
 
 def hardware_of(
@@ -25,18 +28,18 @@ def hardware_of(
         memory: bytes of the host that the job may use.
         network: bytes/s of the host's network, if it is known.
     """
-    values, size = devices.values, devices.size
-    peaks = {name.removeprefix("matmul "): rate for name, rate in values.items() if name.startswith("matmul ")}
-    far = link_of(messages, SOCKETS)
-    near = link_of(devices, NCCL) or link_of(messages, SHARED) or far
-    copy = values.get("memory copy")
-    host_copy = values.get("host copy") if on_gpus else copy
-    own_memory = values.get("memory") if on_gpus else memory // size
+    size, rates = devices.size, {name: next(iter(figures.values())) for name, figures in devices.values.items()}
+    peaks = {name.removeprefix("matmul "): rate for name, rate in rates.items() if name.startswith("matmul ")}
+    far = messages.values.get(SOCKETS)
+    near = devices.values.get(NCCL) or messages.values.get(SHARED) or far
+    copy = rates.get("memory copy")
+    host_copy = rates.get("host copy") if on_gpus else copy
+    own_memory = rates.get("memory") if on_gpus else memory // size
     if not (peaks and copy and host_copy and own_memory and near and far):
         known = {"matmul": peaks, "memory copy": copy, "host copy": host_copy, "messages between ranks": far}
         return f"not measured: {', '.join(what for what, value in known.items() if not value)}"
     bandwidth = network / size if network else far["bandwidth"]
-    shares = [min(1.0, values[f"attention {d}"] / peak) for d, peak in peaks.items() if f"attention {d}" in values]
+    shares = [min(1.0, rates[f"attention {d}"] / peak) for d, peak in peaks.items() if f"attention {d}" in rates]
     reached = {"attention": shares[0]} if shares else {}
     found = {
         "name": name,
@@ -49,17 +52,34 @@ def hardware_of(
         "host_link_bandwidth": host_copy,
         "host_memory_bytes": memory // size,
         "nccl_channels": NCCL_CHANNELS if on_gpus else 0,
-        "launch": values.get("launch latency"),
+        "launch": rates.get("launch"),
         "reached": reached | ({} if on_gpus else {"beside": 0.0}),
     }
     return {field: value for field, value in found.items() if value or field == "nccl_channels"}
 
 
-def link_of(measured: Measured, road: str) -> dict[str, float] | None:
-    """Return the bandwidth of both collectives together, the latency of the slower one; None: not measured."""
-    bandwidth = measured.values.get(f"{road} bandwidth")
-    latencies = [value for name, value in measured.values.items() if name.startswith(road) and name.endswith("latency")]
-    return {"bandwidth": bandwidth, "latency": max(latencies)} if bandwidth else None
+def findings_of(measured: Measured) -> Iterator[Finding]:
+    """Yield what was measured, or why it was not. Of a road there is a line for each of its collectives."""
+    threads = measured.values.get("threads", {}).get("count")
+    each = f"{measured.size} at once" + (f", {threads_of(threads)} each" if threads else "")
+    for name, figures in measured.values.items():
+        if name not in ("threads", "memory", NCCL, SHARED, SOCKETS):
+            words = (
+                f"{of} {duration(value)}" if of == "latency" else amount(value, _UNITS[of])
+                for of, value in figures.items()
+            )
+            yield Finding(name, f"{', '.join(words)} ({each})", values=figures)
+    for name, why in measured.faults.items():
+        yield (
+            Finding(name, why, "absent", "sockets do as well, and slower")
+            if name == SHARED
+            else Finding(name, why, "unknown")
+        )
+
+
+def threads_of(count: float) -> str:
+    """Return a number of threads in words."""
+    return f"{count:.0f} thread{'s' * (count > 1)}"
 
 
 def as_yaml(hardware: dict[str, Any]) -> str:

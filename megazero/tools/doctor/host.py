@@ -8,7 +8,6 @@ import platform
 import resource
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from megazero.base.machine import cgroup_limits, file_system_of, free_memory, kn
 from megazero.tools.doctor.finding import Finding, amount
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
-_BLOCK, _MOST = 1 << 20, 64 << 20  # bytes that are written to a disk at once, and in all
+_BLOCK, _MOST = 1 << 20, 64 << 20  # bytes that are written to a disk, at least and at most
 _QUIET = 0.25  # processes a core that leave a measurement alone
 _LITTLE = 2 << 30  # bytes of a disk
 
@@ -42,11 +41,9 @@ def processor_name() -> str:
 def load() -> Iterator[Finding]:
     """Yield what else runs; called before anything is measured."""
     others, cores = os.getloadavg()[0], num_cores()
-    found = Finding("load", f"{others:.1f} processes ran in the last minute, on {cores} cores")
-    if others > _QUIET * cores:
-        text = f"busy: {found.text}; what is measured comes out low"
-        found = Finding("load", text, "unknown", values={"busy": others / cores})
-    yield found
+    text = f"{others:.1f} processes ran in the last minute, on {cores} cores"
+    busy = Finding("load", f"busy: {text}; measures come out low", "unknown", values={"busy": others / cores})
+    yield busy if others > _QUIET * cores else Finding("load", text)
 
 
 def memory() -> Iterator[Finding]:
@@ -69,20 +66,18 @@ def limits() -> Iterator[Finding]:
 
 
 def disk(folder: Path) -> Iterator[Finding]:
-    """Yield the free space where runs are written, and how fast a file is flushed to disk and read back."""
+    """Yield the free space where runs are written, and a line if nothing can be written there."""
     place = _nearest(folder)
     free = shutil.disk_usage(place).free
     little = "a checkpoint takes 12 bytes or more for each parameter" if free < _LITTLE else ""
     text = f"{amount(free, 'B')} free ({file_system_of(place)})"
     yield Finding(f"room in {folder}", text, "absent" if little else "there", little, {"free_bytes": free})
     try:
-        size, wrote, read = _written_and_read(place, max(min(_MOST, free // 4), _BLOCK))
+        with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+            write_all(file, bytes(_BLOCK))
     except OSError as error:
         reason = error.strerror or str(error)
         yield Finding(f"disk of {folder}", f"cannot be written: {reason}", "missing", "choose another --run")
-        return
-    text = f"write and fsync {amount(wrote, 'B/s')}, read {amount(read, 'B/s')} ({amount(size, 'B')})"
-    yield Finding(f"disk of {folder}", text, values={"write_bandwidth": wrote, "read_bandwidth": read})
 
 
 def direct(folder: Path) -> Iterator[Finding]:
@@ -102,25 +97,6 @@ def direct(folder: Path) -> Iterator[Finding]:
         text += "" if found.direct else "; the file system has no direct I/O"
         values = {"read_bandwidth": found.read, "write_bandwidth": found.write}
         yield Finding(f"direct I/O of {folder}", text, values={**values, "depth": found.depth, "block": found.block})
-
-
-def _written_and_read(folder: Path, size: int) -> tuple[int, float, float]:
-    """Return (bytes, bytes/s written and flushed, bytes/s read) of an unnamed file of about `size` bytes."""
-    block, count = os.urandom(_BLOCK), size // _BLOCK  # nothing that a file system could compress
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        began = time.perf_counter()
-        for _ in range(count):
-            write_all(file, block)
-        os.fsync(file.fileno())
-        written = time.perf_counter()
-        if hasattr(os, "posix_fadvise"):  # else the read comes from memory
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        reads = time.perf_counter()
-        while file.read(_BLOCK):
-            pass
-        total = count * _BLOCK
-        return total, total / (written - began), total / (time.perf_counter() - reads)
 
 
 def _nearest(folder: Path) -> Path:

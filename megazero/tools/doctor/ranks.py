@@ -39,6 +39,8 @@ from megazero.tools.doctor.speed import (
 )
 
 SHARED, SOCKETS, NCCL = "shared memory", "sockets", "NCCL"
+Figures = dict[str, float]
+_Line = tuple[str, Figures, str]
 
 _TALKERS = 2  # ranks that measure messages where fewer compute
 _TIMEOUT = timedelta(seconds=120)  # on a busy machine operations of milliseconds take seconds
@@ -55,13 +57,13 @@ class Measured:
 
     Attributes:
         size: how many ranks.
-        values: by name, of the slowest rank.
-        faults: why something has no value, by name.
+        values: by name the figures of the slowest rank: `flops`, `bandwidth`, `latency`.
+        faults: why something has no figures, by name.
         broken: why the ranks ended early, in one line; "" if they did not.
     """
 
     size: int
-    values: dict[str, float]
+    values: dict[str, Figures]
     faults: dict[str, str]
     broken: str = ""
 
@@ -75,25 +77,24 @@ class _HostWorld(World):
 
 
 class _Notes:
-    """The file of one rank: (name, value or None, why there is none) in each line."""
+    """The file of one rank: (name, figures, why there are none) in each line."""
 
     def __init__(self, path: Path):
         self._path = path
 
-    def add(self, name: str, value: float | None, fault: str = "") -> None:
+    def add(self, name: str, figures: Figures, fault: str = "") -> None:
         with self._path.open("a") as file:
-            file.write(json.dumps([name, value, fault]) + "\n")
+            file.write(json.dumps([name, figures, fault]) + "\n")
 
-    def add_result(self, name: str, measure: Callable[[], float]) -> None:
-        """Add the value of what needs no other rank, or why it failed."""
+    def add_result(self, name: str, figure: str, measure: Callable[[], float]) -> None:
+        """Add the figure of what needs no other rank, or why it failed."""
         try:
-            self.add(name, measure())
+            self.add(name, {figure: measure()})
         except Exception as error:  # a dtype that this device cannot multiply, no memory: the others go on
-            self.add(name, None, reason(error))
+            self.add(name, {}, reason(error))
 
-    def read(self) -> list[tuple[str, float | None, str]]:
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        return [(name, value, fault) for name, value, fault in map(json.loads, lines)]
+    def read(self) -> list[_Line]:
+        return [json.loads(line) for line in self._path.read_text().splitlines()] if self._path.exists() else []
 
 
 def measure(size: int, room: int, *, on_gpus: bool) -> tuple[Measured, Measured]:
@@ -102,20 +103,8 @@ def measure(size: int, room: int, *, on_gpus: bool) -> tuple[Measured, Measured]
     Args:
         room: bytes of the host's memory that are free.
     """
-    if on_gpus:
-        return measure_host(_TALKERS, room, computes=False), _in_ranks(size, _gpu_rank)
-    devices = measure_host(size, room, computes=True)
-    return (devices if size > 1 else measure_host(_TALKERS, room, computes=False)), devices
-
-
-def measure_host(size: int, room: int, *, computes: bool) -> Measured:
-    """Measure `size` ranks on the CPU: messages through shared memory and through sockets, and how fast they compute.
-
-    Args:
-        room: bytes of memory that are free.
-        computes: ranks train here; on a machine with GPUs the CPU only talks.
-    """
-    return _in_ranks(size, lambda place, notes: _host_rank(place, notes, room // size, computes))
+    devices = _in_ranks(size, _gpu_rank if on_gpus else partial(_host_rank, room // size))
+    return (devices if size > 1 and not on_gpus else _in_ranks(_TALKERS, partial(_host_rank, None))), devices
 
 
 def _in_ranks(size: int, main: Callable[[RankContext, _Notes], None]) -> Measured:
@@ -138,35 +127,40 @@ def _in_ranks(size: int, main: Callable[[RankContext, _Notes], None]) -> Measure
         return _slowest([each.read() for each in notes], "".join(lines))
 
 
-def _slowest(ranks: list[list[tuple[str, float | None, str]]], broken: str) -> Measured:
+def _slowest(ranks: list[list[_Line]], broken: str) -> Measured:
     """Return the slowest of what all ranks have measured: the lowest rates, the longest times."""
-    numbers: dict[str, list[float]] = {}
+    values: dict[str, Figures] = {}
     faults: dict[str, str] = {}
-    for name, value, fault in (line for rank in ranks for line in rank):
-        numbers.setdefault(name, []).extend([] if value is None else [value])
-        faults[name] = faults.get(name) or fault
-    values = {
-        name: max(found) if name.endswith("latency") else min(found)
-        for name, found in numbers.items()
-        if len(found) == len(ranks)
-    }
-    lacking = {name: faults[name] or broken or "not measured on all ranks" for name in numbers if name not in values}
-    return Measured(len(ranks), values, lacking, broken)
+    for name in dict.fromkeys(line[0] for rank in ranks for line in rank):
+        lines = [line for rank in ranks for line in rank if line[0] == name]
+        if len(lines) < len(ranks) or not all(figures for _, figures, _ in lines):
+            faults[name] = next((fault for *_, fault in lines if fault), broken or "not measured on all ranks")
+            continue
+        values[name] = {
+            figure: (max if figure == "latency" else min)(figures[figure] for _, figures, _ in lines)
+            for figure in lines[0][1]
+        }
+    return Measured(len(ranks), values, faults, broken)
 
 
-def _host_rank(place: RankContext, notes: _Notes, room: int, computes: bool) -> None:
+def _host_rank(room: int | None, place: RankContext, notes: _Notes) -> None:
+    """Measure messages through shared memory and through sockets; first, in so much room, how fast a rank computes.
+
+    Args:
+        room: bytes of memory that are free for the rank; None: on a machine with GPUs the CPU only talks.
+    """
     world, device = place.world, torch.device("cpu")
     on_host = _HostWorld(world.rank, world.size, world.local_rank, world.launcher)
     axis = _axis(replace(place, world=on_host), device)
-    notes.add("threads", torch.get_num_threads())
-    if computes:
+    notes.add("threads", {"count": torch.get_num_threads()})
+    if room is not None:
         _compute(axis, device, notes, min(_COPY["cpu"], room // 8))
     if axis.size > 1:
         shared_memory = axis.comm.shared_memory
         if shared_memory is not None and shared_memory.reached.issuperset(axis.ranks):
             _collectives(axis, device, SHARED, notes, _MESSAGE)
         else:
-            notes.add(f"{SHARED} bandwidth", None, "needs Linux on x86-64, and ranks that see each other's /proc")
+            notes.add(SHARED, {}, "needs Linux on x86-64, and ranks that see each other's /proc")
         _collectives(replace(axis, comm=replace(axis.comm, shared_memory=None)), device, SOCKETS, notes, _MESSAGE)
     disconnect()
 
@@ -177,10 +171,10 @@ def _gpu_rank(place: RankContext, notes: _Notes) -> None:
         raise UserError(340, "torch sees a GPU that it cannot use", "is the driver as new as torch's CUDA version?")
     axis = _axis(place, device)
     free, total = torch.cuda.mem_get_info(device)
-    notes.add("memory", float(total))
+    notes.add("memory", {"bytes": total})
     size = min(_COPY["cuda"], free // 8)
     _compute(axis, device, notes, size)
-    notes.add_result("host copy", lambda: host_bandwidth(size // 4, device))
+    notes.add_result("host copy", "bandwidth", lambda: host_bandwidth(size // 4, device))
     if axis.size > 1:
         _collectives(axis, device, NCCL, notes, _GPU_TIMES * _MESSAGE)
     disconnect()
@@ -195,13 +189,13 @@ def _axis(place: RankContext, device: torch.device) -> Axis:
 
 def _compute(axis: Axis, device: torch.device, notes: _Notes, size: int) -> None:
     trains = _TRAINS[device.type]
-    measures = {f"matmul {name}": partial(matmul_flops, dtype, device) for name, dtype in DTYPES.items()}
-    measures |= {f"attention {trains}": partial(attention_flops, DTYPES[trains], device)}
-    measures["launch latency"] = partial(launch_seconds, device)
-    measures["memory copy"] = partial(copy_bandwidth, size, device)
-    for name, measure in measures.items():
+    measures = [(f"matmul {name}", "flops", partial(matmul_flops, dtype, device)) for name, dtype in DTYPES.items()]
+    measures.append((f"attention {trains}", "flops", partial(attention_flops, DTYPES[trains], device)))
+    measures.append(("launch", "latency", partial(launch_seconds, device)))
+    measures.append(("memory copy", "bandwidth", partial(copy_bandwidth, size, device)))
+    for measure in measures:
         _meet(axis, device)
-        notes.add_result(name, measure)
+        notes.add_result(*measure)
 
 
 def _meet(axis: Axis, device: torch.device) -> None:
@@ -218,15 +212,15 @@ def _collectives(axis: Axis, device: torch.device, road: str, notes: _Notes, siz
     _meet(axis, device)
     short = torch.zeros(axis.size, device=device)
     long = torch.zeros(size // short.element_size() // axis.size * axis.size, device=device)
-    sent, taken = 0, 0.0
+    sent, taken, slower = 0, 0.0, 0.0
     for name, operation in _OPERATIONS.items():
-        notes.add(f"{road} {name} latency", _median(lambda op=operation: op(short, axis), device, _MANY))
+        latency = _median(lambda op=operation: op(short, axis), device, _MANY)
         before = axis.comm.ledger.bytes_sent
         seconds = _median(lambda op=operation: op(long, axis), device, _FEW)
         once = (axis.comm.ledger.bytes_sent - before) // (_FEW + 1)
-        notes.add(f"{road} {name} bandwidth", once / seconds)
-        sent, taken = sent + once, taken + seconds
-    notes.add(f"{road} bandwidth", sent / taken)
+        notes.add(f"{road} {name}", {"bandwidth": once / seconds, "latency": latency})
+        sent, taken, slower = sent + once, taken + seconds, max(slower, latency)
+    notes.add(road, {"bandwidth": sent / taken, "latency": slower})
 
 
 def _median(work: Callable[[], object], device: torch.device, times: int) -> float:

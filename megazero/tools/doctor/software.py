@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from megazero.base.packages import PACKAGES, Package, is_installed
@@ -22,22 +23,18 @@ _SECONDS = 8  # that a compiler may take to say its version
 
 def torch_backends() -> Iterator[Finding]:
     """Yield what torch was built with."""
-    import torch
+    import torch.cuda.nccl
     import torch.distributed as dist
 
     other = here("make setup TORCH=...", "pip install torch==...")
     yield Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
-    if dist.is_available() and dist.is_gloo_available():
-        yield Finding("gloo", "there, for ranks on CPUs")
-    else:
-        yield Finding("gloo", "not in this build of torch", "missing", f"take another build: {other}")
-    if dist.is_available() and dist.is_nccl_available():
-        from torch.cuda import nccl
-
-        yield Finding("NCCL", f"{'.'.join(map(str, nccl.version()))}, for ranks on GPUs")
-    else:
-        do = f"on a GPU machine take a CUDA build: {other}"
-        yield Finding("NCCL", "not in this build of torch", "absent", do)
+    without = "not in this build of torch"
+    gloo, nccl = (dist.is_available() and there() for there in (dist.is_gloo_available, dist.is_nccl_available))
+    absent = Finding("gloo", without, "missing", f"take another build: {other}")
+    yield Finding("gloo", "there, for ranks on CPUs") if gloo else absent
+    absent = Finding("NCCL", without, "absent", f"on a GPU machine take a CUDA build: {other}")
+    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else ""
+    yield Finding("NCCL", f"{version}, for ranks on GPUs") if nccl else absent
 
 
 def packages(table: tuple[Package, ...] = PACKAGES) -> Iterator[Finding]:
@@ -50,10 +47,9 @@ def packages(table: tuple[Package, ...] = PACKAGES) -> Iterator[Finding]:
             continue
         wanted = package.name + (f">={'.'.join(map(str, package.least))}" if package.least else "")
         got = "not installed" if version is None else f"{version}, expected {wanted}"
-        if package.use:
-            yield Finding(package.name, f"{got}; only for {package.use}", "absent", f"pip install '{wanted}'")
-        else:
-            yield Finding(package.name, got, "missing", here("make setup, or ", "") + f"pip install '{wanted}'")
+        said = f"{got}; only for {package.use}" if package.use else got
+        do = here("make setup, or ", "") + f"pip install '{wanted}'"
+        yield Finding(package.name, said, "absent" if package.use else "missing", do)
     yield Finding("packages", ", ".join(present) or "none")
 
 
@@ -81,15 +77,13 @@ def _compiler(name: str, path: str | None, option: str, do: str) -> Finding:
 def apex() -> Iterator[Finding]:
     """Yield a line on NVIDIA's apex; nothing is imported where its extensions are not installed."""
     do = "build it from NVIDIA's repository with its C++ and CUDA extensions; `pip install apex` is another project"
-    if importlib.util.find_spec("amp_C") is None:
-        other = importlib.util.find_spec("apex") is not None
-        yield Finding("apex", "a package of that name without amp_C" if other else "not installed", "absent", do)
-        return
-    from megazero.kernels.apex import lacking  # which imports torch first: apex is linked to its libraries
+    without = "not installed, or another package of that name"
+    if importlib.util.find_spec("amp_C") is not None:
+        from megazero.kernels.apex import lacking  # which imports torch first: apex is linked to its libraries
 
-    names = " and ".join(lacking())
-    without = Finding("apex", f"without {names}", "absent", do)
-    yield without if names else Finding("apex", "NVIDIA's, with its CUDA extensions")
+        names = " and ".join(lacking())
+        without = f"without {names}" if names else ""
+    yield Finding("apex", without, "absent", do) if without else Finding("apex", "NVIDIA's, with its CUDA extensions")
 
 
 def _version(package: Package) -> str | None:
@@ -97,10 +91,9 @@ def _version(package: Package) -> str | None:
     parent = package.module.rpartition(".")[0]
     if (parent and importlib.util.find_spec(parent) is None) or not is_installed(package.module):
         return None
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package.name)
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+    return "of unknown version"
 
 
 def _numbers(version: str) -> tuple[float, ...]:

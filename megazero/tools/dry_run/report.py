@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.base.picture import picture
-from megazero.base.terminal import WIDEST_TABLE, megabytes, wrapped
+from megazero.base.terminal import WIDEST_TABLE, megabytes
 from megazero.comm.grid import Grid
 from megazero.comm.ledger import Sent
 from megazero.plan.memory import DISK, HOST
@@ -18,20 +18,19 @@ from megazero.tools.dry_run.timeline import MemoryMoment, by_origin
 _SHOWN = 8  # origins of what is there at the peak
 
 
-def as_text(found: Simulated, name: str, device: str, columns: int | None = None) -> str:
-    """Return tables: memory at the peak, what the step has made then, traffic; sentences broken at so many columns."""
+def as_text(found: Simulated, name: str, device: str) -> str:
+    """Return tables: memory at the peak, what the step has made then, traffic."""
     grid, steady = found.grid, found.steady
     highest, live = steady.timeline.peak_live()
     there = ", ".join(f"{axis} {place['rank']} of {place['size']}" for axis, place in _places(grid).items())
-    lines = [*wrapped(f"{name}: rank {grid['world'].rank} of {grid['world'].size} on {device} ({there})", columns), ""]
+    lines = [f"{name}: rank {grid['world'].rank} of {grid['world'].size} on {device} ({there})", ""]
     lines += _sizes("at the peak of a step", [*_sorted(highest), ("in all", highest.total)])
     off = as_planned(highest) / found.planned.peak - 1
     apart = ", ".join(category for category in highest.bytes if category in NOT_PLANNED and highest.bytes[category])
     words = "by the plan" + f", {apart} apart" * bool(apart)
     lines += [f"  {words:<26} {megabytes(found.planned.peak):>15}  {off:+.1%}", ""]
     first = found.first.timeline.peak_live()[0]
-    lines += wrapped(f"the peak is in {_where(highest)}", columns, "  ")
-    lines += wrapped(f"(of the first step, {megabytes(first.total)} MB: {_where(first)})", columns, "  ")
+    lines += [f"the peak is in {_where(highest)}", f"(of the first step, {megabytes(first.total)} MB: {_where(first)})"]
     lines += ["", "         MB  the largest that the step has made then"]
     for size, count, module, operation in by_origin(live)[:_SHOWN]:
         line = f"  {megabytes(size):>11}  {count:>4} x {module}"

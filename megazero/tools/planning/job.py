@@ -5,31 +5,66 @@ with published ones (docs/planning.md).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from megazero.base.errors import UserError
 from megazero.builders.job import job_of, options_of
+from megazero.config.flat import flatten
+from megazero.config.rules import broken_rules
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.plan.activations import logits
-from megazero.plan.communicators import Communicator, communicators
+from megazero.plan.communicators import communicators
 from megazero.plan.job import Job
 from megazero.plan.layers import parameters
 from megazero.plan.links import split_by_node
-from megazero.plan.machines import Machine
-from megazero.plan.memory import RankMemory, with_uncounted
+from megazero.plan.machines import MACHINES, Machine
+from megazero.plan.memory import RankMemory, planned
 from megazero.plan.search import Found, Search, fits, savings, search, usable
 from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import traffic
-from megazero.tools.planning.allowed import allowed_by_rules
-from megazero.tools.planning.checkpoint import Checkpoint, checkpoint_of
 from megazero.tools.planning.micro_batch import with_micro
 
 BUFFERS = ("pool", "secondary", "residuals", "angles", "graphs", "communicators", "batch", "allocator")
 ACTIVATIONS = ("activations", "inputs", "scores")
+SHARED_RATE = 1e9  # bytes/s from one node into a file system that all nodes see: supposed where no disk was measured
+_STEPS, _SAVES = 2, 1.5  # that a stopped run may still take, as run.time_limit reckons
+_MARGIN_SECONDS, LEAST_LEAD = 30, 120
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of a job.
+
+    Attributes:
+        bytes: weights in full precision and both moments.
+        rate: bytes/s from one node.
+        measured: the rate is that of a disk in the machine's file.
+        save_s: seconds in which all ranks copy their parts to the host and write them.
+        lead_s: seconds before its end in which a job is to get its signal: two steps, 1.5 saves and a margin.
+    """
+
+    bytes: int
+    rate: float
+    measured: bool
+    save_s: float
+    lead_s: int
+
+
+def checkpoint_of(job: Job, machine: Machine, step_s: float) -> Checkpoint:
+    """Return the checkpoint of a job, whose state all ranks write, each an equal part."""
+    size = 3 * job.bytes.master * job.shape.parameters()
+    in_node = min(job.ranks, machine.devices_per_node)
+    measured = None if machine.name in MACHINES else machine.disk
+    rate = SHARED_RATE if measured is None else measured.write * in_node
+    part = size / job.ranks
+    save_s = part / machine.host_link_bandwidth + part * in_node / rate
+    seconds = _STEPS * step_s + _SAVES * save_s + _MARGIN_SECONDS
+    return Checkpoint(size, rate, measured is not None, save_s, max(LEAST_LEAD, 10 * math.ceil(seconds / 10)))
 
 
 @dataclass(frozen=True)
@@ -56,28 +91,6 @@ class Plan:
         return _fullest(self.ranks)
 
     @cached_property
-    def settings(self) -> dict[str, RankMemory]:
-        """Return the memory of the fullest rank with each setting of recompute and Pa that changes something."""
-        plain = replace(self.job, recompute="none", partition=False, offload="none")
-        return {
-            f"{one.recompute}{', Pa' * one.partition}{'+cpu' * (one.offload == 'cpu')}": _fullest(
-                _ranks(one, self.machine, self.system)
-            )
-            for one in next(savings(plain))
-        }
-
-    @cached_property
-    def traffic(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of the rank that sends most, by axis and purpose."""
-        ranks = (self.system.sent(self.job, traffic(self.job, rank)) for rank in range(self.job.pipeline))
-        return max(ranks, key=lambda sent: sum(sum(purposes.values()) for purposes in sent.values()))
-
-    @property
-    def by_node(self) -> dict[str, dict[str, int]]:
-        """Return the bytes by axis, in the node and across."""
-        return split_by_node(self.job, self.traffic, self.machine.devices_per_node)
-
-    @cached_property
     def time(self) -> StepTime:
         return step_time(self.job, self.machine, self.system)
 
@@ -86,28 +99,14 @@ class Plan:
         return all(fits(rank, self.machine) for rank in self.ranks)
 
     @property
-    def logits(self) -> int:
-        """Return the bytes of the last pipeline rank's activations that are logits of one micro-batch."""
-        return logits(self.job)
-
-    @property
-    def communicators(self) -> list[Communicator]:
-        """Return the communicators of the fullest rank."""
-        return list(communicators(self.job, self.ranks.index(self.fullest), self.machine.nccl_channels))
-
-    @property
     def checkpoint(self) -> Checkpoint:
         return checkpoint_of(self.job, self.machine, self.time.step_s)
 
-    @property
-    def hours(self) -> float:
-        """Return the hours that the budget of tokens takes."""
-        return self.tokens / (self.time.tokens_per_second_per_device * self.job.ranks) / 3600
 
-    @property
-    def dollars(self) -> float | None:
-        price = self.machine.price_per_hour
-        return None if price is None else self.hours * self.job.ranks * price
+def allowed_by_rules(config: Config) -> Callable[[Job], bool]:
+    """Return a function that says whether the rules of options allow the config to be laid out as a job is."""
+    values = flatten(config)
+    return lambda layout: not broken_rules(values | options_of(layout))
 
 
 def system_of(name: str) -> System:
@@ -133,9 +132,9 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
     """
     _check_peak(config, machine)
     course = Course(with_micro(config, ranks, machine))
-    planned = [(part, job := job_of(part.config, ranks), _ranks(job, machine, system)) for part in course.parts]
-    part, job, found = max(planned, key=lambda each: _fullest(each[2]).peak)
-    words = f"{part.name or 'behind the last stage'}, which needs most memory" if len(planned) > 1 else ""
+    parts = [(part, job := job_of(part.config, ranks), _ranks(job, machine, system)) for part in course.parts]
+    part, job, found = max(parts, key=lambda each: _fullest(each[2]).peak)
+    words = f"{part.name or 'behind the last stage'}, which needs most memory" if len(parts) > 1 else ""
     whole = float(course.tokens(config.run.steps)) if tokens is None else tokens
     return Plan(job, machine, system, found, whole, _steps(course, whole), words)
 
@@ -176,25 +175,32 @@ def _shortage(found: Search, job: Job, ranks: int, machine: Machine) -> tuple[st
 
 
 def as_json(found: Plan) -> dict[str, Any]:
-    """Return the contract's object; bytes, seconds."""
-    time = asdict(found.time)
+    """Return the contract's object; bytes, seconds. `settings` are those of recompute and Pa that change something."""
+    job, machine, time = found.job, found.machine, asdict(found.time)
+    made = communicators(job, found.ranks.index(found.fullest), machine.nccl_channels)
+    settings = {
+        f"{one.recompute}{', Pa' * one.partition}{'+cpu' * (one.offload == 'cpu')}": _ranks(one, machine, found.system)
+        for one in next(savings(replace(job, recompute="none", partition=False, offload="none")))
+    }
+    sent = _most_sent(job, found.system)
+    hours = found.tokens / (found.time.tokens_per_second_per_device * job.ranks) / 3600
     return {
-        "parameters": parameters(found.job.shape),
-        "machine": found.machine.name,
+        "parameters": parameters(job.shape),
+        "machine": machine.name,
         "system": found.system.name,
         **({"stage": found.stage} if found.stage else {}),
-        "gpus": found.job.ranks,
+        "gpus": job.ranks,
         "memory": _memory(found.fullest)
         | {
-            "available_bytes": int(usable(found.machine)),
-            "headroom_bytes": int(usable(found.machine)) - found.fullest.peak,
-            "logits_bytes": found.logits,
-            "communicators": [asdict(one) for one in found.communicators],
+            "available_bytes": int(usable(machine)),
+            "headroom_bytes": int(usable(machine)) - found.fullest.peak,
+            "logits_bytes": logits(job),
+            "communicators": [asdict(one) for one in made],
             "ranks": [_memory(rank) for rank in found.ranks],
-            "settings": {words: _memory(rank) for words, rank in found.settings.items()},
+            "settings": {words: _memory(_fullest(ranks)) for words, ranks in settings.items()},
         },
-        "traffic": found.traffic,
-        "traffic_by_node": found.by_node,
+        "traffic": sent,
+        "traffic_by_node": split_by_node(job, sent, machine.devices_per_node),
         "bubble": time.pop("bubble"),
         "time": time,
         "fits": found.fits,
@@ -203,38 +209,27 @@ def as_json(found: Plan) -> dict[str, Any]:
         "budget": {
             "tokens": found.tokens,
             "steps": found.steps,
-            "hours": found.hours,
-            "days": found.hours / 24,
-            "dollars": found.dollars,
+            "hours": hours,
+            "days": hours / 24,
+            "dollars": None if machine.price_per_hour is None else hours * job.ranks * machine.price_per_hour,
         },
     }
 
 
 def search_as_json(found: Search, machine: Machine) -> dict[str, Any]:
-    """Return the best layouts, and what would be faster if it fitted."""
-    return {
-        "tried": found.tried,
-        "best": [_row(one) | {"why": why(one, machine)} for one in found.best],
-        "excluded": [_row(one) | {"why": why(one, machine)} for one in found.excluded],
-    }
+    """Return the best layouts, each with its options and, in a few words, why it is where it is in the list."""
+    return {"tried": found.tried, "best": [_row(one, machine) for one in found.best]}
 
 
-def why(found: Found, machine: Machine) -> str:
-    """Return in a few words why a layout is where it is in the list."""
-    need, room = found.fullest.peak, usable(machine)
-    most = max(found.fullest.held, key=lambda category: found.fullest.held[category])
-    if need > room:
-        return f"needs {need / 1e9:.1f} GB of {room / 1e9:.1f}, {found.fullest.held[most] / 1e9:.1f} of it {most}"
-    if found.fullest.host > machine.host_memory_bytes:
-        return f"needs {found.fullest.host / 1e9:.1f} GB of the host's {machine.host_memory_bytes / 1e9:.1f}"
-    parts = sorted(found.time.parts.items(), key=lambda pair: -pair[1])
-    lost = [f"{name} {part / found.time.step_s:.0%}" for name, part in parts if name != "compute" and part > 0][:2]
-    return f"{(room - need) / 1e9:.1f} GB free" + (f"; waits for {', '.join(lost)}" if lost else "")
+def _most_sent(job: Job, system: System) -> dict[str, dict[str, int]]:
+    """Return the bytes of the rank that sends most, by axis and purpose."""
+    ranks = (system.sent(job, traffic(job, rank)) for rank in range(job.pipeline))
+    return max(ranks, key=lambda sent: sum(sum(purposes.values()) for purposes in sent.values()))
 
 
 def _ranks(job: Job, machine: Machine, system: System) -> list[RankMemory]:
     """Return the memory of every rank of a pipeline."""
-    return [with_uncounted(system.memory(job, rank), job, rank, machine) for rank in range(job.pipeline)]
+    return [planned(job, rank, machine, system.memory(job, rank)) for rank in range(job.pipeline)]
 
 
 def _fullest(ranks: list[RankMemory]) -> RankMemory:
@@ -257,16 +252,21 @@ def _memory(rank: RankMemory) -> dict[str, Any]:
     }
 
 
-def _row(found: Found) -> dict[str, Any]:
+def _row(found: Found, machine: Machine) -> dict[str, Any]:
+    time, memory = found.time, found.fullest
+    parts = sorted(time.parts.items(), key=lambda pair: -pair[1])
+    lost = [f"{name} {part / time.step_s:.0%}" for name, part in parts if name != "compute" and part > 0][:2]
+    waits = f"; waits for {', '.join(lost)}" if lost else ""
     return {
         "options": options_of(found.job),
         "data": found.job.data,
-        "step_s": found.time.step_s,
-        "tflops_per_device": found.time.tflops_per_device,
-        "mfu": found.time.mfu,
-        "peak_bytes": found.fullest.peak,
-        "host_bytes": found.fullest.host,
-        "disk_bytes": found.fullest.disk,
+        "step_s": time.step_s,
+        "tflops_per_device": time.tflops_per_device,
+        "mfu": time.mfu,
+        "peak_bytes": memory.peak,
+        "host_bytes": memory.host,
+        "disk_bytes": memory.disk,
+        "why": f"{(usable(machine) - memory.peak) / 1e9:.1f} GB free{waits}",
     }
 
 

@@ -45,14 +45,12 @@ def machine_of(name_or_path: str) -> Machine:
         raise UserError(116, what, "write a file with `megazero doctor --write`", where=name_or_path)
     try:
         return TypeAdapter(Machine).validate_python(parse_yaml(read_file(path, MOST_BYTES).decode()))
-    except OSError as error:
-        raise UserError(117, f"not readable: {error.strerror}", "give a regular file", where=path.name) from None
     except ValidationError as error:
         fault = error.errors()[0]
         field = ".".join(map(str, fault["loc"])) or "the file"
         words = fault["msg"].lower().replace("keyword argument", "field")
         what = f"{field}: {words} ({len(error.errors())} faults)"
         raise UserError(117, what, "`megazero doctor --write FILE.yaml` writes one", where=path.name) from None
-    except Exception as error:  # YAML's own, and Python's: a 13th month, 5,000 digits, half a character
+    except Exception as error:  # of the system, YAML's own, and Python's: a 13th month, 5,000 digits, half a character
         what = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(117, f"not readable: {what}", "correct the file", where=path.name) from None

@@ -1,25 +1,15 @@
-"""Show a plan and a search: tables, and a picture of where a rank's memory and a step's time go."""
+"""Show a plan and a search, as tables and sentences."""
 
 from collections.abc import Iterator, Mapping
-from itertools import groupby
-from pathlib import Path
+from typing import Any
 
-from megazero.base.picture import picture
-from megazero.base.terminal import wrapped
-from megazero.builders.job import options_of
 from megazero.config.flat import spelt
-from megazero.plan.job import Job
 from megazero.plan.layers import parameters
-from megazero.plan.machines import Machine
-from megazero.plan.memory import DISK, HOST
-from megazero.plan.search import Search, usable
+from megazero.plan.search import usable
 from megazero.plan.systems import OURS, UNCERTAINTY
-from megazero.tools.planning.checkpoint import Checkpoint
-from megazero.tools.planning.job import Plan, why
+from megazero.tools.planning.job import Plan, as_json
 
 _BESIDE = 4  # pipeline ranks next to each other in a table
-# Of the categories of memory in a picture, in their order.
-_COLOURS = ("#4f86bd", "#8fb8de", "#6fa84f", "#b7b7b7", "#7fa7a0", "#f2c879", "#d99f3b", "#8e7cc3", "#b4a7d6")
 # What a step computes the gradient of when a rank holds most, by the names of plan/peak.py.
 _GRADIENT_OF = {
     "loss": "the loss",
@@ -33,10 +23,10 @@ _GRADIENT_OF = {
 }
 
 
-def as_text(plan: Plan, columns: int | None = None) -> str:
-    """Return everything a plan knows; sentences broken at so many columns, None: nowhere."""
-    sentences = [line for text in _head(plan) for line in wrapped(text, columns, "  ")]
-    blocks = (sentences, _memory(plan, columns), _settings(plan), _traffic(plan), _time(plan, columns))
+def as_text(plan: Plan) -> str:
+    """Return everything that a plan knows as tables and sentences."""
+    found = as_json(plan)
+    blocks = (_head(plan), _memory(plan, found["memory"]), _settings(found["memory"]), _traffic(found), _time(found))
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
@@ -46,58 +36,19 @@ _SEARCHED = (
 )
 
 
-def search_as_text(found: Search, machine: Machine, given: Mapping[str, object], columns: int | None = None) -> str:
-    """Return the best layouts with their options, and those that would be faster; as `as_text`.
+def search_as_text(found: Mapping[str, Any], given: Mapping[str, object]) -> str:
+    """Return the best layouts of a search, from its JSON object.
 
     Args:
         given: the config's options by name; of a layout those are shown that are others.
     """
-    lines = [*wrapped(f"{found.tried} layouts tried; {_SEARCHED}", columns, "  "), ""]
-    lines += [*wrapped(UNCERTAINTY, columns, "  "), ""]
+    lines = [f"{found['tried']} layouts tried; {_SEARCHED}", "", UNCERTAINTY, ""]
     lines += ["the fastest that fit:", "   a step   of each device    MFU  data ranks"]
-    for one in found.best:
-        rate = f"{one.time.step_s:9.3f} s  {one.time.tflops_per_device:6.1f} TFLOP/s  {one.time.mfu:5.1%}"
-        lines += [f"{rate}  {one.job.data:10}", *wrapped(f"    {why(one, machine)}", columns, "    ")]
-        overrides = " ".join(
-            f"{name}={spelt(value)}" for name, value in options_of(one.job).items() if given.get(name) != value
-        )
-        overrides = overrides or "as the config is"
-        parts = wrapped(f"    {overrides}", None if columns is None else columns - 2, "    ")
-        lines += [*(f"{part} \\" for part in parts[:-1]), parts[-1]]  # as a shell joins them
-    lines += ["", "faster if they fitted:" if found.excluded else "nothing that does not fit would be faster"]
-    for one in found.excluded:
-        job = one.job
-        axes = f"tensor {job.tensor}, pipeline {job.pipeline} {job.schedule}, data {job.data}"
-        rest = f"stage {job.stage}{_groups(job)}, micro-batch {job.micro_batch}"
-        lines += wrapped(f"{one.time.step_s:9.3f} s  {axes}, {rest}: {why(one, machine)}", columns, "    ")
+    for one in found["best"]:
+        rate = f"{one['step_s']:9.3f} s  {one['tflops_per_device']:6.1f} TFLOP/s  {one['mfu']:5.1%}"
+        others = (f"{name}={spelt(value)}" for name, value in one["options"].items() if given.get(name) != value)
+        lines += [f"{rate}  {one['data']:10}", f"    {one['why']}", f"    {' '.join(others) or 'as the config is'}"]
     return "\n".join(lines)
-
-
-def draw(plan: Plan, path: Path) -> None:
-    """Draw the memory of each pipeline rank and the parts of a step, as SVG or PNG by the path's suffix.
-
-    Raises OSError. What pipeline ranks do when, `megazero schedule --draw` draws.
-    """
-    with picture(path, 12, 5) as figure:
-        left, right = figure.subplots(1, 2)
-        left.set_prop_cycle(color=_COLOURS)
-        below = [0.0] * len(plan.ranks)
-        for category in dict.fromkeys(name for rank in plan.ranks for name in rank.held):
-            sizes = [rank.held.get(category, 0) / 1e9 for rank in plan.ranks]
-            if category.startswith((HOST, DISK)):
-                continue
-            left.bar(range(len(sizes)), sizes, bottom=below, label=category, width=0.8)
-            below = [under + size for under, size in zip(below, sizes, strict=True)]
-        left.axhline(usable(plan.machine) / 1e9, color="#c0392b", linestyle="--", label="what a job can have")
-        left.set(xlabel="pipeline rank", ylabel="GB on the device", title="memory", xticks=range(len(plan.ranks)))
-        left.legend(fontsize=8, frameon=False)
-        at = 0.0
-        for name, part in plan.time.parts.items():
-            if part > 0:
-                right.bar([0], [part], bottom=[at], label=f"{name} {part / plan.time.step_s:.0%}", width=0.6)
-                at += part
-        right.set(xticks=[], xlim=(-0.4, 1.2), ylabel="seconds", title="a step")
-        right.legend(fontsize=8, frameon=False, loc="upper right")
 
 
 def rounded(value: float) -> str:
@@ -105,17 +56,13 @@ def rounded(value: float) -> str:
     return f"{float(f'{value:.2g}'):,.15g}"
 
 
-def _groups(job: Job) -> str:
-    """Return over how many ranks a layout shards, where these are not all data ranks."""
-    return f" over {job.shard} ranks" if job.replicas > 1 else ""
-
-
 def _head(plan: Plan) -> Iterator[str]:
     job = plan.job
+    shards = f" over {job.shard} ranks" if job.replicas > 1 else ""
     trained = "" if plan.system == OURS else f", as {plan.system.name} trains"
     yield f"{parameters(plan.job.shape) / 1e9:,.3f}B parameters on {job.ranks} {plan.machine.name}{trained}: " + (
         f"tensor {job.tensor}, pipeline {job.pipeline} ({job.schedule}), data {job.data}, "
-        f"ZeRO stage {job.stage}{_groups(job)}, {job.micro_batches} micro-batches of {job.micro_batch}"
+        f"ZeRO stage {job.stage}{shards}, {job.micro_batches} micro-batches of {job.micro_batch}"
     )
     if plan.stage:
         yield f"planned is {plan.stage}"
@@ -129,7 +76,7 @@ def _head(plan: Plan) -> Iterator[str]:
     yield words
 
 
-def _memory(plan: Plan, columns: int | None) -> Iterator[str]:
+def _memory(plan: Plan, found: Mapping[str, Any]) -> Iterator[str]:
     categories = list(dict.fromkeys(category for rank in plan.ranks for category in rank.held))
     for first in range(0, len(plan.ranks), _BESIDE):
         some = plan.ranks[first : first + _BESIDE]
@@ -138,44 +85,25 @@ def _memory(plan: Plan, columns: int | None) -> Iterator[str]:
             cells = "".join(f"{rank.held.get(category, 0) / 1e9:>10,.3f}" for rank in some)
             yield f"  {category.replace('_', ' '):<16}{cells}"
         yield f"  {'on the device':<16}" + "".join(f"{rank.peak / 1e9:>10,.3f}" for rank in some)
-    yield from wrapped(_peaks(plan), columns, "  ")
-    yield "logits of a micro-batch, in the last rank's"
-    yield f"activations: {plan.logits / 1e9:,.3f} GB"
-    if plan.communicators:
-        yield f"{len(plan.communicators)} communicators of NCCL on the fullest rank, which"
-        yield "take estimated memory: not measured"
+    where = _GRADIENT_OF[plan.fullest.cause]
+    yield f"memory is highest in backward, while the fullest rank computes the gradient of {where}"
+    yield f"logits of a micro-batch, in the last rank's activations: {found['logits_bytes'] / 1e9:,.3f} GB"
+    if made := found["communicators"]:
+        yield f"{len(made)} communicators of NCCL on the fullest rank, which take estimated memory: not measured"
 
 
-def _peaks(plan: Plan) -> str:
-    """Return where in a step each rank holds most, as a sentence."""
-    ranks: dict[str, list[int]] = {}
-    for rank, found in enumerate(plan.ranks):
-        ranks.setdefault(_GRADIENT_OF[found.cause], []).append(rank)
-    places = [f"{of} on pipeline rank{'s' * (len(some) > 1)} {spans(some)}" for of, some in ranks.items()]
-    if plan.job.pipeline == 1:
-        places = list(ranks)
-    return f"memory is highest in backward, while a step computes the gradient of {', of '.join(places)}"
-
-
-def spans(numbers: list[int]) -> str:
-    """Return ascending numbers in words: 0 to 6, 8."""
-    groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    runs = ([number for _, number in group] for _, group in groups)
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-def _settings(plan: Plan) -> Iterator[str]:
+def _settings(found: Mapping[str, Any]) -> Iterator[str]:
     yield "GB, recompute  activations    inputs  on device"
-    for words, rank in plan.settings.items():
-        kept, inputs = (rank.held.get(category, 0) / 1e9 for category in ("activations", "inputs"))
-        too_much = "" if rank.peak <= usable(plan.machine) else "  too much"
-        yield f"{words:<14}{kept:>12,.3f}{inputs:>10,.3f}{rank.peak / 1e9:>11,.3f}{too_much}"
+    for words, rank in found["settings"].items():
+        kept, inputs = (rank["categories"].get(category, 0) / 1e9 for category in ("activations", "inputs"))
+        too_much = "" if rank["peak_bytes"] <= found["available_bytes"] else "  too much"
+        yield f"{words:<14}{kept:>12,.3f}{inputs:>10,.3f}{rank['peak_bytes'] / 1e9:>11,.3f}{too_much}"
 
 
-def _traffic(plan: Plan) -> Iterator[str]:
+def _traffic(found: Mapping[str, Any]) -> Iterator[str]:
     yield "GB sent in a step by the rank that sends most"
-    for axis, purposes in plan.traffic.items():
-        crossing = plan.by_node.get(axis, {})
+    for axis, purposes in found["traffic"].items():
+        crossing = found["traffic_by_node"].get(axis, {})
         where = ", ".join(f"{name.replace('_', ' ')} {size / 1e9:,.3f}" for name, size in crossing.items() if size)
         for purpose, size in purposes.items():
             if size:
@@ -184,27 +112,27 @@ def _traffic(plan: Plan) -> Iterator[str]:
             yield f"  {axis:<9} in all: {where}"
 
 
-def _time(plan: Plan, columns: int | None) -> Iterator[str]:
-    time = plan.time
-    yield from wrapped(UNCERTAINTY, columns, "  ")
-    yield f"a step: {rounded(time.step_s)} s; bubble {time.bubble:.1%} of the work"
-    for name, part in time.parts.items():
+def _time(found: Mapping[str, Any]) -> Iterator[str]:
+    time, budget = found["time"], found["budget"]
+    yield UNCERTAINTY
+    yield f"a step: {rounded(time['step_s'])} s; bubble {found['bubble']:.1%} of the work"
+    for name, part in time["parts"].items():
         if part > 0:
-            yield f"  {name:<17}{rounded(part):>10} s  {part / time.step_s:>4.0%}"
-    for name, part in time.hidden.items():
+            yield f"  {name:<17}{rounded(part):>10} s  {part / time['step_s']:>4.0%}"
+    for name, part in time["hidden"].items():
         if part > 0:
             yield f"  {name + ' traffic':<17}{rounded(part):>10} s  beside the computation"
-    tokens, tflops = time.tokens_per_second_per_device, time.tflops_per_device
+    tokens, tflops = time["tokens_per_second_per_device"], time["tflops_per_device"]
     yield f"{rounded(tokens)} tokens/s and {rounded(tflops)} TFLOP/s a device"
-    yield f"MFU {time.mfu:.0%}, HFU {time.hfu:.0%}"
-    cost = "" if plan.dollars is None else f", {rounded(plan.dollars)} dollars"
-    yield f"{plan.tokens:.3g} tokens: {plan.steps:,} steps,"
-    yield f"{rounded(plan.hours)} hours, {rounded(plan.hours / 24)} days{cost}"
-    yield from wrapped(_checkpoint(plan.checkpoint), columns, "  ")
+    yield f"MFU {time['mfu']:.0%}, HFU {time['hfu']:.0%}"
+    cost = "" if budget["dollars"] is None else f", {rounded(budget['dollars'])} dollars"
+    yield f"{budget['tokens']:.3g} tokens: {budget['steps']:,} steps,"
+    yield f"{rounded(budget['hours'])} hours, {rounded(budget['days'])} days{cost}"
+    yield _checkpoint(found["checkpoint"])
 
 
-def _checkpoint(found: Checkpoint) -> str:
-    rate = f"{found.rate / 1e9:.3g} GB/s from each node{'' if found.measured else ', which is supposed'}"
-    size = f"{found.bytes / 1e9:,.0f}" if found.bytes > 1e11 else f"{found.bytes / 1e9:.4g}"
-    what = f"a checkpoint: {size} GB, saved in {rounded(found.save_s)} s at {rate}"
-    return f"{what}; under SLURM give sbatch --signal=USR1@{found.lead_s}"
+def _checkpoint(found: Mapping[str, Any]) -> str:
+    rate = f"{found['rate'] / 1e9:.3g} GB/s from each node{'' if found['measured'] else ', which is supposed'}"
+    size = f"{found['bytes'] / 1e9:,.0f}" if found["bytes"] > 1e11 else f"{found['bytes'] / 1e9:.4g}"
+    what = f"a checkpoint: {size} GB, saved in {rounded(found['save_s'])} s at {rate}"
+    return f"{what}; under SLURM give sbatch --signal=USR1@{found['lead_s']}"

@@ -17,9 +17,9 @@ from megazero.tools.doctor.ranks import Measured
 from tests.tiny_run import fresh_command
 
 LINKS = {"shared memory all-reduce": 2e9, "shared memory all-gather": 3e9, "sockets all-reduce": 1e9}
-FIGURES = {"threads": 1.0, "matmul fp32": 5e10, "memory copy": 2e10, "shared memory bandwidth": 2.5e9}
-FIGURES |= {"sockets bandwidth": 1e9, **{f"{name} bandwidth": rate for name, rate in LINKS.items()}}
-FIGURES |= {f"{name} latency": 1e-4 for name in LINKS}
+LINKS |= {"shared memory": 2.5e9, "sockets": 1e9}
+FIGURES = {"threads": {"count": 1.0}, "matmul fp32": {"flops": 5e10}, "memory copy": {"bandwidth": 2e10}}
+FIGURES |= {name: {"bandwidth": rate, "latency": 1e-4} for name, rate in LINKS.items()}
 HARDWARE = {"name", "memory_bytes", "peak_flops", "memory_bandwidth", "devices_per_node", "in_node", "cross_node"}
 HARDWARE |= {"host_link_bandwidth", "host_memory_bytes", "launch", "reached", "nccl_channels"}
 
@@ -67,7 +67,7 @@ def test_findings_of_this_machine(answer: Answer):
         assert bool(finding["do"]) == (finding["state"] == "absent"), finding
         assert all(math.isfinite(v) and v > 0 for v in finding["values"].values()), finding
     wanted = {"processor", "load", "memory", "torch", "packages", "matmul fp32", "matmul bf16", "memory copy"}
-    wanted |= {"attention fp32", "launch latency"}
+    wanted |= {"attention fp32", "launch"}
     assert wanted <= set(names)
     assert {"sockets all-reduce", "sockets all-gather", "interface lo"} <= set(names)
     assert not answer.run_folder.exists(), "it only looks"
@@ -81,7 +81,7 @@ def test_figures_are_those_of_some_machine(answer: Answer):
     for road in ("sockets all-reduce", "sockets all-gather"):
         assert 1e-7 < values[road]["latency"] < 1.0
         assert 1e6 < values[road]["bandwidth"] < values["memory copy"]["bandwidth"] * 4
-    (disk,) = (v for name, v in values.items() if name.startswith("disk of"))
+    (disk,) = (v for name, v in values.items() if name.startswith("direct I/O of"))
     assert 1e4 < disk["write_bandwidth"] < 1e12
 
 
@@ -108,7 +108,7 @@ def test_as_text(measured, capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     lines = out.splitlines()
     assert err == "" and [line for line in lines if line in ("machine", "software", "devices", "network", "disk")]
     assert "  matmul fp32                50 GFLOP/s (2 at once, 1 thread each)" in lines
-    assert "  shared memory all-reduce   2 GB/s, latency 100 us" in lines
+    assert "  shared memory all-reduce   2 GB/s, latency 100 us (2 at once, 1 thread each)" in lines
     assert "? matmul fp16                RuntimeError: no such product" in lines
     assert "nothing that training needs is missing" in lines
 
@@ -132,8 +132,6 @@ def test_no_compiler_is_a_line(measured, capsys, monkeypatch: pytest.MonkeyPatch
     for name in ("g++", "nvcc"):
         (line,) = (line for line in lines if line.startswith(f"- {name} "))
         assert "not found; install" in line
-    (last,) = (line for line in lines if line.startswith("could be added: "))
-    assert "g++, nvcc" in last
 
 
 @pytest.mark.parametrize(
@@ -187,7 +185,7 @@ def test_ranks_that_cannot_be_had_are_missing(capsys, monkeypatch: pytest.Monkey
 
 
 def test_ranks_that_broke_show_what_they_had(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    had = Measured(2, {"matmul fp32": 1e10}, {"sockets bandwidth": "MZ-311 x"}, "MZ-311 rank=1: did not answer")
+    had = Measured(2, {"matmul fp32": {"flops": 1e10}}, {"sockets": "MZ-311 x"}, "MZ-311 rank=1: did not answer")
     monkeypatch.setattr(ranks, "measure", lambda size, room, on_gpus: (had, had))
     assert main(["doctor", "--run", str(tmp_path), "--write", str(tmp_path / "a.yaml")]) == 1
     out, err = capsys.readouterr()
@@ -200,10 +198,10 @@ def test_folders_that_cannot_be_written(measured, capsys, monkeypatch: pytest.Mo
     line = f"MZ-405 doctor: {tmp_path}/none/a.yaml: No such file or directory; give another --write\n"
     assert capsys.readouterr().err == line
 
-    def full(folder: Path, most: int) -> tuple[int, float, float]:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(host, "_written_and_read", full)
+    monkeypatch.setattr(host, "write_all", full)
     assert main(["doctor", "--run", str(tmp_path)]) == 1
     assert f"missing: disk of {tmp_path}" in capsys.readouterr().out.splitlines()
 
@@ -214,7 +212,7 @@ def test_parts_of_the_page_are_those_of_the_answer(measured, tmp_path: Path):
         "bandwidth": 2.5e9,
         "latency": 1e-4,
     }
-    assert found.missing == [] and "apex" in found.names("absent")
+    assert found.missing == []
 
 
 def test_a_reason_is_one_short_line():

@@ -50,8 +50,8 @@ def test_limit_of_a_process_is_told(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_disk_of_a_folder_to_come(tmp_path: Path):
-    room, speed = disk(tmp_path / "a/b")
-    assert room.values["free_bytes"] > 0 and speed.values["write_bandwidth"] > 0 and speed.state == "there"
+    (room,) = disk(tmp_path / "a/b")
+    assert room.values["free_bytes"] > 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,11 +8,11 @@ import torch
 
 from megazero.comm.transport.shared_memory import supported
 from megazero.tools.doctor import ranks, speed
-from megazero.tools.doctor.hardware import hardware_of, link_of
-from megazero.tools.doctor.ranks import NCCL, SHARED, SOCKETS, Measured, measure_host
+from megazero.tools.doctor.hardware import hardware_of
+from megazero.tools.doctor.ranks import NCCL, SHARED, SOCKETS, Measured
 
 ROOM = 1 << 28  # bytes
-COMPUTED = {"threads", "matmul fp32", "attention fp32", "launch latency", "memory copy"}
+COMPUTED = {"threads", "matmul fp32", "attention fp32", "launch", "memory copy"}
 
 
 @pytest.fixture(autouse=True)
@@ -27,20 +27,21 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_roads_are_measured():
-    found = measure_host(2, ROOM, computes=True)
-    assert (found.size, found.broken) == (2, "") and min(found.values.values()) > 0
+    _, found = ranks.measure(2, ROOM, on_gpus=False)
+    assert (found.size, found.broken) == (2, "") and min(min(one.values()) for one in found.values.values()) > 0
     roads = (SHARED, SOCKETS) if supported() else (SOCKETS,)
-    wanted = {f"{road} {op} {what}" for road in roads for op in ranks._OPERATIONS for what in ("latency", "bandwidth")}
-    assert set(found.values) == wanted | {f"{r} bandwidth" for r in roads} | COMPUTED
+    assert set(found.values) == {f"{road} {op}" for road in roads for op in ranks._OPERATIONS} | {*roads} | COMPUTED
     for road in roads:
-        both = [found.values[f"{road} {operation} bandwidth"] for operation in ranks._OPERATIONS]
-        assert min(both) * 0.5 <= found.values[f"{road} bandwidth"] <= max(both) * 2
+        both = [found.values[f"{road} {operation}"] for operation in ranks._OPERATIONS]
+        rates = [one["bandwidth"] for one in both]
+        assert min(rates) * 0.5 <= found.values[road]["bandwidth"] <= max(rates) * 2
+        assert found.values[road]["latency"] >= min(one["latency"] for one in both)
 
 
 def test_one_rank_computes_and_two_talk():
     messages, devices = ranks.measure(1, ROOM, on_gpus=False)
     assert set(devices.values) == COMPUTED and devices.size == 1
-    assert f"{SOCKETS} bandwidth" in messages.values and "matmul fp32" not in messages.values
+    assert SOCKETS in messages.values and "matmul fp32" not in messages.values
 
 
 def test_what_one_device_cannot_do_is_a_reason(monkeypatch: pytest.MonkeyPatch):
@@ -48,9 +49,9 @@ def test_what_one_device_cannot_do_is_a_reason(monkeypatch: pytest.MonkeyPatch):
         raise RuntimeError(f'"addmm" not implemented for {dtype}')
 
     monkeypatch.setattr(ranks, "matmul_flops", refuse)
-    found = measure_host(2, ROOM, computes=True)
+    _, found = ranks.measure(2, ROOM, on_gpus=False)
     assert found.faults == {"matmul fp32": 'RuntimeError: "addmm" not implemented for torch.float32'}
-    assert "memory copy" in found.values and f"{SOCKETS} bandwidth" in found.values
+    assert "memory copy" in found.values and SOCKETS in found.values
 
 
 def test_rank_that_is_killed_leaves_what_was_measured(monkeypatch: pytest.MonkeyPatch, capfd):
@@ -62,8 +63,8 @@ def test_rank_that_is_killed_leaves_what_was_measured(monkeypatch: pytest.Monkey
         return 0.0
 
     monkeypatch.setattr(ranks, "copy_bandwidth", die)
-    found = measure_host(2, ROOM, computes=True)
-    assert "matmul fp32" in found.values and f"{SOCKETS} bandwidth" not in found.values
+    _, found = ranks.measure(2, ROOM, on_gpus=False)
+    assert "matmul fp32" in found.values and SOCKETS not in found.values
     assert found.broken.startswith("MZ-310") and "SIGKILL" in found.broken
     assert capfd.readouterr().err == found.broken + "\n"
 
@@ -73,26 +74,26 @@ def test_rank_that_cannot_begin_says_why(monkeypatch: pytest.MonkeyPatch, capfd)
         raise StopIteration("no loopback")
 
     monkeypatch.setattr(ranks, "connect", nowhere)
-    found = measure_host(2, ROOM, computes=True)
+    _, found = ranks.measure(2, ROOM, on_gpus=False)
     assert found.values == {} and found.broken.startswith("MZ-340") and "no loopback" in found.broken
     assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_slowest_rank_counts():
-    first = [("memory copy", 3.0, ""), ("a latency", 1.0, ""), ("matmul fp16", None, "why"), ("late", 1.0, "")]
-    second = [("memory copy", 2.0, ""), ("a latency", 4.0, ""), ("matmul fp16", 5.0, "")]
+    first = [("copy", {"bandwidth": 3.0, "latency": 1.0}, ""), ("matmul fp16", {}, "why"), ("late", {"flops": 1.0}, "")]
+    second = [("copy", {"bandwidth": 2.0, "latency": 4.0}, ""), ("matmul fp16", {"flops": 5.0}, "")]
     found = ranks._slowest([first, second], "gone")
-    assert found.values == {"memory copy": 2.0, "a latency": 4.0}
+    assert found.values == {"copy": {"bandwidth": 2.0, "latency": 4.0}}
     assert found.faults == {"matmul fp16": "why", "late": "gone"}
 
 
-HOST = {f"{SHARED} bandwidth": 4e9, f"{SHARED} all-reduce latency": 1e-5, f"{SHARED} all-gather latency": 2e-5}
-HOST |= {f"{SOCKETS} bandwidth": 1e9, f"{SOCKETS} all-reduce latency": 1e-4}
-CPU = Measured(2, HOST | {"matmul fp32": 1e10, "memory copy": 2e10}, {})
-MORE = Measured(2, CPU.values | {"attention fp32": 4e9, "launch latency": 3e-6}, {})
-GPU = {"matmul bf16": 8e14, "memory copy": 4e12, "host copy": 5e10, "memory": 8e10}
-PAIR = {f"{NCCL} bandwidth": 3e11, f"{NCCL} all-reduce latency": 3e-5}
 FAST, SLOW = {"bandwidth": 4e9, "latency": 2e-5}, {"bandwidth": 1e9, "latency": 1e-4}
+HOST = {SHARED: FAST, SOCKETS: SLOW}
+CPU = Measured(2, HOST | {"matmul fp32": {"flops": 1e10}, "memory copy": {"bandwidth": 2e10}}, {})
+MORE = Measured(2, CPU.values | {"attention fp32": {"flops": 4e9}, "launch": {"latency": 3e-6}}, {})
+GPU = {"matmul bf16": {"flops": 8e14}, "memory copy": {"bandwidth": 4e12}, "host copy": {"bandwidth": 5e10}}
+GPU |= {"memory": {"bytes": 8e10}}
+PAIR = {NCCL: {"bandwidth": 3e11, "latency": 3e-5}}
 OF_CPU = {
     "name": "m",
     "memory_bytes": 500,
@@ -139,4 +140,3 @@ def test_what_lacks_is_named():
     assert hardware_of("m", CPU, Measured(1, {}, {}), 1000, None, on_gpus=True) == (
         "not measured: matmul, memory copy, host copy"
     )
-    assert link_of(CPU, NCCL) is None

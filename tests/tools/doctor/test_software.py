@@ -84,7 +84,7 @@ APEX = {
     ("files", "state", "text"),
     [
         ({}, "absent", "not installed"),
-        ({"apex.py": ""}, "absent", "a package of that name without amp_C"),
+        ({"apex.py": ""}, "absent", "not installed, or another package of that name"),
         ({**APEX, "apex/optimizers.py": ""}, "absent", "without apex.optimizers.FusedAdam"),
         (APEX, "there", "NVIDIA's, with its CUDA extensions"),
     ],
