@@ -25,6 +25,7 @@ from megazero.data.batch import MicroBatch
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import for_host
 from megazero.plan.hardware import peak_flops
+from megazero.plan.layers import flops_per_token
 from megazero.run.attention import settle_attention
 from megazero.zero.engine import Engine
 from scripts.gpu_check.findings import Asked, Row, told
@@ -111,7 +112,7 @@ def _measured(make: Callable[[], Step], asked: Asked, shape: Shape) -> Row:
     step_s = (time.perf_counter() - begin) / STEPS
     loss = losses[-1].item()
     rate = shape.sequences * shape.model["seq_len"] / step_s  # of one device
-    flops = rate * model_shape(config_of(Case(""), shape.model)).flops_per_token()
+    flops = rate * flops_per_token(model_shape(config_of(Case(""), shape.model)))
     row: Row = {"tokens_per_s": rate, "step_s": step_s, "host_s": host_s, "tflops": flops / 1e12}
     if asked.on_gpu:
         most = peak_flops(torch.cuda.get_device_name(asked.device), "bf16")

@@ -51,7 +51,7 @@ def as_text(found: Simulated, name: str, device: str) -> str:
                 lines.append(f"  {axis:<9} {purpose:<20} {'planned':>8} {megabytes(size):>15}")
     if found.simulated < found.micro_batches:
         sentence = f"{found.simulated:,} of {found.micro_batches:,} micro-batches were simulated, all are counted"
-        lines += ["", *wrapped(sentence, columns, "  ")]
+        lines += ["", f"  {sentence}"]
     return "\n".join(lines)
 
 

@@ -57,7 +57,7 @@ class Checkpoint:
 
 def checkpoint_of(job: Job, machine: Machine, step_s: float) -> Checkpoint:
     """Return the checkpoint of a job, whose state all ranks write, each an equal part."""
-    size = 3 * job.bytes.master * job.shape.parameters()
+    size = 3 * job.bytes.master * parameters(job.shape)
     in_node = min(job.ranks, machine.devices_per_node)
     measured = None if machine.name in MACHINES else machine.disk
     rate = SHARED_RATE if measured is None else measured.write * in_node
