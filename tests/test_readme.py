@@ -10,6 +10,7 @@ from megazero.__main__ import main
 from megazero.builders.pipeline import model_shape
 from megazero.config.file import CONFIGS, load
 from megazero.config.schema import Config
+from megazero.plan.layers import parameters
 from megazero.plan.machines import MACHINES
 from megazero.tools.planning.job import plan
 from tests.tiny_run import ROOT
@@ -61,7 +62,7 @@ def test_every_shipped_config_starts_and_fits_where_it_is_said():
     for small in (configs.pop("tiny"), configs.pop("quickstart")):
         assert plan(small, 1, MACHINES["a100-80gb"]).fullest.peak < 1e9, "a laptop"
     least = {name: fitting(config) for name, config in configs.items()}
-    order = sorted(configs, key=lambda name: (least[name], model_shape(configs[name]).parameters()))
+    order = sorted(configs, key=lambda name: (least[name], parameters(model_shape(configs[name]))))
     said = ", ".join(f"`{name}` {least[name]}" for name in order)
     assert f"`quickstart` and `tiny` on a laptop; of A100s with 80 GB {said}." in " ".join(README.split()), said
 
