@@ -21,6 +21,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises a mistake as a UserError."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
+        """Raise UserError 100 in place of argparse's own exit."""
         raise UserError(100, message, f"see `{self.prog} --help`")
 
 

@@ -65,6 +65,7 @@ class UserError(ValueError):
 
     @property
     def exit_code(self) -> int:
+        """Return 2 for errors of usage and config, 1 for all others."""
         return 2 if self.code < 200 else 1
 
     def located(self, rank: int, step: int | None, place: str) -> "UserError":
@@ -104,4 +105,5 @@ class FaultList(UserError):  # noqa: N818 - a list of errors, not another kind o
         self.errors = errors
 
     def located(self, rank: int, step: int | None, place: str) -> UserError:
+        """Return the list as it is: each fault has its place."""
         return self

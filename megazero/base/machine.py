@@ -64,6 +64,7 @@ def file_system_of(place: Path) -> str:
 
 
 def num_cores() -> int:
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

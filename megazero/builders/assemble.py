@@ -88,6 +88,7 @@ def bucket_of(config: Config) -> int:
 
 
 def precision_of(config: Config) -> Precision:
+    """Return the dtypes of parameters, gradients and their sums over ranks."""
     dtype = DTYPES[config.precision.dtype]
     wide = config.zero.grad_dtype == "fp32" and dtype != torch.float64
     asked = config.zero.reduce_dtype

@@ -212,10 +212,12 @@ def start_all_to_all(x: Tensor, out: Tensor, axis: Axis, purpose: str) -> Pendin
 
 
 def all_reduce(x: Tensor, axis: Axis, purpose: str) -> Tensor:
+    """Return the sum of x over the axis; x is overwritten by it."""
     return start_all_reduce(x, axis, purpose).wait()
 
 
 def all_gather(part: Tensor, axis: Axis, purpose: str) -> Tensor:
+    """Return the parts of all ranks of the axis, in rank order, as one tensor."""
     return start_all_gather(part, axis, purpose).wait()
 
 

@@ -74,15 +74,19 @@ class FakeProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
 
     def allreduce(self, tensors: Sequence[Tensor], *options: Any) -> dist.Work:
+        """Leave the tensors as they are: other ranks have no values."""
         return _Done(*tensors)
 
     def all_gather_single(self, whole: Tensor, part: Tensor, *options: Any) -> dist.Work:
+        """Leave the output as it is."""
         return _Done(whole, part)
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
+        """Leave the output as it is."""
         return _Done(out, x)
 
     def all_to_all_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
+        """Leave the output as it is."""
         return _Done(out, x)
 
     # Their names before torch 2.13.
@@ -91,9 +95,11 @@ class FakeProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def send(self, tensors: Sequence[Tensor], *target: Any) -> dist.Work:
+        """Send nothing."""
         return _Done(*tensors)
 
     def recv(self, tensors: Sequence[Tensor], *source: Any) -> dist.Work:
+        """Receive nothing: the tensor stays as it is."""
         return _Done(*tensors)
 
 
@@ -104,6 +110,7 @@ class Idle(Executor):
     """
 
     def submit(self, fn: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        """Return a future that is done; the call is not made."""
         future: Future[Any] = Future()
         future.set_result(None)
         return future
@@ -118,25 +125,29 @@ class FakeSharedMemory(SharedMemoryTransport):
         self._slot = torch.empty(SLOT_BYTES, dtype=torch.uint8)
 
     def post(self, axis: str, label: Label, messages: Sequence[Tensor], room: int, readers: Sequence[int]) -> None:
-        pass
+        """Take a message and drop it."""
 
     def wait_for(self, sender: int, axis: str, label: Label) -> Message:
+        """Return a message that is there at once."""
         return Message(sender, 0, 0)
 
     def view(self, message: Message, start: int, like: Tensor) -> Tensor:
+        """Return the memory of a message, without values."""
         return view_of(self._slot, start, like)
 
     def acknowledge(self, message: Message) -> None:
-        pass
+        """Do nothing: a message has no slot to free."""
 
     def send(self, target: int, key: int, message: Tensor) -> bool:
+        """Send nothing."""
         return True
 
     def collect(self, sender: int) -> None:
-        pass
+        """Receive nothing."""
 
     def expect(self, sender: int, key: int, into: Tensor) -> None:
-        pass
+        """Expect nothing: `into` stays as it is."""
 
     def wait_until(self, ready: Callable[[], bool], sender: int) -> None:
+        """Wait for nothing."""
         assert ready(), "there is nobody to wait for"

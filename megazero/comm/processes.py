@@ -37,6 +37,7 @@ class Process:
 
     @property
     def is_stopped(self) -> bool:
+        """True if the process is stopped by a signal or a debugger."""
         return self.state in ("T", "t")
 
 

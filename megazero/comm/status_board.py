@@ -153,6 +153,7 @@ class StatusBoard:
         return _Page.from_buffer(self._memory, rank * SLOT_SIZE)
 
     def read_all(self) -> list[RankStatus]:
+        """Return the status of every rank."""
         return [self.read(rank) for rank in range(self.size)]
 
     def raw(self, rank: int) -> bytes:

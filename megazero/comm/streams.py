@@ -22,19 +22,24 @@ class Streams:
         self._event = torch.cuda.Event()
 
     def new(self, device: torch.device) -> torch.cuda.Stream:
+        """Return a new stream of a device."""
         return torch.cuda.Stream(device)
 
     def current(self) -> torch.cuda.Stream:
+        """Return the stream that operations are queued on now."""
         return torch.cuda.current_stream()
 
     def use(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+        """Return a context in which operations are queued on the stream."""
         return torch.cuda.stream(stream)
 
     def follow(self, behind: torch.cuda.Stream, ahead: torch.cuda.Stream) -> None:
+        """Let `behind` wait for all that is queued on `ahead` now."""
         self._event.record(ahead)
         behind.wait_event(self._event)
 
     def keep(self, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of x until the stream has used it."""
         x.record_stream(stream)
 
 

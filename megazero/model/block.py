@@ -46,6 +46,7 @@ class Block(nn.Module):
         self._behind = _BehindCore(self.attention.out.product, self.mlp_norm, self.mlp, dropouts)
 
     def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
+        """Return the output of the block, [S, B, D]."""
         qkv, residual_SBD = apply(self._before, x_SBD)
         return apply(self._behind, self.attention.core(qkv, step), residual_SBD, step)
 

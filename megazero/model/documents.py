@@ -68,6 +68,7 @@ class Documents:
 
     @cached_property
     def longest(self) -> int:
+        """Return the tokens of the longest document."""
         return self.groups[-1][0]
 
     @cached_property

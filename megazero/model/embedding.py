@@ -32,6 +32,7 @@ class Lookup:
         return _without(table[indices], absent)
 
     def back(self, tape: Tape, grad: Tensor) -> tuple[None, None]:
+        """Deliver the gradient of the rows that were looked up."""
         indices, absent, slot = tape.take()
         values = grad if absent is None else _without(grad.clone(), absent)
         rows = indices.reshape(-1)

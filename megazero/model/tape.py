@@ -27,13 +27,19 @@ class Operation(Protocol):
     """
 
     @property
-    def run(self) -> Callable[..., Any]: ...
+    def run(self) -> Callable[..., Any]:
+        """Return the forward."""
+        ...
 
     @property
-    def back(self) -> Callable[..., Any]: ...
+    def back(self) -> Callable[..., Any]:
+        """Return the backward."""
+        ...
 
     @property
-    def owners(self) -> Sequence[Owner]: ...
+    def owners(self) -> Sequence[Owner]:
+        """Return the owners of all parameters."""
+        ...
 
 
 class Tape:
@@ -93,15 +99,19 @@ class ReturnedGradient:
         """Announce a use: nobody counts here."""
 
     def add(self, gradient: Tensor) -> None:
+        """Add a gradient of the parameter's shape."""
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
     def add_sum(self, rows: Tensor) -> None:
+        """Add the sum of rows."""
         self.add(rows.sum(0))
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add a product."""
         self.add(left @ right)
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
+        """Add values to some rows."""
         self.add(values.new_zeros(self._shape).index_add_(0, rows, values))
 
 

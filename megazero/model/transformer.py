@@ -39,6 +39,7 @@ class Embedding(nn.Module):
         self.dropout = Dropout(shape.dropout, seed=seed, layer=shape.layers, site=0, ops=ops)
 
     def forward(self, tokens_SB: Tensor, step: BatchContext) -> Tensor:
+        """Return the embedded tokens, [S, B, D]."""
         x_SBD = self.tokens(tokens_SB)
         if self.positions is not None:
             x_SBD = x_SBD + self.positions(step.document_positions(len(x_SBD)))

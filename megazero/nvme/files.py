@@ -38,4 +38,5 @@ class UnnamedFile:
             os.posix_fallocate(self.handle, 0, size)
 
     def close(self) -> None:
+        """Close the file, which frees its space."""
         os.close(self.handle)

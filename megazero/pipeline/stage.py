@@ -19,17 +19,29 @@ Run = Callable[[Tensor | None, StageInputs], Tensor]
 class StageGradients(Protocol):
     """The manager of a stage's parameters and gradients (`zero/stage.py`)."""
 
-    def forward(self, micro_batch: int) -> None: ...
+    def forward(self, micro_batch: int) -> None:
+        """Begin the forward of a micro-batch."""
 
     def backward(
         self, micro_batch: int, begin: Callable[[], None], *, reduce: bool, last: bool, forward_follows: bool
-    ) -> None: ...
+    ) -> None:
+        """Run a backward.
 
-    def backward_input(self, micro_batch: int, begin: Callable[[], None], *, forward_follows: bool) -> None: ...
+        Args:
+            begin: runs it.
+            reduce: gradients are complete after it and are reduced.
+            last: it is the last of the step.
+            forward_follows: a forward of this stage comes next.
+        """
 
-    def backward_weight(self, micro_batch: int, *, reduce: bool, last: bool) -> None: ...
+    def backward_input(self, micro_batch: int, begin: Callable[[], None], *, forward_follows: bool) -> None:
+        """Run the part of a backward that computes the input's gradient."""
 
-    def finish_reduction(self) -> None: ...
+    def backward_weight(self, micro_batch: int, *, reduce: bool, last: bool) -> None:
+        """Run the part of a backward that computes the weights' gradients."""
+
+    def finish_reduction(self) -> None:
+        """Wait for the reductions under way."""
 
 
 class _Input(torch.autograd.Function):
@@ -103,9 +115,11 @@ class Stage:
         return self._gradient(arrived)
 
     def backward_weight(self, micro_batch: int, *, reduce: bool, last: bool) -> None:
+        """Compute the weights' gradients of a micro-batch."""
         self.gradients.backward_weight(micro_batch, reduce=reduce, last=last)
 
     def finish_reduction(self) -> None:
+        """Wait for the reductions under way."""
         self.gradients.finish_reduction()
 
     def clear(self) -> None:

@@ -63,12 +63,15 @@ class PassTimes:
 
     @property
     def backward(self) -> float:
+        """Return the seconds of backward, recomputation included."""
         return self.input + self.weight + self.again
 
     def times(self, count: float) -> "PassTimes":
+        """Return the times of `count` micro-batches or blocks."""
         return PassTimes(count * self.forward, count * self.input, count * self.weight, count * self.again)
 
     def plus(self, other: "PassTimes") -> "PassTimes":
+        """Return the sum of two."""
         return PassTimes(
             self.forward + other.forward,
             self.input + other.input,
@@ -100,6 +103,7 @@ class Compute:
         return size / self._bandwidth + kernels * self.launch
 
     def block(self) -> PassTimes:
+        """Return the times of one block."""
         products = self.products()
         weights = [self._product(*sizes, self.tokens, grows=True) for sizes in self._sizes()]
         core, core_backward = self._attention()
@@ -124,6 +128,7 @@ class Compute:
         return PassTimes(forward, backward, weight)
 
     def embedding(self) -> PassTimes:
+        """Return the times of the embedding."""
         stream = self.stream * self.shape.hidden * self.item
         return PassTimes(self.moved(4 * stream), 0.0, self.moved(3 * stream))
 

@@ -81,6 +81,7 @@ class Job:
 
     @property
     def ranks(self) -> int:
+        """Return the number of all ranks."""
         return self.tensor * self.pipeline * self.data
 
     @property

@@ -43,6 +43,7 @@ def exchanged(job: Job, axis: str, purpose: str) -> bool:
 
 
 def axis_size(job: Job, axis: str) -> int:
+    """Return the number of ranks of an axis, by its name in the ledger."""
     neighbours = job.neighbours or job.data
     sizes = {"tensor": job.tensor, "shard": neighbours, "replica": job.data // neighbours, "data": job.data}
     return {**sizes, "pipeline": job.pipeline, "ends": 2, "world": job.ranks}[axis]

@@ -58,10 +58,12 @@ class RankMemory:
 
     @property
     def host(self) -> int:
+        """Return the bytes in the host's memory."""
         return sum(size for category, size in self.held.items() if category.startswith(HOST))
 
     @property
     def disk(self) -> int:
+        """Return the bytes on disks."""
         return sum(size for category, size in self.held.items() if category.startswith(DISK))
 
 

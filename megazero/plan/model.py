@@ -56,6 +56,7 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
+        """Return the width of a head."""
         return self.hidden // self.heads
 
     @property

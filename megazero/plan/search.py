@@ -79,6 +79,7 @@ def fullest(layout: Job, machine: Machine) -> RankMemory:
 
 
 def fits(found: RankMemory, machine: Machine) -> bool:
+    """Return whether a rank fits into a device, its host and its disks."""
     return _lack(found, machine) <= 1
 
 

@@ -28,6 +28,7 @@ class Unit:
 
     @property
     def times(self) -> int:
+        """Return how often stage 3 gathers it in a micro-batch."""
         return self.forward + self.backward
 
 

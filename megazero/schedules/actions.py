@@ -37,6 +37,7 @@ class Kind(Enum):
 
     @property
     def computes(self) -> bool:
+        """True if an action of this kind computes; others send or receive."""
         return self in COMPUTE
 
 
@@ -76,9 +77,11 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
+        """Return the number of stages."""
         return len(self.rank_of)
 
     def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of a rank, in order."""
         return [stage for stage, where in enumerate(self.rank_of) if where == rank]
 
     def crosses(self, stage: int, other: int) -> bool:
@@ -95,6 +98,7 @@ class Schedule:
         return self.only(lambda action: action.kind in kept)
 
     def only(self, wanted: Callable[[Action], bool]) -> "Schedule":
+        """Return the schedule with the wanted actions only."""
         return replace(self, ranks=tuple(tuple(filter(wanted, actions)) for actions in self.ranks))
 
     def __str__(self) -> str:
@@ -103,10 +107,12 @@ class Schedule:
 
 
 def forwards(stage: int, micro_batches: Iterable[int]) -> Iterator[Action]:
+    """Return the forwards of a stage, in order."""
     return (Action(stage, Kind.FORWARD, m) for m in micro_batches)
 
 
 def backwards(stage: int, micro_batches: Iterable[int]) -> Iterator[Action]:
+    """Return the backwards of a stage, in order."""
     return (Action(stage, Kind.BACKWARD, m) for m in micro_batches)
 
 

@@ -23,11 +23,14 @@ from megazero.schedules.actions import Action, B, F, I, Kind, Schedule, W, backw
 
 
 def gpipe(p: int, m: int) -> Schedule:
+    """Return the schedule of all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
     ranks = tuple((*forwards(r, range(m)), *backwards(r, range(m))) for r in range(p))
     return Schedule("gpipe", m, tuple(range(p)), ranks)
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
+    """Return the schedule of one forward, one backward (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+
     def rank(r: int) -> Iterator[Action]:
         ahead = min(p - 1 - r, m)
         yield from forwards(r, range(ahead))

@@ -33,6 +33,7 @@ class Layers:
     parts: list[range]
 
     def of_rank(self, rank: int) -> dict[int, range]:
+        """Return the stages of a rank, each with its parts of the path."""
         return {stage: self.parts[stage] for stage, where in enumerate(self.rank_of) if where == rank}
 
 

@@ -28,6 +28,7 @@ class Costs:
     weight: float = 1
 
     def of(self, kind: Kind) -> float:
+        """Return the time of an action of a kind."""
         return {F: self.forward, B: self.input + self.weight, I: self.input, W: self.weight}[kind]
 
 
@@ -48,14 +49,17 @@ class Timeline:
 
     @property
     def work(self) -> list[float]:
+        """Return the time that each rank computes."""
         return [sum(timed.end - timed.start for timed in rank) for rank in self.ranks]
 
     @property
     def makespan(self) -> float:
+        """Return the time from the begin of a step to its end."""
         return max((rank[-1].end for rank in self.ranks if rank), default=0)
 
     @property
     def span(self) -> float:
+        """Return the longest time from the first to the last action of a rank."""
         return max((rank[-1].end - rank[0].start for rank in self.ranks if rank), default=0)
 
     @property
@@ -65,6 +69,7 @@ class Timeline:
 
     @property
     def bubble_without_common_end(self) -> float:
+        """Return the share of `span` in which the busiest rank waits."""
         return _share(self.span, max(self.work))
 
 

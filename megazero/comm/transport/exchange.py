@@ -110,6 +110,11 @@ class Exchange:
         return len(self._cuts) if self._shared_memory is not None else 0
 
     def start(self) -> "Exchange":
+        """Send the first pieces; return this exchange.
+
+        Raises:
+            CollectiveError: a connection is gone, or no rank reads.
+        """
         try:
             if self._shared_memory is not None:
                 self._post(self._shared_memory)

@@ -54,9 +54,11 @@ class NcclChannels:
 
     @property
     def unsent(self) -> int | None:
+        """Return None: the host never waits for a message."""
         return None  # the host never waits
 
     def send(self, channel: Channel, number: int, x: Tensor) -> None:
+        """Queue a message on the GPU."""
         while self._works and self._works[0].is_completed():
             self._works.popleft()
         work = dist.isend(x, group=self._groups[channel.index], group_dst=int(channel.target > channel.source))
@@ -64,6 +66,7 @@ class NcclChannels:
         self._works.append(work)
 
     def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
+        """Queue the receipt of a message; return a function that waits for it, and one that is always true."""
         source = int(channel.source > channel.target)
         work = dist.irecv(into, group=self._groups[channel.index], group_src=source)
         assert work is not None, "this process is not on the channel"
@@ -75,6 +78,7 @@ class NcclChannels:
         return finish, lambda: True
 
     def finish(self) -> None:
+        """Let the stream wait for all messages that were sent."""
         while self._works:
             self._works.popleft().wait()
 

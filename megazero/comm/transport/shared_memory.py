@@ -74,6 +74,7 @@ class Outbox:
 
     @staticmethod
     def size(readers: int) -> int:
+        """Return the bytes of an outbox with so many readers."""
         numbers = len(LANES) * LABELS * _LABEL_WORDS + P2P_SLOTS * _P2P_WORDS + SLOTS * readers
         return (SLOTS + P2P_SLOTS) * SLOT_BYTES + -(-numbers * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -204,6 +205,7 @@ class SharedMemoryTransport:
         return self._outboxes[message.sender].view(message.slot, start, like)
 
     def acknowledge(self, message: Message) -> None:
+        """Free the slot of a message in the sender's outbox."""
         self._outboxes[message.sender].read[message.slot, self.rank] = message.number
 
     def send(self, target: int, key: int, message: Tensor) -> bool:

@@ -47,6 +47,7 @@ class Row(Compared):
 
     @property
     def summary(self) -> str:
+        """Return in a few words how near the layout is to one process."""
         worst, times = max(self.times.items(), key=lambda item: item[1])
         return "bitwise equal" if self.bitwise else f"at most {times:.2g} of a tolerance ({worst})"
 

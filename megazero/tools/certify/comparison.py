@@ -70,6 +70,7 @@ class Difference:
 
     @property
     def line(self) -> str:
+        """Return the difference and its tolerance as text."""
         return f"{self.what}, {self.value:.1e} > {self.tolerance:.0e}"
 
 

@@ -22,6 +22,7 @@ _LITTLE = 2 << 30  # bytes of a disk
 
 
 def system() -> Iterator[Finding]:
+    """Yield the operating system and Python."""
     yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
     yield Finding("python", f"{platform.python_version()} ({platform.python_implementation()})")
 
@@ -35,6 +36,7 @@ def processor() -> Iterator[Finding]:
 
 
 def processor_name() -> str:
+    """Return the processor's name."""
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
@@ -47,6 +49,7 @@ def load() -> Iterator[Finding]:
 
 
 def memory() -> Iterator[Finding]:
+    """Yield the host's memory, in bytes."""
     known, free = known_memory(Path("/proc"))["MemTotal"], free_memory()
     values = {"total_bytes": known, "free_bytes": free}
     yield Finding("memory", f"{amount(known, 'B')}, {amount(free, 'B')} free", values=values)

@@ -28,14 +28,17 @@ class IdleDisk(PagedHome):
         self._windows: dict[torch.dtype, Tensor] = {}  # what an update computes on; part of no step's own memory
 
     def zeros(self, numel: int, dtype: torch.dtype, category: str) -> Tensor:
+        """Return a value on the disk, of which only the size is kept."""
         self._ledger.hold(f"nvme_{category}", numel * dtype.itemsize)
         self._windows.setdefault(dtype, torch.empty(self.window, dtype=dtype))
         return torch.empty(numel, dtype=dtype, device="meta")
 
     def send(self, x: Tensor, into: Tensor, purpose: str) -> None:
+        """Count the bytes that go to the disk."""
         self._ledger.add(DISK, f"{purpose} out", x.numel(), x.element_size())
 
     def start_bring(self, x: Tensor, into: Tensor, purpose: str) -> Future[None]:
+        """Count the bytes that come from the disk; return a tensor without values."""
         self._ledger.add(DISK, f"{purpose} back", x.numel(), x.element_size())
         done: Future[None] = Future()
         done.set_result(None)
@@ -54,19 +57,20 @@ class IdleDisk(PagedHome):
         yield where, [self._windows[flat.dtype][where] if flat.is_meta else flat[where] for flat, _ in flats]
 
     def expect(self, x: Tensor) -> None:
-        pass
+        """Do nothing: no file is read ahead."""
 
     def clear(self, x: Tensor) -> None:
-        pass
+        """Do nothing: no file is there."""
 
     def versions(self, handle: Tensor) -> set[int]:
+        """Return no versions: no value is ever written."""
         return {0}
 
     def join(self) -> None:
-        pass
+        """Wait for nothing."""
 
     def settle(self) -> None:
-        pass
+        """Wait for nothing."""
 
     def close(self) -> None:
-        pass
+        """Close nothing."""

@@ -30,11 +30,13 @@ class RecordingLedger(Ledger):
         self.operations: list[Operation] = []
 
     def hold(self, category: str, size: int) -> None:
+        """Count bytes of a category, on the timeline too."""
         super().hold(category, size)
         if self.timeline is not None:
             self.timeline.hold(category, size)
 
     def add(self, axis: str, purpose: str, elements: int, item_size: int) -> None:
+        """Count an operation, and record the place that sent it."""
         super().add(axis, purpose, elements, item_size)
         if self.timeline is not None:
             place = self.timeline.place

@@ -64,6 +64,7 @@ class MemoryMoment:
 
     @property
     def total(self) -> int:
+        """Return the bytes of all categories."""
         return sum(self.bytes.values())
 
 
@@ -97,6 +98,7 @@ class MemoryTimeline(Allocations):
 
     @property
     def place(self) -> AllocationSite:
+        """Return the place of the operation that runs now."""
         return self._place
 
     def hold(self, category: str, size: int) -> None:
@@ -105,6 +107,7 @@ class MemoryTimeline(Allocations):
         self._add(category, size, "")
 
     def came(self, size: int) -> int:
+        """Count new bytes where they were allocated; return their number, 0 for bytes of a category."""
         super().came(size)
         if size in self._counted:
             self._counted.remove(size)
@@ -112,6 +115,7 @@ class MemoryTimeline(Allocations):
         return self._add("", size, self._operation) if size else 0
 
     def went(self, size: int, number: int) -> None:
+        """Count bytes that were freed."""
         super().went(size, number)
         if number:
             self._events.append((-number, self._place, self._operation))

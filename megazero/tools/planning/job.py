@@ -88,18 +88,22 @@ class Plan:
 
     @property
     def fullest(self) -> RankMemory:
+        """Return the memory of the rank that holds most."""
         return _fullest(self.ranks)
 
     @cached_property
     def time(self) -> StepTime:
+        """Return the time of a step."""
         return step_time(self.job, self.machine, self.system)
 
     @property
     def fits(self) -> bool:
+        """True if every rank fits into the memory of a device."""
         return all(fits(rank, self.machine) for rank in self.ranks)
 
     @property
     def checkpoint(self) -> Checkpoint:
+        """Return the size of a checkpoint and the seconds to save it."""
         return checkpoint_of(self.job, self.machine, self.time.step_s)
 
 
