@@ -9,15 +9,19 @@ import hashlib
 import json
 import math
 import os
+import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field, StringConstraints, ValidationError
 
 from megazero.base.errors import UserError
-from megazero.base.reading import MIB, parse_object, read_file
+from megazero.base.reading import MIB, UnexpectedFileError, parse_object, read_file
+from megazero.base.version import __version__
 from megazero.checkpoint.progress import Count, Progress, StepCount, StrictModel
 from megazero.checkpoint.shard import BLOCK, DTYPES, FLOATS, File, damaged, reading
 
@@ -25,7 +29,9 @@ FILE_NAME = "manifest.json"
 FORMAT = "megazero checkpoint 1"
 _STEP = re.compile(r"step_([0-9]{8,10})")
 WEIGHT = "weight"  # the first of the kinds of values: what the optimizer updates; then the state it declares
+SOFTWARE = {"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()}  # that runs here
 _MOST_KINDS = 9
+_PART_BYTES = 256 << 20
 
 Kind = Annotated[str, StringConstraints(pattern="^[a-z][a-z_]{0,31}$")]
 Float = Annotated[str, StringConstraints(pattern="^(F32|F64|BF16|F16)$")]
@@ -123,6 +129,12 @@ class Manifest(StrictModel):
         return _canonical({**content, "digest": _digest(content)}) + b"\n"
 
 
+def with_pieces(tensors: Mapping[str, Logical], parts: Sequence[WrittenShard]) -> dict[str, Logical]:
+    """Return tensors with the pieces of them that all ranks have written."""
+    pieces = {name: [piece for part in parts for piece in part.tensors.get(name, [])] for name in tensors}
+    return {n: t.model_copy(update={"pieces": sorted(pieces[n], key=itemgetter(1))}) for n, t in tensors.items()}
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint's folder, whole and free of contradictions.
 
@@ -154,6 +166,14 @@ def read_manifest(folder: Path) -> Manifest:
     if fault := next(_contradictions(manifest, folder), None):
         raise damaged(path, f"contradicts itself: {fault}")
     return manifest
+
+
+def read_part(path: Path) -> WrittenShard:
+    """Return the content of a rank's part file. Raises OSError: it cannot be read, or another program wrote it."""
+    try:
+        return WrittenShard.model_validate(parse_object(read_file(path, _PART_BYTES, follow=False)))
+    except ValueError as error:
+        raise UnexpectedFileError(f"{path.name} is damaged: {error}", path) from None
 
 
 def _most_bytes(folder: Path) -> int:

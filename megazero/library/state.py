@@ -6,23 +6,28 @@ parameter and of a buffer the values alone are saved. Buffers are those of rank 
 """
 
 import math
-import platform
 import uuid
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.base.version import __version__
-from megazero.checkpoint.checkpoints import Checkpoints
 from megazero.checkpoint.load import load_tensors
-from megazero.checkpoint.manifest import FORMAT, WEIGHT, Logical, Manifest, WrittenShard, read_manifest
+from megazero.checkpoint.manifest import (
+    FORMAT,
+    SOFTWARE,
+    WEIGHT,
+    Logical,
+    Manifest,
+    WrittenShard,
+    read_manifest,
+    with_pieces,
+)
 from megazero.checkpoint.pieces import Piece, ShardState, holding_of
 from megazero.checkpoint.progress import Progress
-from megazero.checkpoint.save import Saver
+from megazero.checkpoint.save import Checkpoints
 from megazero.checkpoint.shard import BLOCK, NAMES
 from megazero.checkpoint.store import Store
 from megazero.comm.agreement import agree
@@ -69,16 +74,16 @@ class State:
                 raise UserError(508, f"step {steps} is there already", "give another folder", where=folder)
 
         agree(self._world, self._device, prepare if first else lambda: None)
-        saver = Saver(
+        checkpoints = Checkpoints(
             store,
             [*self._held(saves=True), *(self._held_buffers() if first else [])],
-            rank=self._world.rank,
-            size=self._world.size,
-            snapshot=False,
+            self._world,
+            self._device,
+            every=None,
+            background=False,
             conclude=(lambda *told: self._commit(store, *told)) if first else None,
             tidy=None,
         )
-        checkpoints = Checkpoints(saver, self._world, self._device, every=None, background=False)
         try:
             checkpoints.save(steps, self._progress(steps, skipped))
         finally:
@@ -158,10 +163,6 @@ class State:
         )
 
     def _commit(self, store: Store, step: int, progress: Progress, written: Sequence[WrittenShard]) -> None:
-        tensors: dict[str, Logical] = {}
-        for name, logical in self._logical.items():
-            pieces = [piece for one in written for piece in one.tensors.get(name, [])]
-            tensors[name] = logical.model_copy(update={"pieces": sorted(pieces, key=itemgetter(1))})
         sizes = {name: self._assembly.grid[name].size for name in ("tensor", "pipeline", "data")}
         counts = self._assembly.optimizer.counts(progress.updates)
         main = (self._assembly.engine.units or self._units)[0].masters.dtype
@@ -172,14 +173,14 @@ class State:
             grid={**sizes, "stage": self._assembly.stage},
             dtype=NAMES[main],
             kinds=self._kinds,
-            tensors=tensors,
+            tensors=with_pieces(self._logical, written),
             block=BLOCK,
             files=[part.shard for part in written],
             progress=progress,
             random={},
             identity={},
             config={"batch.global": 1, **{_UPDATES + name: n for name, n in counts.items()}},
-            software={"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            software=SOFTWARE,
         )
         store.commit(step, manifest.to_bytes())
 

@@ -35,8 +35,8 @@ from megazero.train.validation import Score, Validation
 from megazero.zero.engine import Engine, StepNumbers, StepResult
 
 if TYPE_CHECKING:  # what the loop is given
-    from megazero.checkpoint.checkpoints import Checkpoints
     from megazero.checkpoint.progress import Progress
+    from megazero.checkpoint.save import Checkpoints
     from megazero.data.batch import BatchSource, MicroBatch
     from megazero.observe.recorder import Recorder
     from megazero.pipeline.stage import StageInputs

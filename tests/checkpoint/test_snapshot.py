@@ -13,6 +13,7 @@ from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.snapshot import Snapshot
 from megazero.checkpoint.store import Store
+from megazero.comm.grid import single
 
 PROGRESS = Progress(updates=1, skipped=0, overflows=0, next_sample=8, loss_scale=None, good_steps=0)
 
@@ -92,11 +93,10 @@ def test_a_save_waits_for_its_copies_and_the_update_behind_it_does_on_the_device
     monkeypatch.setattr(save, "on_device", far)
     tensors = {kind: torch.ones(4, dtype=torch.float64) for kind in ("weight", "exp_avg", "exp_avg_sq")}
     holdings = [save.ShardState([Piece("a", 0, 4, 0)], tensors)]
-    saver = save.Saver(
-        Store(tmp_path / "checkpoints", "token"), holdings, rank=1, size=2, snapshot=False, conclude=None, tidy=None
-    )
+    place, world, cpu = Store(tmp_path / "checkpoints", "token"), single()["world"], torch.device("cpu")
+    saver = save.Checkpoints(place, holdings, world, cpu, every=None, background=True, conclude=None, tidy=None)
     assert saver.copy_bytes == 3 * 4 * 8
-    saver.begin(1, PROGRESS)
+    saver.save(1, PROGRESS)
     saver.settle()
     assert seen[0] == "queued" and seen.count("join") == 1
     saver.finish()
