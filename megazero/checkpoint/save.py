@@ -217,10 +217,9 @@ class Checkpoints:
         self._require_whole_updates(step)
         keys = [key_of(e.kind, e.piece.name, e.piece.start, e.piece.stop) for e in self._entries]
         tensors = [(key, e.values.dtype, e.values.numel()) for key, e in zip(keys, self._entries, strict=True)]
-        beginning, places = plan_shard(
-            tensors, {"megazero": f"step {step}, rank {self._world.rank} of {self._world.size}"}
-        )
-        shard = write_shard(staging / shard_name(self._world.rank), beginning, self._finite_values(step))
+        rank = self._world.rank
+        beginning, places = plan_shard(tensors, {"megazero": f"step {step}, rank {rank} of {self._world.size}"})
+        shard = write_shard(staging / shard_name(rank), beginning, self._finite_values(step))
         rows: dict[Piece, list[int]] = {}
         for entry, place in zip(self._entries, places, strict=True):  # kinds come in their order
             rows.setdefault(entry.piece, [rank, entry.piece.start, entry.piece.stop]).append(place)
