@@ -43,13 +43,19 @@ class Recipe:
         lr: its learning rate where a step does not say one.
         state: the names of what it keeps of each element.
         make: (unit, bucket, kernels) -> the optimizer of a unit.
-        group: the group of a parameter, by its name.
+        groups: patterns of parameters' names, each with its group.
+        rest: the group of the others.
     """
 
     lr: float
     state: tuple[str, ...]
     make: Callable[[Unit, int, Operations], UnitOptimizer]
-    group: Callable[[str], Group]
+    groups: Sequence[tuple[str, Group]]
+    rest: Group
+
+    def group(self, name: str) -> Group:
+        """Return the group of a parameter by its name: of the first pattern that fits it."""
+        return next((group for pattern, group in self.groups if fnmatchcase(name, pattern)), self.rest)
 
 
 def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
@@ -59,7 +65,7 @@ def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
         UserError: 501, there is none of that name, it does not know an option, or it does not treat elements alike.
     """
     if asked is None:
-        return Recipe(0.0, (), _none, lambda name: Group(True))
+        return replace(_adamw(dict(_ADAMW), ()), lr=0.0, state=())
     if callable(asked):
         return _of_torch(asked, groups)
     if not isinstance(asked, str | Mapping):
@@ -83,9 +89,13 @@ def _adamw(options: dict[str, Any], groups: Groups) -> Recipe:
         if own.get("weight_decay", decay) not in (0.0, decay):
             what = f"{pattern!r}: weight_decay {own['weight_decay']} next to {decay}"
             raise UserError(501, what, "give 0, or an optimizer of torch", where=_WHERE)
-    own_groups = [Group(own.get("weight_decay", decay) != 0.0, _lr_factor(pattern, own, lr)) for pattern, own in groups]
-    group = _first_that_fits(groups, own_groups, Group(decay != 0.0))
-    return Recipe(lr, AdamW.STATE, lambda unit, bucket, ops: AdamW([unit], **options, bucket=bucket, ops=ops), group)
+    return Recipe(
+        lr,
+        AdamW.STATE,
+        lambda unit, bucket, ops: AdamW([unit], **options, bucket=bucket, ops=ops),
+        [(p, Group(own.get("weight_decay", decay) != 0.0, _lr_factor(p, own, lr))) for p, own in groups],
+        Group(decay != 0.0),
+    )
 
 
 def _of_torch(make: Factory, groups: Groups) -> Recipe:
@@ -94,28 +104,15 @@ def _of_torch(make: Factory, groups: Groups) -> Recipe:
     if (lr := kept.lr) is None:
         raise UserError(501, f"{name} has no learning rate of its own", "give it lr", where=_WHERE)
     options: dict[str, Options] = {Elementwise.KIND: {}}
-    own_groups: list[Group] = []
+    own_groups: list[tuple[str, Group]] = []
     for number, (pattern, own) in enumerate(groups):
         rest = {key: value for key, value in own.items() if key != "lr"}
         trial(lambda parameters, rest=rest: make([{**one, **rest} for one in parameters]), f"{name} for {pattern!r}")
         kind = f"{Elementwise.KIND} {number}"
         options[kind] = rest
-        own_groups.append(Group(True, _lr_factor(pattern, own, lr), kind))
-    group = _first_that_fits(groups, own_groups, Group(True, 1.0, Elementwise.KIND))
-    return Recipe(lr, kept.elements, lambda unit, bucket, ops: Elementwise(unit, make, options, kept), group)
-
-
-def _none(unit: Unit, bucket: int, ops: Operations) -> AdamW:
-    raise AssertionError(f"{unit.name} is not trained")
-
-
-def _first_that_fits(groups: Groups, own: Sequence[Group], rest: Group) -> Callable[[str], Group]:
-    """Return a function that returns the group of a parameter by its name: of the first pattern that fits it."""
-
-    def group(name: str) -> Group:
-        return next((one for (pattern, _), one in zip(groups, own, strict=True) if fnmatchcase(name, pattern)), rest)
-
-    return group
+        own_groups.append((pattern, Group(True, _lr_factor(pattern, own, lr), kind)))
+    rest = Group(True, 1.0, Elementwise.KIND)
+    return Recipe(lr, kept.elements, lambda unit, *_: Elementwise(unit, make, options, kept), own_groups, rest)
 
 
 def _lr_factor(pattern: str, options: Options, lr: float) -> float:

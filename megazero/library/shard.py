@@ -126,13 +126,11 @@ def _require_known(module: nn.Module, stage: int, precision: str | None) -> None
     if precision is not None and precision not in _DTYPES:
         raise UserError(510, f"precision: expected one of {', '.join(_DTYPES)}, got {precision!r}", where="shard")
     # Where a call has failed half-way, parameters are views of units already, and not guarded yet.
-    named = dict(module.named_parameters())
-    sharded = [n for n, p in named.items() if isinstance(p, ShardedParameter) or hasattr(p, "gradient_slot")]
-    if sharded and len(sharded) == len(named):
-        raise UserError(510, "the module is sharded already", "shard a module once", where="shard")
+    named = module.named_parameters()
+    sharded = [n for n, p in named if isinstance(p, ShardedParameter) or hasattr(p, "gradient_slot")]
     if sharded:
-        what = f"{sharded[0]} is a parameter of another module too, which is sharded already"
-        raise UserError(510, what, "shard one module that holds both", where="shard")
+        do = "shard a module once, and modules that share a parameter as one that holds both"
+        raise UserError(510, f"{sharded[0]} is sharded already", do, where="shard")
 
 
 def _tables(module: nn.Module, asked: Units) -> dict[str, Table]:

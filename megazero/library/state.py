@@ -27,6 +27,7 @@ from megazero.checkpoint.manifest import (
 )
 from megazero.checkpoint.pieces import Piece, ShardState, holding_of
 from megazero.checkpoint.progress import Progress
+from megazero.checkpoint.retention import verify
 from megazero.checkpoint.save import Checkpoints
 from megazero.checkpoint.shard import BLOCK, NAMES
 from megazero.checkpoint.store import Store
@@ -91,7 +92,7 @@ class State:
         return store.path(steps)
 
     def verified(self, folder: Path, step: int | None) -> tuple[Path, Manifest]:
-        """Return a step of a folder once all ranks have verified what they read of it. Every rank calls it.
+        """Return a step of a folder once the ranks have verified all of it, some files each. Every rank calls it.
 
         Args:
             step: None: the newest.
@@ -100,19 +101,18 @@ class State:
             UserError: 402, there is none; 410, it is damaged; 508, it is of another module, or another optimizer.
         """
 
-        def read() -> tuple[Path, Manifest]:
+        def read() -> Path:
             store = Store(folder)
             steps = store.steps()
             if not steps or (step is not None and step not in steps):
                 raise UserError(402, f"no step{'' if step is None else f' {step}'} here", "was it saved?", where=folder)
             path = store.path(steps[0] if step is None else step)
-            manifest = read_manifest(path)
-            self._require_fitting(manifest, path)
-            return path, manifest
+            self._require_fitting(read_manifest(path), path)
+            return path
 
-        path, manifest = agree(self._world, self._device, read)
-        self._read(path, manifest, self._held_buffers(), fills=False)
-        return path, manifest
+        path = agree(self._world, self._device, read)
+        own = slice(self._world.rank, None, self._world.size)
+        return path, agree(self._world, self._device, lambda: verify(path, files=own))
 
     def load(self, path: Path, manifest: Manifest) -> tuple[int, int]:
         """Fill all tensors from a step that has been verified. Every rank calls it.
@@ -120,7 +120,8 @@ class State:
         Returns: the steps done, and how many of them were skipped.
         """
         buffers, engine, optimizer = self._held_buffers(), self._assembly.engine, self._assembly.optimizer
-        self._read(path, manifest, buffers, fills=True)
+        held = [*self._held(saves=False), *buffers]
+        agree(self._world, self._device, lambda: load_tensors(path, manifest, held))
         for buffer, filled in zip(self._buffers.values(), buffers, strict=True):
             buffer.copy_(filled.tensors[WEIGHT].view(buffer.shape))
         progress = manifest.progress
@@ -133,11 +134,6 @@ class State:
                 engine.gather.publish(unit)
         engine.gather.unshard([unit for unit in self._units if unit.parameters.rest_whole])
         return manifest.step, progress.skipped
-
-    def _read(self, path: Path, manifest: Manifest, buffers: Sequence[ShardState], *, fills: bool) -> None:
-        """Read what this rank holds, and fill it if asked for. All ranks raise what one does."""
-        held = [*self._held(saves=False), *buffers]
-        agree(self._world, self._device, lambda: load_tensors(path, manifest, held, fills=fills))
 
     def _held(self, *, saves: bool) -> list[ShardState]:
         state = self._assembly.optimizer.state

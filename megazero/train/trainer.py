@@ -323,7 +323,7 @@ class Trainer:
         """Return the error of a step that was not finite: of the rank at which it began, computed once more."""
         step = pending.step
         self.now(step + 1, "examination")
-        again = "computed again" if not self.engine.delays else "with the parameters of the update after"
+        again = "computed again" if self.engine.delayed is None else "with the parameters of the update after"
         again += ", all was finite: a fault of the machine, or too large a sum?"
         batches, scale = self.loader.step(step), pending.result.loss_scale
         own = own_fault(self.engine, self.pipeline, scale, batches, lambda batch: self.feed(batch, step))

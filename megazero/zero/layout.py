@@ -61,11 +61,6 @@ class Entry:
     split: bool
     first: int = 0
 
-    @property
-    def numel(self) -> int:
-        """Return the number of its elements on this rank."""
-        return math.prod(self.shape)
-
 
 @dataclass(frozen=True)
 class Interval:
@@ -138,7 +133,8 @@ def lay_out(name: str, entries: list[Entry], alignment: int = ALIGNMENT) -> Unit
         for entry in sorted(members, key=lambda entry: not entry.split):  # stable: the model's order
             if not entry.split and tp_replicated is None:
                 tp_replicated = position
-            intervals.append(Interval(entry.name, entry.shape, position, position + entry.numel, entry.first))
-            position = aligned(position + entry.numel, alignment=alignment)
+            stop = position + math.prod(entry.shape)
+            intervals.append(Interval(entry.name, entry.shape, position, stop, entry.first))
+            position = aligned(stop, alignment=alignment)
     end = position if tp_replicated is None else tp_replicated
     return UnitLayout(name, tuple(intervals), tuple(starts), end, position, alignment)

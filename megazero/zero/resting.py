@@ -68,7 +68,7 @@ class RestingState:
     """
 
     def __init__(self, layout: UnitLayout, axes: UnitAxes, resources: Resources, *, trainable: bool):
-        self._layout, self._axes, self._device = layout, axes, resources.device
+        self._layout, self._axes, self._device, self.trainable = layout, axes, resources.device, trainable
         self._offload, precision = resources.offload, resources.precision
         self.paged = resources.offload.paged
         offload = self._offload

@@ -145,18 +145,13 @@ class UnitGradients:
         self.on_event("reduce")
         if self._axes.shard.size > 1 and self._shares:
             self._open_share(accumulate=accumulate)
-        partial, own = self._ends_of_sum or self._reduced_between()
-        return self.summing.start(partial, own, accumulate=accumulate)
-
-    def _reduced_between(self) -> tuple[FlatBuffer, FlatBuffer]:
-        """Return this rank's gradients, and where their sum goes."""
-        assert self.partial is not None, f"unit {self._layout.name} has no gradients"
-        shard = self._axes.shard
-        partial = FlatBuffer(self.partial, {shard: Placement.PARTIAL})
-        ends = partial, FlatBuffer(self.own, {shard: self._axes.stage.optimizer}, self._resting.shard.start)
-        if self.rest_whole:
-            self._ends_of_sum = ends
-        return ends
+        if (ends := self._ends_of_sum) is None:
+            assert self.partial is not None, f"unit {self._layout.name} has no gradients"
+            shard, stage = self._axes.shard, self._axes.stage
+            partial = FlatBuffer(self.partial, {shard: Placement.PARTIAL})
+            ends = partial, FlatBuffer(self.own, {shard: stage.optimizer}, self._resting.shard.start)
+            self._ends_of_sum = ends if self.rest_whole else None
+        return self.summing.start(*ends, accumulate=accumulate)
 
     def _open_share(self, *, accumulate: bool) -> None:
         """Make sure that there is memory for the reduced gradients; fill it with those reduced before if asked for."""
