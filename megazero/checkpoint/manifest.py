@@ -144,7 +144,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / FILE_NAME
     with reading(path):
-        raw = read_file(path, _most_bytes(folder), follow=False)
+        # Some 20 bytes for each 2^20 of a shard's, and 100 for each piece of a parameter. The shards' sizes are not
+        # looked up: thousands of ranks would ask at once.
+        most = (8 + 4 * sum(name.startswith("shard_") for name in os.listdir(folder))) * MIB
+        raw = read_file(path, most, follow=False)
     try:
         content = parse_object(raw)
         if content.get("shards"):  # an earlier version had sources that grew
@@ -174,15 +177,6 @@ def read_part(path: Path) -> WrittenShard:
         return WrittenShard.model_validate(parse_object(read_file(path, _PART_BYTES, follow=False)))
     except ValueError as error:
         raise UnexpectedFileError(f"{path.name} is damaged: {error}", path) from None
-
-
-def _most_bytes(folder: Path) -> int:
-    """Return how large the manifest of a folder may be.
-
-    It has some 20 bytes for each 2^20 of a shard's, and 100 for each piece of a parameter. The shards' sizes are not
-    looked up: thousands of ranks would ask at once.
-    """
-    return (8 + 4 * sum(name.startswith("shard_") for name in os.listdir(folder))) * MIB
 
 
 def _contradictions(manifest: Manifest, folder: Path) -> Iterator[str]:

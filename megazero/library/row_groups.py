@@ -226,11 +226,6 @@ class RowGroup:
             raise UserError(502, what, "freeze it after megazero.shard, which then has memory for its state")
         return live
 
-    def values_of(self, asked: Tensor, counts: Counts) -> Tensor:
-        """Return the values of the rows that each rank wants; here they come from their owners."""
-        back = [list(column) for column in zip(*counts, strict=True)]
-        return exchange_rows(self.rows[asked], back, self._world, "row values")
-
     def take_gradients(self, epoch: int, asked: Tensor, gradients: Tensor, counts: Counts) -> None:
         """Send gradients to the owners of their rows, and keep those that come; drop them if others are trained.
 
@@ -282,7 +277,8 @@ class _LookUp(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.asked, ctx.by_owner, ctx.counts = group, asked, by_owner, counts
         ctx.epoch = group._calls.values.epoch  # rows that were looked up in an earlier one are stale
-        came = group.values_of(asked, counts)
+        back = [list(column) for column in zip(*counts, strict=True)]  # from the owners
+        came = exchange_rows(group.rows[asked], back, group._world, "row values")
         return torch.empty_like(came).index_copy_(0, by_owner, came).split(each)
 
     @staticmethod

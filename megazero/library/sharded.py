@@ -72,12 +72,13 @@ class Sharded(WholeValues):
 
     Attributes:
         module: the module.
+        rank, ranks: this rank, and their number.
         steps: done so far, skipped ones too.
     """
 
     def __init__(self, assembly: Assembly, cast: Callable[[Any], Any]):
         super().__init__(assembly)
-        self._cast = cast
+        self._cast, self.rank, self.ranks = cast, assembly.world.rank, assembly.world.size
         self._watch: tuple[int, TextIO] | None = None
         self._known = _places(self.module)  # its parts and tables hold these parameters
         self._skipped = torch.zeros((), dtype=torch.int64, device=assembly.values.device)
@@ -95,14 +96,6 @@ class Sharded(WholeValues):
         self._events = UnitEvents(self._assembly.values.units, self._assembly.memory.ledger.seconds)
         self._events.listen(on=self._watch is not None)
 
-    @property
-    def rank(self) -> int:
-        return self._assembly.world.rank
-
-    @property
-    def ranks(self) -> int:
-        return self._assembly.world.size
-
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the module's forward.
 
@@ -113,7 +106,11 @@ class Sharded(WholeValues):
         """
         refuse_compiled("sharded")
         if self._checked <= self.steps:  # once a step
-            self._require_unchanged()
+            now = _places(self.module)
+            if changed := [place for place in {**self._known, **now} if now.get(place) != self._known.get(place)]:
+                owner, attribute = changed[0]
+                what = f"{type(owner).__name__}.{attribute} was added, taken away or replaced after `shard`"
+                raise UserError(502, what, "change the module first, values within `with sharded.gathered(...)`")
             self._assembly.values.require_unchanged()
             self._checked = self.steps + 1
         with in_lockstep(self.rank):
@@ -245,14 +242,6 @@ class Sharded(WholeValues):
     def describe(self) -> str:
         """Return a table of the parts: parameters, and the bytes of each kind that rest on this rank."""
         return self._assembly.describe()
-
-    def _require_unchanged(self) -> None:
-        """Refuse a module whose parameters are not those that were sharded. Raises UserError 502."""
-        now = _places(self.module)
-        if changed := [p for p in {**self._known, **now} if now.get(p) != self._known.get(p)]:
-            owner, attribute = changed[0]
-            what = f"{type(owner).__name__}.{attribute} was added, taken away or replaced after the module was sharded"
-            raise UserError(502, what, "change the module first, values within `with sharded.gathered(...)`")
 
 
 def _places(module: nn.Module) -> dict[tuple[nn.Module, str], int]:
