@@ -13,6 +13,10 @@ from megazero.checkpoint.store import Store
 def verify(folder: Path, stop: Callable[[], bool] = lambda: False, files: slice = slice(None)) -> Manifest:
     """Read and verify a whole checkpoint, or some of its files; return its manifest.
 
+    Args:
+        stop: polled while reading; True: give up.
+        files: the numbers of those to read.
+
     Raises:
         UserError: 410, a file in it is damaged.
         ReadingStoppedError: `stop` was true.

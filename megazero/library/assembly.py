@@ -20,6 +20,7 @@ from megazero.kernels.operations import Operations
 from megazero.library.adopt import Memory
 from megazero.library.calls import Calls
 from megazero.library.optimizers import Following, Recipe
+from megazero.library.parameters import guard
 from megazero.library.parts import Part
 from megazero.library.shown import watch
 from megazero.library.tables import Tables
@@ -34,7 +35,7 @@ _HEADS = ("part", "parameters", "frozen", "parameters here", "gradients here", "
 
 @dataclass(eq=False)
 class Assembly:
-    """A sharded module.
+    """A sharded module, whose parameters refuse from now on what they cannot do.
 
     Attributes:
         module: its parameters are those of the units.
@@ -50,13 +51,13 @@ class Assembly:
     """
 
     module: nn.Module
-    values: Values
     calls: Calls
     tables: Tables
     recipe: Recipe
     grid: Grid
     memory: Memory
     clip: float
+    values: Values = field(init=False)
     optimizer: Following = field(init=False)
     engine: Engine = field(init=False)
     stage_gradients: StageGradients = field(init=False)
@@ -65,6 +66,8 @@ class Assembly:
     frozen: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.values = self.calls.values
+        guard(self.module, self.values, self.tables.shards)
         ops = self._update_kernels()
         self.optimizer = Following(self._trained(), self.recipe, self.grid.comm.bucket, ops)
         self._make_engine(ops)

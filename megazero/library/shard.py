@@ -22,7 +22,7 @@ from megazero.library.assembly import Assembly
 from megazero.library.calls import Calls
 from megazero.library.meeting import meet
 from megazero.library.optimizers import Asked, Groups, recipe_of
-from megazero.library.parameters import ShardedParameter, guard
+from megazero.library.parameters import ShardedParameter
 from megazero.library.parts import Part, Units, fitting, parts_of, submodules
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
@@ -93,11 +93,9 @@ def shard(
     memory = Memory(axes, device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
     give_units(parts, dtype, recipe, memory, grid["world"], initial)
     adopt_buffers(module, grid["world"], device, initial)
-    values = Values(parts, process, world.rank, device)
-    calls = Calls(values)
+    calls = Calls(Values(parts, process, world.rank, device))
     split = split_rows(by_row, rows, grid["world"], calls, dtype)
-    guard(module, values, split.shards)
-    return Sharded(Assembly(module, values, calls, split, recipe, grid, memory, clip), partial(_cast, dtype=dtype))
+    return Sharded(Assembly(module, calls, split, recipe, grid, memory, clip), partial(_cast, dtype=dtype))
 
 
 def _require_trainable(parts: Sequence[Part], *, frozen: bool) -> None:
