@@ -162,7 +162,7 @@ class Checkpoints:
         ended, self._under_way = self._under_way, []
         try:
             agree(self._world, self._device, lambda: [future.result() for future in ended])
-        except UserError:  # nobody writes any more
+        except UserError:  # no rank writes any more
             self._store.abandon(self.saved)
             raise
 

@@ -48,7 +48,7 @@ def allocate(size: int) -> Tensor:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the stand-in for a stream is told; fp64 stands for what is on a GPU."""
+    """Return what the stand-in for a stream hears; fp64 stands for tensors on a GPU."""
     told: list[str] = []
     monkeypatch.setattr(snapshot, "on_device", far)
     monkeypatch.setattr(save, "on_device", far)
