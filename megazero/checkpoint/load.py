@@ -32,11 +32,6 @@ class _Copy:
     dtype: torch.dtype
     disks: PagedHome | None = None
 
-    def verify(self, reader: ShardReader) -> None:
-        """Read the bytes, and leave the tensor as it is."""
-        for _ in reader.read(self.at, self.at + len(self.into) * self.dtype.itemsize):
-            pass
-
     def fill(self, reader: ShardReader) -> None:
         """Read the bytes into the tensor; on disks into one window of it after the other."""
         if self.disks is None:
@@ -57,7 +52,6 @@ def load_tensors(
     holdings: Sequence[ShardState],
     *,
     stop: Callable[[], bool] = lambda: False,
-    fills: bool = True,
 ) -> int:
     """Fill a rank's tensors; return how many bytes were read.
 
@@ -66,14 +60,13 @@ def load_tensors(
             converts to theirs without rounding. Rows that they lack stay as they are.
         holdings: the state to fill, in the kinds that it has; with zeros where the manifest does not have the kind.
         stop: polled while reading; True: give up, the tensors are not needed any more.
-        fills: False: read and verify the same bytes, and leave the tensors as they are.
 
     Raises:
-        UserError: 410, a file is damaged; with `fills` the tensors filled by then must not be used.
+        UserError: 410, a file is damaged; the tensors filled by then must not be used.
         ReadingStoppedError: `stop` was true.
     """
     copies: list[list[_Copy]] = [[] for _ in manifest.files]
-    for holding in holdings if fills else ():  # what a step tried before may have left
+    for holding in holdings:  # what a step tried before may have left
         for kind in holding.tensors.keys() - set(manifest.kinds):
             if holding.disks is None:
                 holding.tensors[kind].zero_()
@@ -85,7 +78,7 @@ def load_tensors(
     needed = [index for index, of_file in enumerate(copies) if of_file]
     for index, reader in opened(folder, manifest, needed, f"reading {folder}", stop):
         for copy in sorted(copies[index], key=lambda copy: copy.at):
-            (copy.fill if fills else copy.verify)(reader)
+            copy.fill(reader)
         read += reader.bytes_read
     for disks in {holding.disks for holding in holdings if holding.disks is not None}:
         disks.settle()  # a fault of a disk is one of loading

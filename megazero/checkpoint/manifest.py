@@ -9,15 +9,19 @@ import hashlib
 import json
 import math
 import os
+import platform
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field, StringConstraints, ValidationError
 
 from megazero.base.errors import UserError
-from megazero.base.reading import MIB, parse_object, read_file
+from megazero.base.reading import MIB, UnexpectedFileError, parse_object, read_file
+from megazero.base.version import __version__
 from megazero.checkpoint.progress import Count, Progress, StepCount, StrictModel
 from megazero.checkpoint.shard import BLOCK, DTYPES, FLOATS, File, damaged, reading
 
@@ -25,7 +29,9 @@ FILE_NAME = "manifest.json"
 FORMAT = "megazero checkpoint 1"
 _STEP = re.compile(r"step_([0-9]{8,10})")
 WEIGHT = "weight"  # the first of the kinds of values: what the optimizer updates; then the state it declares
+SOFTWARE = {"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()}  # that runs here
 _MOST_KINDS = 9
+_PART_BYTES = 256 << 20
 
 Kind = Annotated[str, StringConstraints(pattern="^[a-z][a-z_]{0,31}$")]
 Float = Annotated[str, StringConstraints(pattern="^(F32|F64|BF16|F16)$")]
@@ -123,6 +129,12 @@ class Manifest(StrictModel):
         return _canonical({**content, "digest": _digest(content)}) + b"\n"
 
 
+def with_pieces(tensors: Mapping[str, Logical], parts: Sequence[WrittenShard]) -> dict[str, Logical]:
+    """Return tensors with the pieces of them that all ranks have written."""
+    pieces = {name: [piece for part in parts for piece in part.tensors.get(name, [])] for name in tensors}
+    return {n: t.model_copy(update={"pieces": sorted(pieces[n], key=itemgetter(1))}) for n, t in tensors.items()}
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint's folder, whole and free of contradictions.
 
@@ -132,7 +144,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / FILE_NAME
     with reading(path):
-        raw = read_file(path, _most_bytes(folder), follow=False)
+        # Some 20 bytes for each 2^20 of a shard's, and 100 for each piece of a parameter. The shards' sizes are not
+        # looked up: thousands of ranks would ask at once.
+        most = (8 + 4 * sum(name.startswith("shard_") for name in os.listdir(folder))) * MIB
+        raw = read_file(path, most, follow=False)
     try:
         content = parse_object(raw)
         if content.get("shards"):  # an earlier version had sources that grew
@@ -156,13 +171,12 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _most_bytes(folder: Path) -> int:
-    """Return how large the manifest of a folder may be.
-
-    It has some 20 bytes for each 2^20 of a shard's, and 100 for each piece of a parameter. The shards' sizes are not
-    looked up: thousands of ranks would ask at once.
-    """
-    return (8 + 4 * sum(name.startswith("shard_") for name in os.listdir(folder))) * MIB
+def read_part(path: Path) -> WrittenShard:
+    """Return the content of a rank's part file. Raises OSError: it cannot be read, or another program wrote it."""
+    try:
+        return WrittenShard.model_validate(parse_object(read_file(path, _PART_BYTES, follow=False)))
+    except ValueError as error:
+        raise UnexpectedFileError(f"{path.name} is damaged: {error}", path) from None
 
 
 def _contradictions(manifest: Manifest, folder: Path) -> Iterator[str]:

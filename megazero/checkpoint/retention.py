@@ -10,15 +10,20 @@ from megazero.checkpoint.shard import ReadingStoppedError
 from megazero.checkpoint.store import Store
 
 
-def verify(folder: Path, stop: Callable[[], bool] = lambda: False) -> Manifest:
-    """Read and verify a whole checkpoint; return its manifest.
+def verify(folder: Path, stop: Callable[[], bool] = lambda: False, files: slice = slice(None)) -> Manifest:
+    """Read and verify a whole checkpoint, or some of its files; return its manifest.
+
+    Args:
+        stop: polled while reading; True: give up.
+        files: the numbers of those to read.
 
     Raises:
         UserError: 410, a file in it is damaged.
         ReadingStoppedError: `stop` was true.
     """
     manifest = read_manifest(folder)
-    for index, reader in opened(folder, manifest, range(len(manifest.files)), f"verifying {folder}", stop):
+    chosen = range(len(manifest.files))[files]
+    for index, reader in opened(folder, manifest, chosen, f"verifying {folder}", stop):
         for _ in reader.read(0, manifest.files[index].size):
             pass
     return manifest

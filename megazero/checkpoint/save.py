@@ -9,9 +9,11 @@
     6  retention  older steps go, if a kept one has been read back and verified
 
 Everything but the snapshot's wait is done by one background thread of each rank, whether training goes on meanwhile
-or not. It talks to other ranks through files only, because the ranks' collectives belong to training.
+or not. It talks to other ranks through files only, because the ranks' collectives belong to training: these settle a
+save before the next update, and finish it on all ranks or on none.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,18 +26,19 @@ from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.base.files import announce_file, flush_folder
-from megazero.base.reading import UnexpectedFileError, parse_object, read_file
-from megazero.checkpoint.manifest import WrittenShard, shard_name
+from megazero.checkpoint.manifest import WrittenShard, read_part, shard_name
 from megazero.checkpoint.pieces import Piece, ShardState
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.shard import key_of, plan_shard, write_shard
 from megazero.checkpoint.snapshot import Snapshot, on_device
 from megazero.checkpoint.store import Store
+from megazero.comm.agreement import agree, until_all
+from megazero.comm.collectives import all_gather
+from megazero.comm.grid import Axis
 
 _LOOK = 0.005  # seconds between looks for other ranks' parts, at first
 _SELDOM = 0.25
 _SLOW_DISK = 2e8  # bytes a second
-_PART_BYTES = 256 << 20
 _PATIENCE = 10.0  # seconds for what is under way when a run ends otherwise than it should
 
 
@@ -60,38 +63,43 @@ class _Entry:
             yield read
 
 
-class Saver:
-    """The writer of one rank's part of every checkpoint, which commits it on rank 0.
+class Checkpoints:
+    """The checkpoints of a run, saved on all ranks alike: this rank's part of each, which rank 0 commits.
 
     Args:
         store: the checkpoints of the run.
         holdings: the state that this rank saves, and no other rank does.
-        rank, size: in the world.
-        snapshot: copy first, so that training can go on while the copy is written.
+        world: all ranks.
+        every: steps between checkpoints; None: only on request.
+        background: training goes on while files are written: the state is copied first.
         conclude: on rank 0, called with the step, its progress and all ranks' parts once these are on the disk.
         tidy: on rank 0, called some time after a step has been committed, with a function that says when to stop.
 
     Attributes:
-        took: seconds from the beginning to the commit of the last step that was committed here; before, a guess.
+        saved: the last step that was begun, or that the run went on from in its own folder.
+        seconds: from the beginning to the commit of the last step that was committed here; before, a guess.
     """
 
     def __init__(
         self,
         store: Store,
         holdings: Sequence[ShardState],
+        world: Axis,
+        device: torch.device,
         *,
-        rank: int,
-        size: int,
-        snapshot: bool,
+        every: int | None,
+        background: bool,
         conclude: Callable[[int, Progress, list[WrittenShard]], None] | None,
         tidy: Callable[[Callable[[], bool]], None] | None,
     ):
-        self.store, self._rank, self._size, self._conclude, self._tidy = store, rank, size, conclude, tidy
+        self._store, self._world, self._device, self._conclude, self._tidy = store, world, device, conclude, tidy
+        self._every, self._background = every, background
+        self.saved: int | None = None
         here = [holding for holding in holdings if holding.disks is None]
         sources = [holding.tensors[kind] for holding in here for kind in holding.kinds]
         # What is on a GPU has to be copied to be written at all.
-        snapshot = snapshot or any(on_device(source) for source in sources)
-        self._snapshot = Snapshot(sources) if snapshot else None
+        copies = background or any(on_device(source) for source in sources)
+        self._snapshot = Snapshot(sources) if copies else None
         kept = sources if self._snapshot is None else self._snapshot.copies
         self._entries = list(_entries(holdings, iter(kept)))
         self._on_disks = [holding for holding in holdings if holding.disks is not None and holding.pieces]
@@ -101,31 +109,39 @@ class Saver:
         self._tidying = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidy")
         self._under_way: list[Future[None]] = []  # its own part, then on rank 0 the commit
         self._tidied: list[Future[None]] = []
-        self._began, self.took = 0.0, self.nbytes / _SLOW_DISK
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of this rank's tensors in a checkpoint."""
-        return sum(entry.values.nbytes for entry in self._entries)
+        self._began, self.seconds = 0.0, sum(entry.values.nbytes for entry in self._entries) / _SLOW_DISK
 
     @property
     def copy_bytes(self) -> int:
         """Return the bytes of host memory that snapshots take."""
         return sum(copy.nbytes for copy in self._snapshot.copies) if self._snapshot is not None else 0
 
-    def begin(self, step: int, progress: Progress) -> None:
-        """Start to save the tensors' present values in the background; no other save may be under way.
+    def due(self, done: int) -> bool:
+        """Return whether a checkpoint belongs behind step `done`, counted from 1."""
+        return self._every is not None and done % self._every == 0
 
-        The tensors must not change before `settle` has returned.
+    def save(self, done: int, progress: Progress) -> None:
+        """Save the state behind step `done`, unless that has been saved already. Every rank calls it.
+
+        In the background the tensors must not change before `settle` has returned.
+
+        Raises:
+            UserError: 403, this step, or the one begun before, could not be written; of `conclude`.
+            FailedElsewhere: by another rank.
         """
-        assert not self._under_way, "one at a time"
+        if self.saved == done:
+            return
+        self.finish()
+        self.saved = done
         self._copied.clear()
         if self._snapshot is not None:
             self._snapshot.begin()
         self._began = time.monotonic()
-        self._under_way = [self._thread.submit(self._write, step)]
+        self._under_way = [self._thread.submit(self._write, done)]
         if self._conclude is not None:
-            self._under_way.append(self._thread.submit(self._wait_and_conclude, step, progress))
+            self._under_way.append(self._thread.submit(self._wait_and_conclude, done, progress))
+        if not self._background:
+            self.finish()
 
     def settle(self) -> None:
         """Wait until the tensors may change: the snapshot has been taken, or without one the file is complete."""
@@ -134,54 +150,64 @@ class Saver:
             self._snapshot.join()
 
     @property
-    def busy(self) -> bool:
-        """Return whether a save was begun and not finished."""
-        return bool(self._under_way)
-
-    @property
     def failed(self) -> bool:
-        """Return whether a background save failed; `finish` raises its error."""
+        """Return whether this rank's save has failed; `finish` raises its error."""
         return any(future.done() and future.exception() is not None for future in self._under_way)
 
-    def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the save to end, or for a part of it to fail; return whether it has ended."""
-        return not wait(self._under_way, seconds, FIRST_EXCEPTION).not_done
-
     def finish(self) -> None:
-        """Wait until the save has ended. Raises UserError: 403 or of `conclude`, and the step does not exist."""
+        """Wait until the save that was begun is committed. Every rank calls it; errors as of `save`."""
+        if self.saved is None or not self._under_way:
+            return
+        until_all(self._world, self._device, self._written)
         ended, self._under_way = self._under_way, []
-        for future in ended:
-            future.result()
+        try:
+            agree(self._world, self._device, lambda: [future.result() for future in ended])
+        except UserError:  # no rank writes any more
+            self._store.abandon(self.saved)
+            raise
 
-    def give_up(self) -> None:
-        """Stop waiting for other ranks' parts, because they will not come."""
-        self._give_up.set()
+    def tidy(self, patience: float = math.inf) -> None:
+        """Wait until old steps have been deleted. Every rank calls it, after `finish`.
 
-    def tidied(self, seconds: float) -> bool:
-        """Wait at most `seconds` until `tidy` has returned; return whether it has."""
-        return not wait(self._tidied, seconds).not_done
+        Args:
+            patience: seconds after which the rest of them is left for another job.
+        """
+        end = time.monotonic() + patience
+
+        def ready(seconds: float) -> bool:
+            left = end - time.monotonic()
+            return not wait(self._tidied, max(min(seconds, left), 0.0)).not_done or left <= 0
+
+        until_all(self._world, self._device, ready)
 
     def close(self) -> None:
         """End the background threads. A save that is not committed within _PATIENCE seconds will not be."""
         wait(self._under_way, _PATIENCE)
-        self.give_up()
+        self._give_up.set()
         for thread in (self._thread, self._tidying):
             thread.shutdown(cancel_futures=True)
 
+    def _written(self, seconds: float) -> bool:
+        ended = not wait(self._under_way, seconds, FIRST_EXCEPTION).not_done
+        failed = torch.tensor([self.failed], dtype=torch.int64, device=self._device)
+        if all_gather(failed, self._world, "agree").any():
+            self._give_up.set()  # rank 0 waits for parts that will not come
+        return ended
+
     def _write(self, step: int) -> None:
-        staging = self.store.staging(step)
+        staging = self._store.staging(step)
         try:
             if self._snapshot is not None:
                 self._snapshot.copy_near()
                 if not self._on_disks:  # else the next update waits for the whole file
                     self._copied.set()
                 self._snapshot.arrive()
-            self.store.folder.mkdir(exist_ok=True)  # not the run's own: it may have been moved away
+            self._store.folder.mkdir(exist_ok=True)  # not the run's own: it may have been moved away
             staging.mkdir(exist_ok=True)
             part = self._write_shard(step, staging)
             flush_folder(staging)
             # The first rank may commit as soon as it sees the part: the folder has another name then.
-            announce_file(staging / _part_name(self._rank), part.model_dump_json().encode())
+            announce_file(staging / _part_name(self._world.rank), part.model_dump_json().encode())
         except OSError as error:
             raise self._not_saved(error.strerror, step) from None
         finally:
@@ -191,11 +217,12 @@ class Saver:
         self._require_whole_updates(step)
         keys = [key_of(e.kind, e.piece.name, e.piece.start, e.piece.stop) for e in self._entries]
         tensors = [(key, e.values.dtype, e.values.numel()) for key, e in zip(keys, self._entries, strict=True)]
-        beginning, places = plan_shard(tensors, {"megazero": f"step {step}, rank {self._rank} of {self._size}"})
-        shard = write_shard(staging / shard_name(self._rank), beginning, self._finite_values(step))
+        rank = self._world.rank
+        beginning, places = plan_shard(tensors, {"megazero": f"step {step}, rank {rank} of {self._world.size}"})
+        shard = write_shard(staging / shard_name(rank), beginning, self._finite_values(step))
         rows: dict[Piece, list[int]] = {}
         for entry, place in zip(self._entries, places, strict=True):  # kinds come in their order
-            rows.setdefault(entry.piece, [self._rank, entry.piece.start, entry.piece.stop]).append(place)
+            rows.setdefault(entry.piece, [rank, entry.piece.start, entry.piece.stop]).append(place)
         written: dict[str, list[list[int]]] = {}
         for piece, row in rows.items():
             written.setdefault(piece.name, []).append(row)
@@ -208,7 +235,7 @@ class Saver:
                 if not entry.holding.any_value and not _is_finite(values):
                     what = f"not saved: {entry.kind} of {entry.piece.name} is not finite after the last update"
                     do = "lower optimizer.lr and go on from an earlier one"
-                    raise UserError(302, f"{what}; earlier are intact", do, where=self.store.folder, step=step)
+                    raise UserError(302, f"{what}; earlier are intact", do, where=self._store.folder, step=step)
                 yield values
 
     def _require_whole_updates(self, step: int) -> None:
@@ -220,21 +247,21 @@ class Saver:
                 name, updates = holding.pieces[0].name, " and ".join(map(str, sorted(seen)))
                 what = f"not saved: on disks parts of {name} and its moments have seen {updates} updates"
                 do = "go on from an earlier one, which is intact"
-                raise UserError(608, what, do, where=self.store.folder, step=step)
+                raise UserError(608, what, do, where=self._store.folder, step=step)
 
     def _not_saved(self, why: str | None, step: int) -> UserError:
         code, what = 403, f"checkpoint not saved: {why}; earlier ones are intact"
-        if not self.store.folder.parent.is_dir():
+        if not self._store.folder.parent.is_dir():
             code, what = 423, "checkpoint not saved: the run's folder was deleted or moved while it trained"
         do = "mend that, and run again with checkpoint.resume=auto"
-        return UserError(code, what, do, where=self.store.folder, step=step)
+        return UserError(code, what, do, where=self._store.folder, step=step)
 
     def _wait_and_conclude(self, step: int, progress: Progress) -> None:
         assert self._conclude is not None, "rank 0"
-        staging = self.store.staging(step)
+        staging = self._store.staging(step)
         parts, pause = [], _LOOK
         try:
-            for rank in range(self._size):
+            for rank in range(self._world.size):
                 path = staging / _part_name(rank)
                 while not path.exists():
                     if self._give_up.wait(pause):
@@ -243,19 +270,11 @@ class Saver:
                 parts.append(read_part(path))
                 path.unlink()
             self._conclude(step, progress, parts)
-            self.took = time.monotonic() - self._began
+            self.seconds = time.monotonic() - self._began
             if self._tidy is not None:
                 self._tidied = [self._tidying.submit(self._tidy, self._give_up.is_set)]
         except OSError as error:
             raise self._not_saved(error.strerror, step) from None
-
-
-def read_part(path: Path) -> WrittenShard:
-    """Return the content of a rank's part file. Raises OSError: it cannot be read, or another program wrote it."""
-    try:
-        return WrittenShard.model_validate(parse_object(read_file(path, _PART_BYTES, follow=False)))
-    except ValueError as error:
-        raise UnexpectedFileError(f"{path.name} is damaged: {error}", path) from None
 
 
 def _entries(holdings: Sequence[ShardState], buffers: Iterator[Tensor]) -> Iterator[_Entry]:

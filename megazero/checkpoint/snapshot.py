@@ -4,7 +4,7 @@ What is on a GPU is copied on a stream of its own, which the update waits for an
 is copied by the saver's thread. The memory of the copies is allocated once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from megazero.comm.streams import SideStream
 
 
 def on_device(x: Tensor) -> bool:
+    """Return whether a tensor is in the memory of a GPU."""
     return x.is_cuda
 
 
@@ -22,28 +23,18 @@ class Snapshot:
 
     Args:
         sources: the tensors.
-        far: whether a tensor is in the memory of a GPU.
-        allocate: returns bytes of host memory to which a GPU copies by itself.
-        stream: makes a stream beside the current one of a device.
 
     Attributes:
         copies: of the sources, in their order; all there once `arrive` has returned.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Tensor],
-        *,
-        far: Callable[[Tensor], bool] = on_device,
-        allocate: Callable[[int], Tensor] = pinned_bytes,
-        stream: Callable[[torch.device], SideStream] = SideStream,
-    ):
+    def __init__(self, sources: Sequence[Tensor]):
         self.copies = [
-            allocate(x.nbytes).view(x.dtype).view(x.shape) if far(x) else torch.empty_like(x) for x in sources
+            pinned_bytes(x.nbytes).view(x.dtype).view(x.shape) if on_device(x) else torch.empty_like(x) for x in sources
         ]
         pairs = list(zip(sources, self.copies, strict=True))
-        self._far, self._near = ([pair for pair in pairs if far(pair[0]) == there] for there in (True, False))
-        self._stream = stream(self._far[0][0].device) if self._far else None
+        self._far, self._near = ([pair for pair in pairs if on_device(pair[0]) == there] for there in (True, False))
+        self._stream = SideStream(self._far[0][0].device) if self._far else None
         self._begun = False
 
     def begin(self) -> None:

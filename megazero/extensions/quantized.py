@@ -81,6 +81,7 @@ class QuantizedGathering(Gathering):
         return whole
 
 
+@dataclass(eq=False)
 class QuantizedSumming(Summing):
     """Sum one unit's gradients, sent as codes.
 
@@ -94,28 +95,21 @@ class QuantizedSumming(Summing):
         carry: the factor of the residuals of the step before, 0-dim; of all units.
     """
 
+    bits: int
+    ops: Operations
+    pool: Pool
+    axis: Axis
+    hops: tuple[Axis, Axis] | None = None
+    residuals: Tensor | None = None
+    carry: Tensor | None = None
     rounds = True
-
-    def __init__(
-        self,
-        bits: int,
-        ops: Operations,
-        pool: Pool,
-        axis: Axis,
-        hops: tuple[Axis, Axis] | None = None,
-        residuals: Tensor | None = None,
-        carry: Tensor | None = None,
-    ):
-        super().__init__(None)
-        self.bits, self.ops, self.hops, self.residuals = bits, ops, hops, residuals
-        self._pool, self._axis, self._carry = pool, axis, carry
 
     def start(self, partial: FlatBuffer, own: FlatBuffer, *, accumulate: bool) -> Pending:
         """Start the sum; `partial` must not be touched until the end. `own` may be a part of it."""
         begins, outs = not accumulate, [own.values]
         if self.hops is None:
-            parts = [[part] for part in partial.values.chunk(self._axis.size)]
-            return self._start_exchange(parts, outs, self._axis, 0, adds=accumulate, begins=begins)
+            parts = [[part] for part in partial.values.chunk(self.axis.size)]
+            return self._start_exchange(parts, outs, self.axis, 0, adds=accumulate, begins=begins)
         near, far = self.hops  # of which `near` has the neighbours; the second hop begins in `wait`
         of_places = partial.values.view(far.size, near.size, len(own)).unbind(1)
         parts = [list(of_place) for of_place in of_places]
@@ -146,7 +140,7 @@ class QuantizedSumming(Summing):
             begins: it is the first reduction of a step.
         """
         each = quantized_bytes(len(outs[0]), self.bits)
-        sent, received = (self._pool.take(axis.size * len(outs) * each) for _ in range(2))
+        sent, received = (self.pool.take(axis.size * len(outs) * each) for _ in range(2))
         coded, came = (codes.view(axis.size, len(outs), each) for codes in (sent, received))
         others = [(rank, k) for rank in range(axis.size) if rank != axis.rank for k in range(len(outs))]
         for number, (rank, k) in enumerate(others, first):
@@ -161,8 +155,8 @@ class QuantizedSumming(Summing):
                     out.copy_(own)
             for rank, k in others:
                 self.ops.dequantize_(outs[k], came[rank, k], self.bits, True)
-            self._pool.give(sent)
-            self._pool.give(received)
+            self.pool.give(sent)
+            self.pool.give(received)
             return outs[0]
 
         return pending.then(land)
@@ -177,9 +171,9 @@ class QuantizedSumming(Summing):
         if self.residuals is None:
             self.ops.quantize_(codes, x, self.bits)
             return
-        assert self._carry is not None
+        assert self.carry is not None
         residual = self.residuals[number]
-        x.addcmul_(residual, self._carry) if first else x.add_(residual)
+        x.addcmul_(residual, self.carry) if first else x.add_(residual)
         self.ops.quantize_(codes, x, self.bits)
         self.ops.dequantize_(residual, codes, self.bits, False)
         torch.sub(x, residual, out=residual).nan_to_num_(0.0, 0.0, 0.0)

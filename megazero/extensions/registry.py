@@ -47,18 +47,11 @@ def extensions_of(
     }
     if absent := [option for option, asks in asked.items() if asks and option not in EXTENSIONS]:
         raise UserError(104, f"{absent[0]}: this copy of megazero has no such extension", "leave the option out")
-    axes = _near_and_far(grid)  # once: an axis may have memory for its messages
-    made = (make(config, grid, axes, ops, precision, device) for make in EXTENSIONS.values())
-    return [extension for extension in made if extension is not None]
-
-
-def _near_and_far(grid: Grid) -> tuple[Axis, Axis]:
-    """Return the axis of this rank's neighbours, and the one of the ranks with its place among other neighbours.
-
-    Neighbours talk through memory only where all data ranks do: else a rank that waits for a socket of the one axis
-    could be waited for by one that waits for memory of the other.
-    """
     near, memory = grid["shard"], grid.comm.shared_memory
+    # Neighbours talk through memory only where all data ranks do: else a rank that waits for a socket of the one axis
+    # could be waited for by one that waits for memory of the other.
     if memory is not None and not memory.reached.issuperset(grid["data"].ranks):
         near = replace(near, comm=replace(near.comm, shared_memory=None))
-    return near, grid["replica"]
+    axes = near, grid["replica"]  # made once: an axis may have memory for its messages
+    made = (make(config, grid, axes, ops, precision, device) for make in EXTENSIONS.values())
+    return [extension for extension in made if extension is not None]

@@ -10,6 +10,7 @@ values of its forward. (Wang et al. 2023, ZeRO++, arXiv 2306.10209, section 3.2;
 
 from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,14 +63,14 @@ class SecondShard(Gathering):
         return message[shard_slice(len(message), Placement.SHARD, self._near)].view(torch.uint8)
 
 
+@dataclass(eq=False)
 class SecondShards(Extension):
     """Give each sharded unit a second shard among neighbours."""
 
-    def __init__(self, near: Axis):
-        self._near = near
+    near: Axis
 
     def gathering(self, plain: Gathering, numel: int, axes: UnitAxes, device: torch.device) -> Gathering:
-        return SecondShard(plain, numel, self._near, device)
+        return SecondShard(plain, numel, self.near, device)
 
 
 def second_shards(

@@ -9,6 +9,8 @@ one part in addition to its own shards, and ranks need not draw the same random 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +19,86 @@ from megazero.base.errors import UserError
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
+from megazero.comm.ledger import Ledger
+from megazero.comm.pool import Pool
+from megazero.kernels.operations import Operations
+from megazero.kernels.select import choose
+from megazero.library.optimizers import Recipe
 from megazero.library.parts import Member, Part, Place, buffers_of
+from megazero.zero.layout import Entry, UnitLayout, lay_out
+from megazero.zero.offload import Offload
+from megazero.zero.placement import Precision, UnitAxes
+from megazero.zero.resting import Resources
 from megazero.zero.unit import Unit
 
 Initial = Callable[[str, Tensor], object]
 Shapes = Mapping[Place, torch.Size]  # of every parameter of the module
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of units: over which ranks and where they rest, their buffers, the kernels that compute on them."""
+
+    axes: UnitAxes
+    device: torch.device
+    ledger: Ledger
+    offload: Offload
+    kernels: str
+    _pools: dict[torch.dtype, Pool] = field(default_factory=dict)
+
+    def ops(self, dtype: torch.dtype, *, updates: bool = False) -> Operations:
+        """Return the kernels next to parameters of a dtype; those of an update are where the update is."""
+        on_host = updates and self.offload.optimizer is not None
+        return choose(self.kernels, torch.device("cpu") if on_host else self.device, dtype)
+
+    def pool(self, dtype: torch.dtype) -> Pool:
+        """Return the buffers of all units for whole parameters, and whole gradients, of a dtype."""
+        return self._pools.setdefault(dtype, Pool(dtype, self.device, self.ledger, "pool"))
+
+    def unit(self, layout: UnitLayout, dtype: torch.dtype, *, trained: bool) -> Unit:
+        """Return a unit of zeros."""
+        narrow = dtype in (torch.bfloat16, torch.float16)
+        precision = Precision(dtype, torch.float32 if narrow else dtype)
+        resources = Resources(
+            precision,
+            self.device,
+            self.pool(dtype),
+            self.pool(precision.gradients),
+            offload=self.offload,
+            ops=self.ops(dtype if dtype.is_floating_point else torch.float32),
+        )
+        return Unit(layout, self.axes, resources, trainable=trained)
+
+
+def give_units(
+    parts: Sequence[Part],
+    dtype: torch.dtype | None,
+    recipe: Recipe,
+    memory: Memory,
+    world: Axis,
+    initial: Initial | None,
+) -> None:
+    """Give the parameters of every part units, and the values that rank 0 has.
+
+    No rank ever holds more than its shards and one part.
+    """
+    shapes = {place: m.parameter.shape for part in parts for m in part.members for place in m.places}
+    for part in parts:
+        kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}  # each becomes a unit
+        for member in part.members:
+            own, trained = member.parameter.dtype, member.parameter.requires_grad
+            own = dtype if dtype is not None and own.is_floating_point else own
+            kinds.setdefault((own, trained), []).append(member)
+        agree(world, memory.device, partial(make_values, part, world, memory.device, initial, shapes))
+        for (own, trained), members in kinds.items():
+            words = [str(own).removeprefix("torch.")] * (len({one for one, _ in kinds}) > 1) + ["frozen"] * (
+                not trained
+            )
+            name = f"{part.name} ({', '.join(words)})" if words else part.name
+            entries = [Entry(m.name, tuple(m.parameter.shape), recipe.group(m.name), split=True) for m in members]
+            adopt(memory.unit(lay_out(name, entries), own, trained=trained), members, world)
+        part.members = [member for members in kinds.values() for member in members]
+        part.find_units()
 
 
 def make_values(part: Part, world: Axis, device: torch.device, initial: Initial | None, shapes: Shapes) -> None:

@@ -1,70 +1,41 @@
-"""Hold all that a sharded module is made of, and the engine that trains it; train later what was frozen at first."""
+"""Hold all that a sharded module is made of, and the engine that trains it; run the backwards of its steps.
 
-from collections.abc import Sequence
+A backward is of one module, or of several that are in one graph. Parameters that were frozen at first may be trained
+later.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megazero.base.errors import UserError
+from megazero.base.terminal import in_columns
 from megazero.comm.grid import Axis, Grid
-from megazero.comm.ledger import Ledger
-from megazero.comm.pool import Pool
+from megazero.comm.pool import same_place
 from megazero.kernels.operations import Operations
-from megazero.kernels.select import choose
+from megazero.library.adopt import Memory
 from megazero.library.calls import Calls
-from megazero.library.following import Following
-from megazero.library.lockstep import meet
-from megazero.library.optimizers import Recipe
+from megazero.library.optimizers import Following, Recipe
+from megazero.library.parameters import guard
 from megazero.library.parts import Part
 from megazero.library.shown import watch
 from megazero.library.tables import Tables
-from megazero.library.values import Values
+from megazero.library.values import Values, in_lockstep
 from megazero.zero.engine import Engine
-from megazero.zero.layout import UnitLayout
-from megazero.zero.offload import Offload
-from megazero.zero.placement import STAGES, Precision, UnitAxes
-from megazero.zero.resting import Resources
+from megazero.zero.placement import STAGES
+from megazero.zero.stage import StageGradients
 from megazero.zero.unit import Unit
 
-
-@dataclass(frozen=True)
-class Memory:
-    """The memory of units: over which ranks and where they rest, their buffers, the kernels that compute on them."""
-
-    axes: UnitAxes
-    device: torch.device
-    ledger: Ledger
-    offload: Offload
-    kernels: str
-    _pools: dict[torch.dtype, Pool] = field(default_factory=dict)
-
-    def ops(self, dtype: torch.dtype, *, updates: bool = False) -> Operations:
-        """Return the kernels next to parameters of a dtype; those of an update are where the update is."""
-        on_host = updates and self.offload.optimizer is not None
-        return choose(self.kernels, torch.device("cpu") if on_host else self.device, dtype)
-
-    def pool(self, dtype: torch.dtype) -> Pool:
-        """Return the buffers of all units for whole parameters, and whole gradients, of a dtype."""
-        return self._pools.setdefault(dtype, Pool(dtype, self.device, self.ledger, "pool"))
-
-    def unit(self, layout: UnitLayout, dtype: torch.dtype, *, trained: bool) -> Unit:
-        """Return a unit of zeros."""
-        narrow = dtype in (torch.bfloat16, torch.float16)
-        precision = Precision(dtype, torch.float32 if narrow else dtype)
-        resources = Resources(
-            precision,
-            self.device,
-            self.pool(dtype),
-            self.pool(precision.gradients),
-            offload=self.offload,
-            ops=self.ops(dtype if dtype.is_floating_point else torch.float32),
-        )
-        return Unit(layout, self.axes, resources, trainable=trained)
+_HEADS = ("part", "parameters", "frozen", "parameters here", "gradients here", "optimizer here")
 
 
 @dataclass(eq=False)
 class Assembly:
-    """A sharded module.
+    """A sharded module, whose parameters refuse from now on what they cannot do.
 
     Attributes:
         module: its parameters are those of the units.
@@ -73,23 +44,33 @@ class Assembly:
         clip: the largest global gradient norm let through; 0: no clipping.
         optimizer: over the units that are trained.
         engine: over these units, in the order of the module.
+        stage_gradients: the gradients of these units.
+        trains: the module has something to train.
+        backwards: of this step so far.
+        frozen: the trained parameters that were frozen in all of them, by name.
     """
 
     module: nn.Module
-    values: Values
     calls: Calls
     tables: Tables
     recipe: Recipe
     grid: Grid
     memory: Memory
     clip: float
+    values: Values = field(init=False)
     optimizer: Following = field(init=False)
     engine: Engine = field(init=False)
+    stage_gradients: StageGradients = field(init=False)
+    trains: bool = field(init=False)
+    backwards: int = field(init=False)
+    frozen: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        bucket, ops = self.grid.comm.bucket, self._update_kernels()
-        self.optimizer = Following(self._trained(), lambda unit: self.recipe.make(unit, bucket, ops), self.recipe.state)
-        self.engine = self._engine()
+        self.values = self.calls.values
+        guard(self.module, self.values, self.tables.shards)
+        ops = self._update_kernels()
+        self.optimizer = Following(self._trained(), self.recipe, self.grid.comm.bucket, ops)
+        self._make_engine(ops)
 
     def _trained(self) -> list[Unit]:
         return [unit for unit in self.values.units if unit.trainable]
@@ -100,10 +81,10 @@ class Assembly:
         narrow = next((unit.resting.updated.values.dtype for unit in units), torch.float32)
         return self.memory.ops(torch.float64 if wide else narrow, updates=True)
 
-    def _engine(self) -> Engine:
+    def _make_engine(self, ops: Operations) -> None:
         units = self._trained()
         names = [unit.layout.name for unit in units]
-        return Engine(
+        self.engine = Engine(
             [names],
             units,
             names,
@@ -112,25 +93,43 @@ class Assembly:
             tokens_per_step=1,
             grid=self.grid,
             scaling=any(unit.resting.parameters.values.dtype == torch.float16 for unit in units),
-            ops=self._update_kernels(),
+            ops=ops,
             offload=self.memory.offload,
             halts=False,
             gather=self.values.gather,
         )
+        (self.stage_gradients,) = self.engine.stages
+        self.trains = bool(units or self.tables.trained)
+        self._shards_gradients = any(not unit.gradients.rest_whole for unit in units)
+        self._all_summed = False
+        self.begin_step()
 
     def thaw(self, updates: int) -> None:
         """Train from now on the parameters that were frozen and are not frozen any more.
 
         Args:
             updates: the number of updates that have been done.
+
+        Raises:
+            UserError: 502, a step is under way, the module has no optimizer, or a parameter cannot be trained.
         """
+        if self.backwards:
+            self.refuse_thawed()
+        thawed = [member for part in self.parts for member in part.thawed]
+        if not self.trains:
+            what = f"{thawed[0].name} requires a gradient, and the module was sharded without an optimizer"
+            raise UserError(502, what, "keep it frozen")
+        if odd := next((member for member in thawed if not member.parameter.is_floating_point()), None):
+            what = f"{odd.name} requires a gradient, and only parameters of floating point are trained"
+            raise UserError(502, what, "keep it frozen")
         self.values.release_all()
         for part in self.parts:
             for unit in dict.fromkeys(member.unit for member in part.thawed):
                 self.optimizer.add(self._thawed(part, unit), updates)
-        before, self.engine = self.engine, self._engine()
-        if before.loss_scale.dynamic:
-            self.engine.loss_scale = before.loss_scale
+        before = self.engine.loss_scale
+        self._make_engine(self._update_kernels())
+        if before.dynamic:
+            self.engine.loss_scale = before
         self.values.begin_epoch()  # a graph of before would gather a unit that is gone
 
     def _thawed(self, part: Part, unit: Unit) -> Unit:
@@ -149,9 +148,107 @@ class Assembly:
         watch(part, new, self.calls.stray)
         return new
 
-    def meet(self, meeting: str) -> None:
-        """Wait until all ranks have come to one of the calls in `lockstep.MEETINGS`. Raises UserError 502, 507."""
-        meet(self.values, self.memory.axes, meeting)
+    def begin_step(self) -> None:
+        """Begin a step: there is no gradient yet."""
+        self.engine.begin_step()
+        self.backwards, self._reduced, self._failed = 0, False, False
+        self.frozen = set()
+
+    def begin(self, loss: Tensor, *, last: bool) -> Tensor:
+        """Prepare for the gradients of a loss; return the scaled loss."""
+        sends = last or self._shards_gradients
+        if sends:
+            self.meet("backward")
+        else:
+            self.values.require_unchanged()
+        self.refuse_thawed()
+        if self._failed:
+            self.forget()
+        if self.backwards:
+            self.stage_gradients.finish_reduction()
+            if self._all_summed and not self._shards_gradients:
+                for unit in self.engine.units:
+                    unit.gradients.keep_own()
+                self.stage_gradients.clear()  # the next reduction includes the last one
+        self._all_summed, self._reduced, self._failed = last, sends, True
+        parts = self.parts
+        now = {member.name for part in parts for member in part.trained}
+        now -= {member.name for part in parts for member in part.live}
+        self.frozen = self.frozen & now if self.backwards else now
+        self.backwards += 1
+        first = torch.full((), float(self.backwards == 1), device=self.engine.loss_scale.scale.device)
+        return self.engine.loss(loss, first)
+
+    def run(self, begin: Callable[[], None], *, factor: Tensor | None) -> None:
+        """Run autograd, `begin`, while gradients are taken.
+
+        Args:
+            factor: what they are multiplied by (`Calls`).
+        """
+        with self.calls.backward(factor):
+            self.stage_gradients.backward(0, begin, reduce=self._reduced, last=False)
+        self._failed = False
+
+    def require_whole(self) -> None:
+        """Refuse a step without gradients, or with some that have not been summed. Raises UserError 503, 510."""
+        if not self.trains:
+            raise UserError(510, "the module was sharded without an optimizer", "give shard one", where="step")
+        if self._failed:
+            raise UserError(503, "the last backward failed", "run the step's forward and backward again", where="step")
+        self.require_backward("step", summed=self._all_summed)
+
+    def refuse_thawed(self) -> None:
+        """Refuse parameters that were unfrozen since the step's first forward. Raises UserError 502."""
+        if thawed := [member.name for part in self.parts for member in part.thawed]:
+            what = f"{thawed[0]} was unfrozen between a forward and its step"
+            raise UserError(502, what, "call requires_grad_(True) after the step, and then the module")
+
+    def require_backward(self, call: str, *, summed: bool | None = None) -> None:
+        """Refuse a look at gradients that are not there, or have not been summed. Raises UserError 503."""
+        if not self.backwards:
+            raise UserError(503, f"{call} without a backward", "call sharded.backward(loss) before", where=call)
+        if not (self._reduced if summed is None else summed):
+            do = "give the last one last=True, which reduces gradients"
+            raise UserError(503, "the last backward of the step had last=False", do, where=call)
+
+    def forget(self) -> None:
+        """Forget the gradients of this step, and wait for reductions under way."""
+        self.stage_gradients.finish_reduction()
+        for unit in self.engine.units:
+            unit.gradients.drop()
+        for group in self.tables.groups:
+            group.forget()
+        self.values.release_all()
+        self.begin_step()
+
+    def describe(self) -> str:
+        """Return a table: of each part its parameters, and the bytes of them that rest on this rank, by kind."""
+        axes = self.memory.axes
+        groups = f", {axes.replica.size} times" if axes.replica.size > 1 else ""
+        title = f"ZeRO stage {self.stage} over {axes.shard.size} ranks{groups}; bytes of one rank"
+        rows = [(name, *(f"{count:,}" for count in counts)) for name, counts in self._resting()]
+        return "\n".join([title, *in_columns([_HEADS, *rows])])
+
+    def _resting(self) -> Iterator[tuple[str, list[int]]]:
+        for part in self.parts:
+            counts = [0] * 5
+            for unit in part.units:
+                counts[not unit.trainable] += sum(i.stop - i.start for i in unit.layout.intervals)
+                counts[2] += unit.resting.parameters.values.nbytes
+                if unit.trainable:
+                    own = not same_place(unit.masters, unit.resting.own_parameters.values)
+                    counts[3] += unit.resting.gradients.values.nbytes
+                    counts[4] += (len(self.optimizer.STATE) + own) * unit.masters.nbytes
+            if part.units:
+                yield part.name, counts
+        for table in self.tables.shards:
+            counts = [0, 0, table.values.nbytes, 0, sum(state.nbytes for state in table.state.values())]
+            counts[not table.state] = math.prod(table.shape)
+            yield f"{table.name} (rows)", counts
+
+    def meet(self, call: str) -> None:
+        """Wait until all ranks have come to a call, one of `values.CALLS`. Raises UserError 502, 507."""
+        self.values.meet(self.memory.axes, call)
 
     @property
     def world(self) -> Axis:
@@ -167,3 +264,35 @@ class Assembly:
     def parts(self) -> Sequence[Part]:
         """Return the parts of the module, the root first."""
         return self.values.parts
+
+
+def run_backward(loss: Tensor, modules: Sequence[Assembly], *, last: bool) -> None:
+    """Compute the gradients of a loss for some modules, and reduce them; see `sharded.backward`.
+
+    The modules reduce one after the other, the last one first, whatever the order in which their gradients come.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        got += " without a graph" if isinstance(loss, Tensor) and not loss.requires_grad else ""
+        what = f"expected one number that depends on parameters, got {got}"
+        raise UserError(505, what, "give the mean of the losses, outside of torch.no_grad()", where="backward")
+    if not modules or not all(module.trains for module in modules):
+        what = "a module that was sharded without an optimizer" if modules else "without a module"
+        raise UserError(510, f"backward {what}", "name the modules that are trained", where="backward")
+    first = modules[0]
+    with in_lockstep(first.values.rank), first.values.process.backward():
+        total, *_ = [module.begin(loss, last=last) for module in modules]
+        scales = [module.engine.loss_scale for module in modules]
+        factors: Sequence[Tensor | None] = [None] * len(modules)
+        if len(modules) > 1 and any(scale.dynamic for scale in scales):
+            smallest = torch.stack([scale.scale for scale in scales if scale.dynamic]).amin()
+            total = loss * smallest
+            factors = [scale.scale / smallest for scale in scales]
+        assert total.grad_fn is not None, "the loss has a graph"
+        begin = total.backward
+        follows = None
+        for module, factor in zip(reversed(modules), reversed(factors), strict=True):
+            module.stage_gradients.reduction.follows, follows = follows, module.stage_gradients.reduction
+            total.grad_fn.register_prehook(module.calls.begin_backward)
+            begin = partial(module.run, begin, factor=factor)
+        begin()

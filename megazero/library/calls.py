@@ -10,7 +10,7 @@ backward runs once, when the gradients of all uses of all of them in that call h
 parameters used once, several times or not at all, whatever the module does inside. They are written into the units'
 buffers then, and a unit whose calls have all had their gradients can be reduced. `.grad` stays empty.
 
-What autograd saves of a sharded unit's parameters is looked up again in backward (`saved.py`). A part is gathered when
+What autograd saves of a sharded unit's parameters is looked up again in backward (`shown.py`). A part is gathered when
 the gradient of one of its outputs arrives: what is checkpointed inside of it runs again then, and finds the parameters
 themselves, which have the gathered values. Only an embedding needs nothing of itself in backward.
 
@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from megazero.base.errors import UserError
 from megazero.library.parts import Member, Part
-from megazero.library.saved import saving
-from megazero.library.shown import Forward, hide, prepare, put, tensors_in
+from megazero.library.shown import Forward, hide, prepare, put, saving, tensors_in
 from megazero.library.values import Values
 from megazero.zero.saved import before_backward
 from megazero.zero.unit import Unit

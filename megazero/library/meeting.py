@@ -69,9 +69,8 @@ def meet(timeout: timedelta) -> tuple[World, CommContext, Process]:
         if world.size > 1 and dist.is_initialized():
             do = "leave init_process_group out: megazero.shard meets the other ranks itself"
             raise UserError(510, "torch.distributed is initialised already", do)
-        here.comm = connect(
-            here.place, timeout=timeout, fingerprint=f"megazero {__version__}, torch {torch.__version__}"
-        )
+        fingerprint = f"megazero {__version__}, torch {torch.__version__}"
+        here.comm = connect(here.place, timeout=timeout, fingerprint=fingerprint)
     held = here.comm.ledger.bytes.get("staging")
     comm = replace(here.comm, ledger=Ledger())
     if held is not None:
@@ -126,16 +125,13 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
 def _answer(found: object, file: IO[bytes]) -> None:
     """Write what rank 0 returns into a file. Raises UserError 510: it cannot be pickled."""
     try:
-        pickle.dump(tree_map_only(Tensor, _apart, found), file)
+        # Copies: pickle would write all of the memory that a view is of.
+        copies = tree_map_only(Tensor, lambda x: x.detach().cpu().clone(memory_format=torch.contiguous_format), found)
+        pickle.dump(copies, file)
     except Exception as error:  # whatever a class of the user's raises
         do = "return numbers, text, tensors, lists and dictionaries"
         raise UserError(510, f"rank 0 returned a {type(found).__name__}: {error}", do, where="launch") from None
     file.flush()
-
-
-def _apart(x: Tensor) -> Tensor:
-    """Return a copy in the host's memory: pickle would write all of the memory that a view is of."""
-    return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _keep(error: BaseException, rank: int, file: IO[bytes]) -> None:

@@ -141,18 +141,14 @@ def parts_of(module: nn.Module, units: Units | None, without: Container[str] = (
     names = {_reader(name, modules) for name in names} - {""}
     parts = {"": Part(ROOT, module)} | {name: Part(name, modules[name]) for name in modules if name in names}
     members: dict[nn.Parameter, tuple[str, list[Place], set[str]]] = {}
-    for owner_name, owner in module.named_modules(remove_duplicate=False):  # one that several parts share is in all
-        home = _home(owner_name, parts)
-        if owner_name in without:
-            continue
-        for attribute, parameter in owner._parameters.items():
-            if parameter is None:
-                continue
-            name = f"{owner_name}.{attribute}".lstrip(".")
+    for name, parameter in module.named_parameters(remove_duplicate=False):  # a shared one at each of its places
+        owner_name, _, attribute = name.rpartition(".")
+        if owner_name not in without:
             _, places, homes = members.setdefault(parameter, (name, [], set()))
-            if Place(owner, attribute) not in places:
-                places.append(Place(owner, attribute))
-            homes.add(home)
+            place = Place(module.get_submodule(owner_name), attribute)
+            if place not in places:
+                places.append(place)
+            homes.add(_home(owner_name, parts))
     for parameter, (name, places, homes) in members.items():
         home = homes.pop() if len(homes) == 1 else ""
         parts[home].members.append(Member(name, parameter, tuple(places)))
@@ -183,19 +179,16 @@ def _repeated(module: nn.Module) -> set[str]:
     def visit(name: str, here: nn.Module) -> None:
         children = [(f"{name}.{child}".lstrip("."), below) for child, below in here.named_children()]
         container = isinstance(here, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        classes = [type(below) for _, below in children if _has_parameters(below)]
+        blocks = [below for _, below in children if container and next(below.parameters(), None) is not None]
+        classes = [type(below) for below in blocks]
         for child, below in children:
-            if container and _has_parameters(below) and classes.count(type(below)) > 1:
+            if below in blocks and classes.count(type(below)) > 1:
                 found.add(child)
             else:
                 visit(child, below)
 
     visit("", module)
     return found
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def submodules(module: nn.Module, units: Units, what: str) -> set[str]:

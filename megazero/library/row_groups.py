@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,12 +112,8 @@ class RowShard:
         return whole
 
 
-class FoundRows(NamedTuple):
-    """Rows that a look-up in one table found: distinct ones, their values [n, D], and of each id the place there."""
-
-    rows: Tensor
-    values: Tensor
-    places: Tensor
+# Rows that a look-up in one table found: distinct ones, their values [n, D], and of each id the place there.
+Found = tuple[Tensor, Tensor, Tensor]
 
 
 class RowGroup:
@@ -151,7 +147,7 @@ class RowGroup:
         self._begins = torch.tensor([of_rank[:-1] for of_rank in begins], device=device)  # [rank, table]
         self._keys = self._wholes.cumsum(0) - self._wholes  # the key of each table's row 0
         self._arrived: list[tuple[Tensor, Tensor]] = []  # places of rows, and the gradients that have come for them
-        self._fetched: dict[int, tuple[Tensor, FoundRows]] = {}
+        self._fetched: dict[int, tuple[Tensor, Found]] = {}
 
     def fetch(self, asked: Mapping[int, Tensor]) -> None:
         """Look up in several tables at once; `look_up` with the same ids returns what was found. Every rank calls it.
@@ -161,31 +157,31 @@ class RowGroup:
         """
         self._fetched.clear()
         for live in (True, False):  # gradients come for all tables of a look-up, or for none
-            if order := [table for table in sorted(asked) if self._is_live(table) is live]:
-                found = self._look_up(order, [asked[table].reshape(-1) for table in order])
-                self._fetched |= {table: (asked[table], one) for table, one in zip(order, found, strict=True)}
+            if of_these := {table: asked[table] for table in sorted(asked) if self._is_live(table) is live}:
+                self._look_up(of_these)
 
-    def look_up(self, table: int, ids: Tensor) -> FoundRows:
+    def look_up(self, table: int, ids: Tensor) -> Found:
         """Look up in one table. Every rank calls it, unless what it asks for was fetched.
 
         Raises:
             UserError: as `fetch`; 511, other ids were fetched.
         """
         if table not in self._fetched:
-            return self._look_up([table], [ids.reshape(-1)])[0]
+            self._look_up({table: ids})
         fetched, found = self._fetched.pop(table)
         if not (fetched is ids or torch.equal(fetched, ids)):
             what = f"{self.tables[table].name}: looks up other ids than prefetch_rows got"
             raise UserError(511, what, "give prefetch_rows the ids of the forward that follows")
         return found
 
-    def _look_up(self, tables: list[int], ids: Sequence[Tensor]) -> list[FoundRows]:
-        """Return what is found in tables of ascending number.
+    def _look_up(self, asked: Mapping[int, Tensor]) -> None:
+        """Look up in tables of ascending number.
 
         A row's key is its number among the rows of all tables, so the distinct keys are sorted by table; to be sent
         they are sorted by owner.
         """
-        device, world = self.rows.device, self._world
+        device, world, tables = self.rows.device, self._world, list(asked)
+        ids = [of_table.reshape(-1) for of_table in asked.values()]
         lengths = torch.tensor([len(one) for one in ids], device=device)
         of_id = torch.tensor(tables, device=device).repeat_interleave(lengths)
         wanted = torch.cat([one.long() for one in ids])
@@ -212,14 +208,15 @@ class RowGroup:
             if names != said[0][-1]:
                 raise UserError(507, f"it looks up in other tables than rank 0 in {asks}", rank=rank)
         counts = [of_rank[: world.size] for of_rank in said]
-        asked = exchange_rows(here[by_owner], counts, world, "row ids")
+        sought = exchange_rows(here[by_owner], counts, world, "row ids")
         self._calls.follow()
         wants = torch.is_grad_enabled() and self._is_live(tables[0])
         anchor = torch.zeros((), requires_grad=True, device=device) if wants else None
-        values = _LookUp.apply(self, asked, by_owner, each, counts, anchor)
-        wholes = zip(rows.split(each), values, places.split([len(one) for one in ids]), strict=True)
-        firsts = accumulate(each, initial=0)
-        return [FoundRows(own, one, at - first) for (own, one, at), first in zip(wholes, firsts, strict=False)]
+        values = _LookUp.apply(self, sought, by_owner, each, counts, anchor)
+        places = places.split([len(one) for one in ids])
+        of_tables = zip(tables, rows.split(each), values, places, accumulate(each, initial=0), strict=False)
+        for table, distinct, one, at, first in of_tables:
+            self._fetched[table] = asked[table], (distinct, one, at - first)
 
     def _is_live(self, table: int) -> bool:
         """Return whether rows of a table are to be updated. Raises UserError 502: it was frozen when it was sharded."""
@@ -228,11 +225,6 @@ class RowGroup:
             what = f"{self.tables[table].name} requires a gradient, and was frozen when it was sharded"
             raise UserError(502, what, "freeze it after megazero.shard, which then has memory for its state")
         return live
-
-    def values_of(self, asked: Tensor, counts: Counts) -> Tensor:
-        """Return the values of the rows that each rank wants; here they come from their owners."""
-        back = [list(column) for column in zip(*counts, strict=True)]
-        return exchange_rows(self.rows[asked], back, self._world, "row values")
 
     def take_gradients(self, epoch: int, asked: Tensor, gradients: Tensor, counts: Counts) -> None:
         """Send gradients to the owners of their rows, and keep those that come; drop them if others are trained.
@@ -285,7 +277,8 @@ class _LookUp(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.asked, ctx.by_owner, ctx.counts = group, asked, by_owner, counts
         ctx.epoch = group._calls.values.epoch  # rows that were looked up in an earlier one are stale
-        came = group.values_of(asked, counts)
+        back = [list(column) for column in zip(*counts, strict=True)]  # from the owners
+        came = exchange_rows(group.rows[asked], back, group._world, "row values")
         return torch.empty_like(came).index_copy_(0, by_owner, came).split(each)
 
     @staticmethod

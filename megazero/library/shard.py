@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
@@ -13,24 +13,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from megazero.base.errors import UserError
-from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
-from megazero.comm.context import CommContext
-from megazero.comm.grid import Axis, Grid, make_grid, single
+from megazero.comm.grid import Axis, make_grid, single
 from megazero.comm.host import Host
 from megazero.comm.ledger import Ledger
-from megazero.library.adopt import Initial, adopt, adopt_buffers, make_values
-from megazero.library.assembly import Assembly, Memory
+from megazero.library.adopt import Initial, Memory, adopt_buffers, give_units
+from megazero.library.assembly import Assembly
 from megazero.library.calls import Calls
 from megazero.library.meeting import meet
-from megazero.library.optimizers import Asked, Groups, Recipe, recipe_of
-from megazero.library.parameters import ShardedParameter, guard
-from megazero.library.parts import Member, Part, Units, fitting, parts_of, submodules
+from megazero.library.optimizers import Asked, Groups, recipe_of
+from megazero.library.parameters import ShardedParameter
+from megazero.library.parts import Part, Units, fitting, parts_of, submodules
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
 from megazero.library.tables import Table, split_rows
 from megazero.library.values import Values
-from megazero.zero.layout import Entry, lay_out
 from megazero.zero.offload import Offload
 from megazero.zero.placement import STAGES, UnitAxes
 
@@ -88,36 +85,17 @@ def shard(
     fitting([pattern for pattern, _ in groups], [name for name, _ in module.named_parameters()], "groups")
     _require_trainable(parts, frozen=optimizer is None)
     world, comm, process = meet(timedelta(seconds=timeout))
-    device = world.device
-    grid = single(comm) if world.size == 1 else _grid(comm, device, shard_ranks)
+    device, dtype = world.device, None if precision is None else _DTYPES[precision]
+    device_type = device.type if comm.backend == "nccl" else "cpu"
+    grid = single(comm) if world.size == 1 else make_grid(comm=comm, device_type=device_type, shard_ranks=shard_ranks)
     _require_one_module(parts, grid["world"], device)
-    dtype = None if precision is None else _DTYPES[precision]
     axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=STAGES[stage], replica=grid["replica"])
     memory = Memory(axes, device, comm.ledger, _offload_of(offload, device, comm.ledger), kernels)
-    _fill(parts, dtype, recipe, memory, grid["world"], initial)
+    give_units(parts, dtype, recipe, memory, grid["world"], initial)
     adopt_buffers(module, grid["world"], device, initial)
-    values = Values(parts, process, world.rank, device)
-    calls = Calls(values)
+    calls = Calls(Values(parts, process, world.rank, device))
     split = split_rows(by_row, rows, grid["world"], calls, dtype)
-    guard(module, values, split.shards)
-    assembly = Assembly(module, values, calls, split, recipe, grid, memory, clip)
-    return Sharded(assembly, partial(_cast, dtype=dtype))
-
-
-def _fill(
-    parts: Sequence[Part],
-    dtype: torch.dtype | None,
-    recipe: Recipe,
-    memory: Memory,
-    world: Axis,
-    initial: Initial | None,
-) -> None:
-    """Give the units of every part memory, and their values; no rank ever holds more than its shards and one part."""
-    members = [member for part in parts for member in part.members]
-    shapes = {place: member.parameter.shape for member in members for place in member.places}
-    for part in parts:
-        make = partial(make_values, part, world, memory.device, initial, shapes)
-        _give_units(part, dtype, recipe, memory, world, make)
+    return Sharded(Assembly(module, calls, split, recipe, grid, memory, clip), partial(_cast, dtype=dtype))
 
 
 def _require_trainable(parts: Sequence[Part], *, frozen: bool) -> None:
@@ -135,12 +113,6 @@ def _require_trainable(parts: Sequence[Part], *, frozen: bool) -> None:
         raise UserError(510, what, "freeze it, or keep its real and imaginary parts", where="shard")
 
 
-def _grid(comm: CommContext, device: torch.device, shard_ranks: int | None) -> Grid:
-    """Return the grid of several ranks. Raises UserError 106: `shard_ranks` does not divide them."""
-    device_type = device.type if comm.backend == "nccl" else "cpu"
-    return make_grid(comm=comm, device_type=device_type, shard_ranks=shard_ranks)
-
-
 def _require_known(module: nn.Module, stage: int, precision: str | None) -> None:
     """Refuse a stage or a precision that there is none of, and a module that is, or whose weights are, sharded already.
 
@@ -153,19 +125,19 @@ def _require_known(module: nn.Module, stage: int, precision: str | None) -> None
         raise UserError(510, f"precision: expected one of {', '.join(_DTYPES)}, got {precision!r}", where="shard")
     # Where a call has failed half-way, parameters are views of units already, and not guarded yet.
     named = module.named_parameters()
-    sharded = [name for name, p in named if isinstance(p, ShardedParameter) or hasattr(p, "gradient_slot")]
-    if sharded and len(sharded) == len([*module.parameters()]):
-        raise UserError(510, "the module is sharded already", "shard a module once", where="shard")
+    sharded = [n for n, p in named if isinstance(p, ShardedParameter) or hasattr(p, "gradient_slot")]
     if sharded:
-        what = f"{sharded[0]} is a parameter of another module too, which is sharded already"
-        raise UserError(510, what, "shard one module that holds both", where="shard")
+        do = "shard a module once, and modules that share a parameter as one that holds both"
+        raise UserError(510, f"{sharded[0]} is sharded already", do, where="shard")
 
 
 def _tables(module: nn.Module, asked: Units) -> dict[str, Table]:
     """Return the tables that were asked for, by name. Raises UserError 511: one is no embedding, or is shared."""
     chosen, found = submodules(module, asked, "tables"), dict[str, Table]()
     uses = Counter(id(parameter) for one in module.modules() for parameter in one._parameters.values())
-    for name, table in ((name, one) for name, one in module.named_modules() if name in chosen):
+    for name, table in module.named_modules():
+        if name not in chosen:
+            continue
         if not isinstance(table, nn.Embedding | nn.EmbeddingBag):
             raise UserError(511, f"tables: {name} is a {type(table).__name__}", "give nn.Embedding or nn.EmbeddingBag")
         if uses[id(table.weight)] > 1:
@@ -182,9 +154,10 @@ def _offload_of(asked: str | Mapping[str, str] | None, device: torch.device, led
         do = 'give "cpu", or {"optimizer": "cpu", "parameters": "cpu"}'
         raise UserError(510, f"offload: {odd[0]!r}: {options[odd[0]]!r}", do, where="shard")
     host = Host(device, ledger)
-    if "cpu" in options.values() and not host.apart:
+    if "cpu" not in options.values():
+        return Offload()
+    if not host.apart:
         _LOG.info("offload changes nothing: on a CPU the host's memory is the device's")
-    if "cpu" not in options.values() or not host.apart:
         return Offload()
     optimizer, parameters = (host if options.get(key) == "cpu" else None for key in _OFFLOAD)
     return Offload(host, optimizer, parameters)
@@ -201,30 +174,6 @@ def _require_one_module(parts: Sequence[Part], world: Axis, device: torch.device
             expected, other = next((a, b) for a, b in pairs if a != b)
             what = f"has another module than rank 0: {other} instead of {expected}"
             raise UserError(504, what, "build the same module on every rank", rank=rank)
-
-
-def _give_units(
-    part: Part, dtype: torch.dtype | None, recipe: Recipe, memory: Memory, world: Axis, make: Callable[[], None]
-) -> None:
-    """Give the parameters of a part units, and initial values: those that rank 0 has after `make`."""
-    kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}  # each becomes a unit
-    for member in part.members:
-        own, trained = member.parameter.dtype, member.parameter.requires_grad
-        own = dtype if dtype is not None and own.is_floating_point else own
-        kinds.setdefault((own, trained), []).append(member)
-    agree(world, memory.device, make)
-    for (own, trained), members in kinds.items():
-        entries = [Entry(m.name, tuple(m.parameter.shape), recipe.group(m.name), split=True) for m in members]
-        layout = lay_out(_unit_name(part, own, kinds, trained=trained), entries)
-        adopt(memory.unit(layout, own, trained=trained), members, world)
-    part.members = [member for members in kinds.values() for member in members]
-    part.find_units()
-
-
-def _unit_name(part: Part, dtype: torch.dtype, kinds: Mapping[tuple[torch.dtype, bool], Any], *, trained: bool) -> str:
-    """Return a unit's name: the part's, with what tells it from the part's other units."""
-    words = [str(dtype).removeprefix("torch.")] * (len({one for one, _ in kinds}) > 1) + ["frozen"] * (not trained)
-    return f"{part.name} ({', '.join(words)})" if words else part.name
 
 
 def _cast(inputs: Any, dtype: torch.dtype | None) -> Any:

@@ -22,12 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import UserError
-from megazero.library.assembly import Assembly
-from megazero.library.backward import Backwards, run_backward
-from megazero.library.describe import parts_table
-from megazero.library.lockstep import in_lockstep
+from megazero.library.assembly import Assembly, run_backward
 from megazero.library.shown import refuse_compiled
 from megazero.library.state import State
+from megazero.library.values import in_lockstep
 from megazero.library.whole import WholeValues
 from megazero.observe.unit_table import UnitEvents
 from megazero.zero.engine import StepNumbers, StepResult
@@ -74,47 +72,29 @@ class Sharded(WholeValues):
 
     Attributes:
         module: the module.
+        rank, ranks: this rank, and their number.
         steps: done so far, skipped ones too.
     """
 
     def __init__(self, assembly: Assembly, cast: Callable[[Any], Any]):
         super().__init__(assembly)
-        self._cast = cast
+        self._cast, self.rank, self.ranks = cast, assembly.world.rank, assembly.world.size
         self._watch: tuple[int, TextIO] | None = None
-        self._known = _places(self.module)
+        self._known = _places(self.module)  # its parts and tables hold these parameters
         self._skipped = torch.zeros((), dtype=torch.int64, device=assembly.values.device)
         self._checked = self.steps = 0
-        self._events = UnitEvents(assembly.values.units, assembly.memory.ledger.seconds)
+        self._listen()
         assembly.calls.on_thaw = self._thaw
 
     def _thaw(self) -> None:
-        """Train from now on the parameters that were frozen and are not frozen any more.
+        """Train from now on the parameters that were frozen and are not frozen any more. Raises UserError 502."""
+        self._assembly.thaw(self.steps - int(self._skipped))
+        self._listen()
 
-        Raises:
-            UserError: 502, a step is under way, the module has no optimizer, or a parameter cannot be trained.
-        """
-        assembly = self._assembly
-        if self._backwards.count:
-            self._backwards.refuse_thawed()
-        thawed = [member for part in assembly.parts for member in part.thawed]
-        if not self._backwards.trains:
-            what = f"{thawed[0].name} requires a gradient, and the module was sharded without an optimizer"
-            raise UserError(502, what, "keep it frozen")
-        if odd := next((member for member in thawed if not member.parameter.is_floating_point()), None):
-            what = f"{odd.name} requires a gradient, and only parameters of floating point are trained"
-            raise UserError(502, what, "keep it frozen")
-        assembly.thaw(self.steps - int(self._skipped))
-        self._backwards = Backwards(assembly)
-        self._events = UnitEvents(assembly.values.units, assembly.memory.ledger.seconds)
+    def _listen(self) -> None:
+        """Count the events of the units from now on, if they are watched."""
+        self._events = UnitEvents(self._assembly.values.units, self._assembly.memory.ledger.seconds)
         self._events.listen(on=self._watch is not None)
-
-    @property
-    def rank(self) -> int:
-        return self._assembly.world.rank
-
-    @property
-    def ranks(self) -> int:
-        return self._assembly.world.size
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the module's forward.
@@ -126,7 +106,11 @@ class Sharded(WholeValues):
         """
         refuse_compiled("sharded")
         if self._checked <= self.steps:  # once a step
-            self._require_unchanged()
+            now = _places(self.module)
+            if changed := [place for place in {**self._known, **now} if now.get(place) != self._known.get(place)]:
+                owner, attribute = changed[0]
+                what = f"{type(owner).__name__}.{attribute} was added, taken away or replaced after `shard`"
+                raise UserError(502, what, "change the module first, values within `with sharded.gathered(...)`")
             self._assembly.values.require_unchanged()
             self._checked = self.steps + 1
         with in_lockstep(self.rank):
@@ -169,7 +153,7 @@ class Sharded(WholeValues):
             UserError: 505, the loss is no single number, or gradients of gradients are asked for; 506, its graph is of
                 an earlier step; 507, ranks have run other parts of the module, or in another order.
         """
-        run_backward(loss, [self._backwards], last=last)
+        run_backward(loss, [self._assembly], last=last)
 
     def step(self, lr: float | None = None, *, table_lr: float | None = None) -> Step:
         """Clip the gradients and update the parameters; the next call sees the new ones.
@@ -182,15 +166,14 @@ class Sharded(WholeValues):
             UserError: 503, there was no backward, or the last one had last=False; 507, a rank has run other parts.
         """
         assembly, values = self._assembly, self._assembly.values
-        self._backwards.require_whole()
-        (stage,) = assembly.engine.stages
+        assembly.require_whole()
         assembly.meet("step")
-        self._backwards.refuse_thawed()
-        stage.finish_reduction()
+        assembly.refuse_thawed()
+        assembly.stage_gradients.finish_reduction()
         sum_replicas(assembly.engine.units)
         with in_lockstep(self.rank):
             values.release_all()
-        assembly.optimizer.frozen = self._backwards.frozen
+        assembly.optimizer.frozen = assembly.frozen
         rate = assembly.recipe.lr if lr is None else lr
         result = assembly.engine.finish_step(rate, beside=assembly.tables.squares())
         self._skipped += result.skipped
@@ -200,7 +183,7 @@ class Sharded(WholeValues):
                 group.update(table_lr, result.applied, done, skipped=skipped)
         values.begin_epoch()
         values.gather.unshard([unit for unit in values.units if unit.parameters.rest_whole])
-        self._backwards.begin_step()
+        assembly.begin_step()
         self.steps += 1
         if self._watch is not None and self.steps % self._watch[0] == 0 and self.rank == 0:
             print(f"step {self.steps}\n{self._events.table()}", file=self._watch[1], flush=True)
@@ -233,7 +216,7 @@ class Sharded(WholeValues):
         self._assembly.calls.follow()
         state = State(self._assembly)
         path, manifest = state.verified(Path(folder), step)
-        self._backwards.forget()
+        self._assembly.forget()
         self._assembly.values.begin_epoch()
         self.steps, skipped = state.load(path, manifest)
         self._skipped.fill_(skipped)
@@ -254,31 +237,17 @@ class Sharded(WholeValues):
             every: 0: not any more.
         """
         self._watch = (every, out) if every else None
-        self._events.listen(on=bool(every))
+        self._listen()
 
     def describe(self) -> str:
         """Return a table of the parts: parameters, and the bytes of each kind that rest on this rank."""
-        return parts_table(self._assembly)
-
-    def _require_unchanged(self) -> None:
-        """Refuse a module whose parameters are not those that were sharded. Raises UserError 502."""
-        now = _places(self.module)
-        if now.keys() == self._known.keys() and all(now[place] is self._known[place] for place in now):
-            return
-        changed = [p for p in {**self._known, **now} if now.get(p) is not self._known.get(p)]
-        owner, attribute = changed[0]
-        what = f"{type(owner).__name__}.{attribute} was added, taken away or replaced after the module was sharded"
-        raise UserError(502, what, "change the module first, values within `with sharded.gathered(...)`")
+        return self._assembly.describe()
 
 
-def _places(module: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
-    """Return every parameter of a module by its owner and attribute."""
-    return {
-        (owner, attribute): parameter
-        for owner in module.modules()
-        for attribute, parameter in owner._parameters.items()
-        if parameter is not None
-    }
+def _places(module: nn.Module) -> dict[tuple[nn.Module, str], int]:
+    """Return the id of every parameter of a module by its owner and attribute."""
+    each = ((owner, name, p) for owner in module.modules() for name, p in owner._parameters.items())
+    return {(owner, name): id(p) for owner, name, p in each if p is not None}
 
 
 def backward(loss: Tensor, *modules: Sharded, last: bool = True) -> None:
@@ -295,4 +264,4 @@ def backward(loss: Tensor, *modules: Sharded, last: bool = True) -> None:
     Raises:
         UserError: as `Sharded.backward`; 510, there is no module, or one was sharded without an optimizer.
     """
-    run_backward(loss, [module._backwards for module in dict.fromkeys(modules)], last=last)
+    run_backward(loss, [module._assembly for module in dict.fromkeys(modules)], last=last)

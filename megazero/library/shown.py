@@ -3,21 +3,27 @@
 A module looks for a parameter as an attribute of its owner. What an object has itself hides what its class looks up: so
 a tensor in the owner's own dictionary is found in the place of the parameter, and when it is taken out again, the
 parameter is.
+
+Where autograd saves a sharded parameter, its place is kept (`zero/saved.py`). torch asks only the innermost hooks; so
+whatever is no parameter of ours goes to those around (of `torch.utils.checkpoint`, say).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import is_dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, is_dataclass
 from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.graph import get_gradient_edge
 
 from megazero.base.errors import UserError
 from megazero.library.parts import Member, Part
+from megazero.zero.saved import saved_places
 from megazero.zero.unit import Unit
 
 Forward = Callable[..., Any]
@@ -138,3 +144,43 @@ def refuse_compiled(name: str) -> None:
 
 
 refuse_compiled._torchdynamo_disable = True  # type: ignore[attr-defined]  # it is called, not traced: without a warning
+
+
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """A saved tensor that is no parameter, and its version then: torch does not check it where there are hooks."""
+
+    tensor: Tensor
+    version: int
+
+
+def saving(need: Callable[[Unit], object], gathered: Mapping[int, Unit]) -> AbstractContextManager[object]:
+    """Return the hooks around a call of a part.
+
+    Args:
+        need: gathers a unit in backward.
+        gathered: the sharded units whose parameters are whole, by the storage that holds these.
+    """
+    outer = _top_saved_tensors_default_hooks(False)
+    pack_outer, unpack_outer = outer or (lambda x: x, lambda x: x)
+
+    def keep(x: Tensor) -> Any:
+        if outer or x.is_inference():
+            return pack_outer(x)
+        return _Kept(x.detach(), x._version)  # the tensor itself would hold the graph that holds it
+
+    def restore(kept: Any) -> Tensor:
+        if not isinstance(kept, _Kept):
+            return unpack_outer(kept)
+        if kept.tensor._version != kept.version:
+            what = f"a tensor that backward needs, of shape {tuple(kept.tensor.shape)}, was changed in place"
+            raise UserError(506, what, "change a copy")
+        return kept.tensor
+
+    def need_once(unit: Unit) -> None:
+        if torch.is_grad_enabled():  # a second backward would find another unit in the memory of this one
+            what = f"create_graph=True of {unit.name}, which rests in shards"
+            raise UserError(505, what, "take gradients of gradients in stages 0 to 2")
+        need(unit)
+
+    return saved_places(gathered, [], need=need_once, keep=keep, restore=restore)

@@ -6,23 +6,29 @@ parameter and of a buffer the values alone are saved. Buffers are those of rank 
 """
 
 import math
-import platform
 import uuid
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.base.version import __version__
-from megazero.checkpoint.checkpoints import Checkpoints
 from megazero.checkpoint.load import load_tensors
-from megazero.checkpoint.manifest import FORMAT, WEIGHT, Logical, Manifest, WrittenShard, read_manifest
+from megazero.checkpoint.manifest import (
+    FORMAT,
+    SOFTWARE,
+    WEIGHT,
+    Logical,
+    Manifest,
+    WrittenShard,
+    read_manifest,
+    with_pieces,
+)
 from megazero.checkpoint.pieces import Piece, ShardState, holding_of
 from megazero.checkpoint.progress import Progress
-from megazero.checkpoint.save import Saver
+from megazero.checkpoint.retention import verify
+from megazero.checkpoint.save import Checkpoints
 from megazero.checkpoint.shard import BLOCK, NAMES
 from megazero.checkpoint.store import Store
 from megazero.comm.agreement import agree
@@ -69,16 +75,16 @@ class State:
                 raise UserError(508, f"step {steps} is there already", "give another folder", where=folder)
 
         agree(self._world, self._device, prepare if first else lambda: None)
-        saver = Saver(
+        checkpoints = Checkpoints(
             store,
             [*self._held(saves=True), *(self._held_buffers() if first else [])],
-            rank=self._world.rank,
-            size=self._world.size,
-            snapshot=False,
+            self._world,
+            self._device,
+            every=None,
+            background=False,
             conclude=(lambda *told: self._commit(store, *told)) if first else None,
             tidy=None,
         )
-        checkpoints = Checkpoints(saver, self._world, self._device, every=None, background=False)
         try:
             checkpoints.save(steps, self._progress(steps, skipped))
         finally:
@@ -86,7 +92,7 @@ class State:
         return store.path(steps)
 
     def verified(self, folder: Path, step: int | None) -> tuple[Path, Manifest]:
-        """Return a step of a folder once all ranks have verified what they read of it. Every rank calls it.
+        """Return a step of a folder once the ranks have verified all of it, some files each. Every rank calls it.
 
         Args:
             step: None: the newest.
@@ -95,19 +101,18 @@ class State:
             UserError: 402, there is none; 410, it is damaged; 508, it is of another module, or another optimizer.
         """
 
-        def read() -> tuple[Path, Manifest]:
+        def read() -> Path:
             store = Store(folder)
             steps = store.steps()
             if not steps or (step is not None and step not in steps):
                 raise UserError(402, f"no step{'' if step is None else f' {step}'} here", "was it saved?", where=folder)
             path = store.path(steps[0] if step is None else step)
-            manifest = read_manifest(path)
-            self._require_fitting(manifest, path)
-            return path, manifest
+            self._require_fitting(read_manifest(path), path)
+            return path
 
-        path, manifest = agree(self._world, self._device, read)
-        self._read(path, manifest, self._held_buffers(), fills=False)
-        return path, manifest
+        path = agree(self._world, self._device, read)
+        own = slice(self._world.rank, None, self._world.size)
+        return path, agree(self._world, self._device, lambda: verify(path, files=own))
 
     def load(self, path: Path, manifest: Manifest) -> tuple[int, int]:
         """Fill all tensors from a step that has been verified. Every rank calls it.
@@ -115,7 +120,8 @@ class State:
         Returns: the steps done, and how many of them were skipped.
         """
         buffers, engine, optimizer = self._held_buffers(), self._assembly.engine, self._assembly.optimizer
-        self._read(path, manifest, buffers, fills=True)
+        held = [*self._held(saves=False), *buffers]
+        agree(self._world, self._device, lambda: load_tensors(path, manifest, held))
         for buffer, filled in zip(self._buffers.values(), buffers, strict=True):
             buffer.copy_(filled.tensors[WEIGHT].view(buffer.shape))
         progress = manifest.progress
@@ -128,11 +134,6 @@ class State:
                 engine.gather.publish(unit)
         engine.gather.unshard([unit for unit in self._units if unit.parameters.rest_whole])
         return manifest.step, progress.skipped
-
-    def _read(self, path: Path, manifest: Manifest, buffers: Sequence[ShardState], *, fills: bool) -> None:
-        """Read what this rank holds, and fill it if asked for. All ranks raise what one does."""
-        held = [*self._held(saves=False), *buffers]
-        agree(self._world, self._device, lambda: load_tensors(path, manifest, held, fills=fills))
 
     def _held(self, *, saves: bool) -> list[ShardState]:
         state = self._assembly.optimizer.state
@@ -158,10 +159,6 @@ class State:
         )
 
     def _commit(self, store: Store, step: int, progress: Progress, written: Sequence[WrittenShard]) -> None:
-        tensors: dict[str, Logical] = {}
-        for name, logical in self._logical.items():
-            pieces = [piece for one in written for piece in one.tensors.get(name, [])]
-            tensors[name] = logical.model_copy(update={"pieces": sorted(pieces, key=itemgetter(1))})
         sizes = {name: self._assembly.grid[name].size for name in ("tensor", "pipeline", "data")}
         counts = self._assembly.optimizer.counts(progress.updates)
         main = (self._assembly.engine.units or self._units)[0].masters.dtype
@@ -172,14 +169,14 @@ class State:
             grid={**sizes, "stage": self._assembly.stage},
             dtype=NAMES[main],
             kinds=self._kinds,
-            tensors=tensors,
+            tensors=with_pieces(self._logical, written),
             block=BLOCK,
             files=[part.shard for part in written],
             progress=progress,
             random={},
             identity={},
             config={"batch.global": 1, **{_UPDATES + name: n for name, n in counts.items()}},
-            software={"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            software=SOFTWARE,
         )
         store.commit(step, manifest.to_bytes())
 

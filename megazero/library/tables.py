@@ -88,22 +88,18 @@ def split_rows(
         group = RowGroup([shards[name] for name in names], like, optimizer, calls, trained=trained)
         places |= {name: (group, number) for number, name in enumerate(names)}
         for number, name in enumerate(names):
-            _split(tables[name], shards[name])
-            tables[name].forward = _forward(tables[name], group, number, computes)  # type: ignore[method-assign]
+            table, shard = tables[name], shards[name]
+            if table.weight.is_meta:
+                shard.draw(table.padding_idx)
+            else:
+                shard.take(table.weight)
+            table.weight = shard.weight
+            if trained:
+                shard.weight.register_post_accumulate_grad_hook(lambda _, name=shard.name: _refuse(name))
+            table.forward = _forward(table, group, number, computes)  # type: ignore[method-assign]
         world.comm.ledger.hold("parameters", group.rows.nbytes)
         world.comm.ledger.hold("optimizer", sum(state.nbytes for state in group.state.values()))
     return Tables(list(shards.values()), places, world)
-
-
-def _split(table: Table, shard: RowShard) -> None:
-    """Give a table the rows that this rank owns, in the place of all."""
-    if table.weight.is_meta:
-        shard.draw(table.padding_idx)
-    else:
-        shard.take(table.weight)
-    table.weight = shard.weight
-    if shard.weight.requires_grad:
-        shard.weight.register_post_accumulate_grad_hook(lambda _: _refuse(shard.name))
 
 
 def _refuse(name: str) -> None:

@@ -7,6 +7,10 @@ The values of a unit are in one of three states:
     lent       gathered for the user to look at and change; the module cannot be called in the meantime
 
 An update, a load or the user gives a module other values. These begin a new epoch: a graph of an earlier one is stale.
+
+Ranks are in lockstep: they gather the same parts in the same order, and make the same calls of `Sharded`. Each rank
+keeps a number made of the parts that it has gathered, in their order. Before a call of `Sharded` it sends three numbers
+to the others, and the host waits for theirs: the call, what it has gathered, and what is frozen.
 """
 
 import zlib
@@ -18,9 +22,38 @@ import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
+from megazero.comm.collectives import all_gather
+from megazero.comm.grid import Axis
+from megazero.comm.transport.exchange import MismatchError
 from megazero.library.parts import Part
 from megazero.zero.gather import Gather
+from megazero.zero.placement import UnitAxes
 from megazero.zero.unit import Unit
+
+CALLS: str = "backward step gathered gradients clip_gradients full_state_dict load_state_dict save load"
+
+
+def _other_parts(rank: int, than: int) -> UserError:
+    """Return the error for ranks in lockstep that have called different units."""
+    do = "let every rank call the same parts and make as many backwards; inside of a part, and in stages 0 to 2, "
+    do += "ranks may differ"
+    return UserError(507, f"it has run other parts of the module than rank {than}", do, rank=rank)
+
+
+@contextmanager
+def in_lockstep(own: int) -> Iterator[None]:
+    """Report the messages of another rank that show that it has called other units.
+
+    Args:
+        own: this rank.
+
+    Raises:
+        UserError: 507.
+    """
+    try:
+        yield
+    except MismatchError as error:
+        raise _other_parts(max(own, error.rank), min(own, error.rank)) from None
 
 
 @dataclass
@@ -195,10 +228,43 @@ class Values:
                 what = f"{member.name} was changed in place outside of `sharded.gathered`"
                 raise UserError(502, what, "load a checkpoint; change values within `with sharded.gathered(...)`")
 
-    def trained_now(self) -> list[bool]:
-        """Return which parameters ask for gradients now."""
+    def meet(self, axes: UnitAxes, call: str) -> None:
+        """Wait until all ranks have come to a call, one of `CALLS`; groups of replicas come together to a step alone.
+
+        Args:
+            axes: of the module's units.
+
+        Raises:
+            UserError: 507, another rank has made another call, or run other parts; 502, it has frozen others, or
+                parameters were changed.
+        """
+        self.require_unchanged()
+        self._compare(axes.shard, call, self.process.order)
+        if call == "step":
+            self._compare(axes.replica, call, 0)
+
+    def _compare(self, axis: Axis, call: str, order: int) -> None:
+        if axis.size == 1:
+            return
         with torch._C.DisableTorchFunctionSubclass():
-            return [member.parameter.requires_grad for member in self._members]
+            asking = bytes(member.parameter.requires_grad for member in self._members)
+        calls = CALLS.split()
+        mine = [calls.index(call), order, zlib.crc32(asking)]
+        with in_lockstep(self.rank):
+            first, *others = all_gather(torch.tensor([mine], device=self.device), axis, "agree").tolist()
+        odd = [(rank, own) for rank, own in zip(axis.ranks[1:], others, strict=True) if own != first]
+        if not odd:
+            return
+        self.process.order = 0  # the messages that follow begin alike
+        rank, (theirs, parts, _) = min(odd, key=lambda one: [a == b for a, b in zip(one[1], first, strict=True)])
+        if theirs != first[0]:
+            what = f"it waits for sharded.{calls[theirs]}, and rank {axis.ranks[0]} for sharded.{calls[first[0]]}"
+            do = "let every rank make the same calls, and as many backwards before each step"
+            raise UserError(507, what, do, rank=rank)
+        if parts != first[1]:
+            raise _other_parts(rank, axis.ranks[0])
+        what = f"it has frozen other parameters than rank {axis.ranks[0]}"
+        raise UserError(502, what, "call requires_grad_ alike on every rank", rank=rank)
 
     def _versions_now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():

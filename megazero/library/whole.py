@@ -12,7 +12,6 @@ from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
 from megazero.library.adopt import from_first, take
 from megazero.library.assembly import Assembly
-from megazero.library.backward import Backwards
 from megazero.library.parts import fitting, saved_buffers
 from megazero.optim.clip import clip_factor
 from megazero.zero.unit import Unit
@@ -24,7 +23,7 @@ class WholeValues:
     """The methods of `Sharded` that look at whole values, or change them. Every rank has to call each of them."""
 
     def __init__(self, assembly: Assembly):
-        self.module, self._assembly, self._backwards = assembly.module, assembly, Backwards(assembly)
+        self.module, self._assembly = assembly.module, assembly
 
     @contextmanager
     def gathered(self, names: Names = "*") -> Iterator[dict[str, Tensor]]:
@@ -153,11 +152,11 @@ class WholeValues:
 
     def _gradients(self, names: Names, call: str) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
         """Yield units with their whole reduced gradients, copies, of the parameters that have these names."""
-        self._backwards.require_backward(call)
+        self._assembly.require_backward(call)
         self._assembly.meet(call)
         engine = self._assembly.engine
         chosen = fitting(names, [name for unit in engine.units for name in _names(unit)], call)
-        engine.stages[0].finish_reduction()
+        self._assembly.stage_gradients.finish_reduction()
         factor = 1.0 / (self._assembly.world.size * engine.loss_scale.scale.double())
         for unit in engine.units:
             if chosen.isdisjoint(_names(unit)):

@@ -17,8 +17,7 @@ so no message of another rank may be awaited then: no pipelines. It happens in t
 in which the kernels' libraries prepare themselves.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -116,10 +115,16 @@ class GraphedLayer(Recomputed):
             slot.open()
 
         def work(delivered: list[str]) -> None:
-            with _noted(slots, delivered):
+            counters, notes = [slot.counter for slot in slots], _Notes(delivered)
+            for slot in slots:
+                slot.count_with(notes)
+            try:
                 again = recompute(at.input, at.grad_output, context)
                 assert again is not None, "the output depends on the input"
                 at.grad_input.copy_(again)
+            finally:
+                for slot, counter in zip(slots, counters, strict=True):
+                    slot.count_with(counter)
 
         key = (*self._places, *((slot.view.data_ptr(), slot.fresh) for slot in slots))
         by_name = {slot.name: slot for slot in slots}
@@ -159,16 +164,3 @@ class _Recorded:
         replay, delivered = self._known[key]
         replay()
         return delivered
-
-
-@contextmanager
-def _noted(slots: Sequence[GradientAccumulator], delivered: list[str]) -> Iterator[None]:
-    """Be a context in which gradients are written, and noted instead of counted."""
-    counters, notes = [slot.counter for slot in slots], _Notes(delivered)
-    for slot in slots:
-        slot.count_with(notes)
-    try:
-        yield
-    finally:
-        for slot, counter in zip(slots, counters, strict=True):
-            slot.count_with(counter)

@@ -7,25 +7,21 @@ config, as builders/assemble.py does.
 import contextlib
 import logging
 import math
-import platform
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 import torch
 
 from megazero.base.errors import UserError
 from megazero.base.files import flush_file
-from megazero.base.version import __version__
 from megazero.builders.assemble import Built
-from megazero.checkpoint.checkpoints import Checkpoints
-from megazero.checkpoint.manifest import FORMAT, WEIGHT, Logical, Manifest, WrittenShard
+from megazero.checkpoint.manifest import FORMAT, SOFTWARE, WEIGHT, Logical, Manifest, WrittenShard, with_pieces
 from megazero.checkpoint.pieces import ShardState, holding_of
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.retention import retire
-from megazero.checkpoint.save import Saver
+from megazero.checkpoint.save import Checkpoints
 from megazero.checkpoint.shard import BLOCK, NAMES
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import Grid
@@ -75,10 +71,6 @@ class CheckpointMetadata:
     def manifest(self, step: int, progress: Progress, parts: Sequence[WrittenShard]) -> Manifest:
         """Return the whole manifest of a step, of what all ranks have written."""
         config, grid = self.config, self.grid
-        tensors: dict[str, list[list[int]]] = {name: [] for name in self.shapes}
-        for part in parts:
-            for name, pieces in part.tensors.items():
-                tensors[name] += pieces
         assert config.zero.stage is not None, "a resolved config"
         sizes = {name: grid[name].size for name in ("tensor", "pipeline", "data")}
         return Manifest(
@@ -88,14 +80,14 @@ class CheckpointMetadata:
             grid={**sizes, "stage": config.zero.stage},
             dtype=NAMES[self.dtype],
             kinds=list(self.kinds),
-            tensors={n: Logical(shape=s, pieces=sorted(tensors[n], key=itemgetter(1))) for n, s in self.shapes.items()},
+            tensors=with_pieces({name: Logical(shape=s, pieces=[]) for name, s in self.shapes.items()}, parts),
             block=BLOCK,
             files=[part.shard for part in parts],
             progress=progress,
             random={"seed": config.run.seed, "of": "seed, step, sample, layer, site and position; no state"},
             identity={"data": self.data, "tokenizer": self.tokenizer},
             config=plain(config),
-            software={"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            software=SOFTWARE,
             history=self.history,
         )
 
@@ -130,18 +122,18 @@ def checkpoints_of(run: Run, start: Start, built: Built, about: CheckpointMetada
         if options.keep is not None and run.lock.held:
             retire(store, options.keep, warn, stop)
 
-    world = run.grid["world"]
-    saver = Saver(
+    checkpoints = Checkpoints(
         store,
         holdings_of(built, saves=True),
-        rank=world.rank,
-        size=world.size,
-        snapshot=options.async_,
+        run.grid["world"],
+        run.device,
+        every=options.every,
+        background=options.async_,
         conclude=conclude if run.is_first else None,
         tidy=tidy if run.is_first else None,
     )
-    run.grid.comm.ledger.hold("checkpoint", saver.copy_bytes)
-    return Checkpoints(saver, world, run.device, every=options.every, background=options.async_)
+    run.grid.comm.ledger.hold("checkpoint", checkpoints.copy_bytes)
+    return checkpoints
 
 
 def _require_ours(run: Run, step: int) -> None:

@@ -35,8 +35,8 @@ from megazero.train.validation import Score, Validation
 from megazero.zero.engine import Engine, StepNumbers, StepResult
 
 if TYPE_CHECKING:  # what the loop is given
-    from megazero.checkpoint.checkpoints import Checkpoints
     from megazero.checkpoint.progress import Progress
+    from megazero.checkpoint.save import Checkpoints
     from megazero.data.batch import BatchSource, MicroBatch
     from megazero.observe.recorder import Recorder
     from megazero.pipeline.stage import StageInputs
@@ -323,7 +323,7 @@ class Trainer:
         """Return the error of a step that was not finite: of the rank at which it began, computed once more."""
         step = pending.step
         self.now(step + 1, "examination")
-        again = "computed again" if not self.engine.delays else "with the parameters of the update after"
+        again = "computed again" if self.engine.delayed is None else "with the parameters of the update after"
         again += ", all was finite: a fault of the machine, or too large a sum?"
         batches, scale = self.loader.step(step), pending.result.loss_scale
         own = own_fault(self.engine, self.pipeline, scale, batches, lambda batch: self.feed(batch, step))

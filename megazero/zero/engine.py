@@ -139,7 +139,13 @@ class Engine:
         self.delayed = Delayed(self.gather.publish) if self._offload.delayed else None
         self.loss_scale = LossScale(device, dynamic=scaling)
         self._units = {unit.layout.name: unit for unit in units}
-        self.stages = list(self._stage_gradients(stages, device))
+        self.stages: list[StageGradients] = []
+        taken: set[str] = set()
+        for names in stages:  # the first stage that uses a unit reduces it: its backward comes last
+            own = [self._units[name] for name in names if name not in taken]
+            taken.update(names)
+            used = [self._units[name] for name in names]
+            self.stages.append(StageGradients(used, Reduction(own, device), self.gather))
         places = [order.index(unit.layout.name) for unit in units]
         self._places = torch.tensor(places, device=device)
         # The norm counts a unit of both ends of the pipeline once: on the first stage. The other one is a copy.
@@ -149,17 +155,6 @@ class Engine:
         # summed over ranks at once. Counts are exact in fp64 up to 2^53.
         self._totals = torch.zeros(3 + VOTES, dtype=torch.float64, device=device)
         self._halted = torch.zeros((), dtype=torch.bool, device=device)
-
-    def _stage_gradients(self, stages: list[list[str]], device: torch.device) -> Iterator[StageGradients]:
-        """Yield the gradients of each stage.
-
-        A unit that several stages use is reduced by the first of them: its backward comes last.
-        """
-        taken: set[str] = set()
-        for names in stages:
-            own = [self._units[name] for name in names if name not in taken]
-            taken.update(names)
-            yield StageGradients([self._units[name] for name in names], Reduction(own, device), self.gather)
 
     def shard_layers(
         self,
@@ -263,11 +258,6 @@ class Engine:
         for vote in votes:
             totals[3 + vote].fill_(1.0)  # by a kernel: a tensor of the host would have to be copied
         return all_reduce(totals, world, "loss")
-
-    @property
-    def delays(self) -> bool:
-        """Return whether updates are delayed by a step."""
-        return self.delayed is not None
 
     def flush_delayed(self) -> None:
         """Wait for the delayed update and publish it. Every rank calls it."""

@@ -117,7 +117,9 @@ class ShardedLayer:
             before.after = call
         else:
             before_backward(x, call.post_backward)
-        with saved_places(_sharded_by_storage(self.units), call.needed):
+        there = ((u, u.parameters.whole) for u in self.units if not u.parameters.rest_whole)
+        gathered = {whole.untyped_storage()._cdata: unit for unit, whole in there if whole is not None}
+        with saved_places(gathered, call.needed):
             y = self.layer(x, *arguments)
         if not self.keep:
             self._release(next_units)
@@ -126,8 +128,3 @@ class ShardedLayer:
 
     def _release(self, next_units: list[Unit]) -> None:
         self._gather.reshard([unit for unit in self.units if unit not in next_units])
-
-
-def _sharded_by_storage(units: list[Unit]) -> dict[int, Unit]:
-    gathered = ((unit, unit.parameters.whole) for unit in units if not unit.parameters.rest_whole)
-    return {whole.untyped_storage()._cdata: unit for unit, whole in gathered if whole is not None}

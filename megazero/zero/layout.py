@@ -64,11 +64,6 @@ class Entry:
     first: int = 0
     partial: bool = False
 
-    @property
-    def numel(self) -> int:
-        """Return the number of its elements on this rank."""
-        return math.prod(self.shape)
-
 
 @dataclass(frozen=True)
 class Interval:
@@ -149,7 +144,8 @@ def lay_out(name: str, entries: list[Entry], alignment: int = ALIGNMENT) -> Unit
                 tp_replicated = position
             if entry.partial and tp_partial is None:
                 tp_partial = position
-            intervals.append(Interval(entry.name, entry.shape, position, position + entry.numel, entry.first))
-            position = aligned(position + entry.numel, alignment=alignment)
+            stop = position + math.prod(entry.shape)
+            intervals.append(Interval(entry.name, entry.shape, position, stop, entry.first))
+            position = aligned(stop, alignment=alignment)
     end = position if tp_replicated is None else tp_replicated
     return UnitLayout(name, tuple(intervals), tuple(starts), end, position, alignment, tp_partial)

@@ -68,7 +68,7 @@ class RestingState:
     """
 
     def __init__(self, layout: UnitLayout, axes: UnitAxes, resources: Resources, *, trainable: bool):
-        self._layout, self._axes, self._device = layout, axes, resources.device
+        self._layout, self._axes, self._device, self.trainable = layout, axes, resources.device, trainable
         self._offload, precision = resources.offload, resources.precision
         self.paged = resources.offload.paged
         offload = self._offload
@@ -89,10 +89,7 @@ class RestingState:
         elsewhere = not trainable or (updater is not None and stage.gradients is Placement.SHARD)
         elements = slice(0, 0) if elsewhere else shard_slice(self.numel, stage.gradients, axes.shard)
         self.gradients = self._rest(elements, precision.gradients, "gradients", None)
-        self.own_gradients: Tensor | None = None
-        if len(self.gradients):
-            whole = len(self.gradients) == self.numel
-            self.own_gradients = self.gradients.values[self.shard] if whole else self.gradients.values
+        self.own_gradients = self.gradients.part(self.shard).values if len(self.gradients) else None
         self.updated = self._updated(precision) if apart else self.own_parameters
 
     def _rest(self, elements: slice, dtype: torch.dtype, category: str, home: Home | None) -> FlatBuffer:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from megazero.zero.extension import Gathering
 from megazero.zero.layout import UnitLayout
 from megazero.zero.placement import UnitAxes
 from megazero.zero.resting import Resources, RestingState
@@ -34,15 +33,7 @@ class Unit:
         self.resting = resting = RestingState(layout, axes, resources, trainable=trainable)
         self.numel, self.shard, self.masters = resting.numel, resting.shard, resting.masters.values
         self.gradients = UnitGradients(layout, axes, resting, resources)
-        # A stage 3 shard on the host that is the whole, with one shard rank, still has to come.
-        rest_whole = len(resting.parameters) == resting.numel and resources.offload.parameters is None
-        gathering = Gathering(resources.precision.parameters)
-        for extension in () if rest_whole else resources.extensions:
-            gathering = extension.gathering(gathering, resting.numel, axes, resources.device)
-        slots = self.gradients.views
-        self.parameters = UnitParameters(
-            layout, resting, resources, slots, gathering, rest_whole=rest_whole, trainable=trainable
-        )
+        self.parameters = UnitParameters(layout, axes, resting, resources, self.gradients.views)
 
     @property
     def visiting_bytes(self) -> int:

@@ -143,30 +143,20 @@ class UnitGradients:
             accumulate: earlier ones of this step have been reduced; these are added.
         """
         self.on_event("reduce")
-        if self._axes.shard.size > 1 and self._shares:
-            self._open_share(accumulate=accumulate)
-        partial, own = self._ends_of_sum or self._reduced_between()
-        return self.summing.start(partial, own, accumulate=accumulate)
-
-    def _reduced_between(self) -> tuple[FlatBuffer, FlatBuffer]:
-        """Return this rank's gradients, and where their sum goes."""
-        assert self.partial is not None, f"unit {self._layout.name} has no gradients"
-        shard = self._axes.shard
-        partial = FlatBuffer(self.partial, {shard: Placement.PARTIAL})
-        ends = partial, FlatBuffer(self.own, {shard: self._axes.stage.optimizer}, self._resting.shard.start)
-        if self.rest_whole:
-            self._ends_of_sum = ends
-        return ends
-
-    def _open_share(self, *, accumulate: bool) -> None:
-        """Make sure that there is memory for the reduced gradients; fill it with those reduced before if asked for."""
-        if self.rest_whole or len(self._resting.gradients):
-            return
-        assert self._away is not None, "reduced gradients rest elsewhere"
-        self._share = self._pool.take(len(self._resting.masters))
-        self._offload.join()
-        if accumulate:
-            self._bring(self._share)
+        resting = self._resting
+        if self._axes.shard.size > 1 and self._shares and not self.rest_whole and not len(resting.gradients):
+            assert self._away is not None, "reduced gradients rest elsewhere"
+            self._share = self._pool.take(len(resting.masters))
+            self._offload.join()
+            if accumulate:
+                self._bring(self._share)
+        if (ends := self._ends_of_sum) is None:
+            assert self.partial is not None, f"unit {self._layout.name} has no gradients"
+            shard, stage = self._axes.shard, self._axes.stage
+            partial = FlatBuffer(self.partial, {shard: Placement.PARTIAL})
+            ends = partial, FlatBuffer(self.own, {shard: stage.optimizer}, resting.shard.start)
+            self._ends_of_sum = ends if self.rest_whole else None
+        return self.summing.start(*ends, accumulate=accumulate)
 
     def end_reduce(self) -> None:
         """Send the reduced gradients to where the update reads them, if they do not rest on the device."""

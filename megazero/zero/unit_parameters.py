@@ -4,7 +4,7 @@ Parameters that do not rest whole are whole for a while in a buffer of the pool,
 model's parameters are views of that memory. In between they are empty tensors.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,10 @@ from megazero.comm.collectives import Pending
 from megazero.zero.extension import Gathering
 from megazero.zero.gradients import GradientAccumulator
 from megazero.zero.layout import Interval, UnitLayout
-from megazero.zero.placement import FlatBuffer, redistribute
+from megazero.zero.placement import FlatBuffer, UnitAxes, redistribute
 from megazero.zero.resting import Resources, RestingState
+
+Slots = Mapping[str, GradientAccumulator]
 
 
 class UnitParameters:
@@ -22,32 +24,25 @@ class UnitParameters:
 
     Args:
         slots: receive the gradients of each parameter.
-        gathering: how they are gathered, if they do not rest whole.
 
     Attributes:
         rest_whole: all of them rest on the device.
         whole: all parameters, flat, while this rank has them; else None.
-        gathering: how they are gathered.
+        gathering: how they are gathered, if they do not rest whole.
         on_event: called with "gather", "gathered" and "released" when these happen.
     """
 
-    def __init__(
-        self,
-        layout: UnitLayout,
-        resting: RestingState,
-        resources: Resources,
-        slots: dict[str, GradientAccumulator],
-        gathering: Gathering,
-        *,
-        rest_whole: bool,
-        trainable: bool,
-    ):
-        self._layout, self._resting, self._slots, self._trainable = layout, resting, slots, trainable
+    def __init__(self, layout: UnitLayout, axes: UnitAxes, resting: RestingState, resources: Resources, slots: Slots):
+        self._layout, self._resting, self._slots = layout, resting, slots
+        # A stage 3 shard on the host that is the whole, with one shard rank, still has to come.
+        self.rest_whole = len(resting.parameters) == resting.numel and resources.offload.parameters is None
+        self.gathering = Gathering(resources.precision.parameters)
+        for extension in () if self.rest_whole else resources.extensions:
+            self.gathering = extension.gathering(self.gathering, resting.numel, axes, resources.device)
         self._pool, self._offload = resources.wholes, resources.offload
         self._one_pool = resources.wholes is resources.partials
-        self.gathering, self.rest_whole = gathering, rest_whole
         self.on_event: Callable[[str], object] = lambda event: None
-        self.whole: Tensor | None = resting.parameters.values if rest_whole else None
+        self.whole: Tensor | None = resting.parameters.values if self.rest_whole else None
         self._members: list[nn.Parameter] = []  # in buffer order
         self._views: dict[int, list[Tensor]] = {}  # in each buffer that the pool has given, by its storage
         self._nothing = torch.empty(0, dtype=resources.precision.parameters, device=resources.device)
@@ -59,7 +54,7 @@ class UnitParameters:
 
     def make(self) -> dict[str, nn.Parameter]:
         """Return the model's parameters by name: views of the memory that `install` and `release` move."""
-        return self.move_to([nn.Parameter(self._nothing, requires_grad=self._trainable) for _ in self._slots])
+        return self.move_to([nn.Parameter(self._nothing, requires_grad=self._resting.trainable) for _ in self._slots])
 
     def move_to(self, parameters: list[nn.Parameter]) -> dict[str, nn.Parameter]:
         """Let these parameters, in buffer order, be the views of this unit's memory; return them by name."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megazero.checkpoint import save, shard, snapshot
-from megazero.checkpoint.checkpoints import Checkpoints
+from megazero.checkpoint.save import Checkpoints
 from megazero.checkpoint.store import Store
 from megazero.data.loader import BatchLoader
 from megazero.memory.activation_store import Arena

@@ -17,6 +17,7 @@ from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.retention import retire, verify
 from megazero.checkpoint.store import Store
+from megazero.comm.grid import single
 from megazero.run.folder import RunFolder
 from megazero.tools.training.launch import launch
 from tests.tiny_run import TinyData, command
@@ -81,15 +82,16 @@ def test_a_step_may_be_committed_as_soon_as_the_last_part_is_there(
 
     def replace(path: Path, target: Path) -> Path:
         done = honest(path, target)
-        if target.name == "part_00001.json":
+        if target.name == "part_00000.json":
             place.staging(1).rename(place.path(1))
         return done
 
     monkeypatch.setattr(Path, "replace", replace)
     piece = Piece("a", 0, 4, 0)
     holdings = [save.ShardState([piece], {kind: torch.ones(4) for kind in ("weight", "exp_avg", "exp_avg_sq")})]
-    saver = save.Saver(place, holdings, rank=1, size=2, snapshot=False, conclude=None, tidy=None)
-    saver.begin(1, Progress(updates=1, skipped=0, overflows=0, next_sample=8, loss_scale=None, good_steps=0))
+    world, cpu = single()["world"], torch.device("cpu")
+    saver = save.Checkpoints(place, holdings, world, cpu, every=None, background=True, conclude=None, tidy=None)
+    saver.save(1, Progress(updates=1, skipped=0, overflows=0, next_sample=8, loss_scale=None, good_steps=0))
     saver.finish()
     saver.close()
     assert place.steps() == [1]

@@ -13,6 +13,7 @@ from megazero.checkpoint.pieces import Piece
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.snapshot import Snapshot
 from megazero.checkpoint.store import Store
+from megazero.comm.grid import single
 
 PROGRESS = Progress(updates=1, skipped=0, overflows=0, next_sample=8, loss_scale=None, good_steps=0)
 
@@ -45,10 +46,20 @@ def allocate(size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.uint8)
 
 
-def test_the_gpu_s_are_queued_at_once_and_the_host_s_copied_by_the_thread() -> None:
-    seen: list[str] = []
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what the stand-in for a stream hears; fp64 stands for tensors on a GPU."""
+    told: list[str] = []
+    monkeypatch.setattr(snapshot, "on_device", far)
+    monkeypatch.setattr(save, "on_device", far)
+    monkeypatch.setattr(snapshot, "pinned_bytes", allocate)
+    monkeypatch.setattr(snapshot, "SideStream", lambda device: Stream(told))
+    return told
+
+
+def test_the_gpu_s_are_queued_at_once_and_the_host_s_copied_by_the_thread(seen: list[str]) -> None:
     sources = [torch.full((3,), 1.0), torch.full((4,), 2.0, dtype=torch.float64), torch.full((2, 2), 3.0)]
-    taken = Snapshot(sources, far=far, allocate=allocate, stream=lambda device: Stream(seen))  # type: ignore[arg-type]
+    taken = Snapshot(sources)
     memory = [copy.data_ptr() for copy in taken.copies]
     for number in (1.0, 5.0):
         for source in sources:
@@ -77,26 +88,17 @@ def test_without_a_gpu_there_is_no_stream() -> None:
 
 
 def test_a_save_waits_for_its_copies_and_the_update_behind_it_does_on_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: list[str]
 ) -> None:
     """The host goes on from `settle` when the rest has been copied; the file is written behind the stream."""
-    seen: list[str] = []
-    honest = Snapshot.__init__
-
-    def init(self: Snapshot, sources: list[Tensor]) -> None:
-        honest(self, sources, far=far, allocate=allocate, stream=lambda device: Stream(seen))  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Snapshot, "__init__", init)
     write = save.write_shard
     monkeypatch.setattr(save, "write_shard", lambda *arguments: [seen.append("write"), write(*arguments)][1])
-    monkeypatch.setattr(save, "on_device", far)
     tensors = {kind: torch.ones(4, dtype=torch.float64) for kind in ("weight", "exp_avg", "exp_avg_sq")}
     holdings = [save.ShardState([Piece("a", 0, 4, 0)], tensors)]
-    saver = save.Saver(
-        Store(tmp_path / "checkpoints", "token"), holdings, rank=1, size=2, snapshot=False, conclude=None, tidy=None
-    )
+    place, world, cpu = Store(tmp_path / "checkpoints", "token"), single()["world"], torch.device("cpu")
+    saver = save.Checkpoints(place, holdings, world, cpu, every=None, background=True, conclude=None, tidy=None)
     assert saver.copy_bytes == 3 * 4 * 8
-    saver.begin(1, PROGRESS)
+    saver.save(1, PROGRESS)
     saver.settle()
     assert seen[0] == "queued" and seen.count("join") == 1
     saver.finish()

@@ -14,8 +14,9 @@ from torch import Tensor
 from megazero.base.errors import UserError
 from megazero.checkpoint.pieces import Piece as CheckpointPiece
 from megazero.checkpoint.progress import Progress
-from megazero.checkpoint.save import Saver, ShardState
+from megazero.checkpoint.save import Checkpoints, ShardState
 from megazero.checkpoint.store import Store
+from megazero.comm.grid import single
 from megazero.comm.ledger import DISK, Ledger
 from megazero.nvme.disk import Disk
 from megazero.nvme.disk_queue import DiskQueue, Transfer
@@ -246,14 +247,15 @@ def test_a_half_update_is_not_saved(disk: Disk, tmp_path: Path, half: str) -> No
                 break
         disk.settle()
     holding = ShardState([CheckpointPiece("a", 0, 3 * PIECE, 0)], handles, disks=disk)
-    saver = Saver(place, [holding], rank=1, size=2, snapshot=False, conclude=None, tidy=None)
+    world, cpu = single()["world"], torch.device("cpu")
+    saver = Checkpoints(place, [holding], world, cpu, every=None, background=True, conclude=None, tidy=None)
     place.folder.mkdir()
-    saver.begin(1, Progress(updates=1, skipped=0, overflows=0, next_sample=8, loss_scale=None, good_steps=0))
+    saver.save(1, Progress(updates=1, skipped=0, overflows=0, next_sample=8, loss_scale=None, good_steps=0))
     if half == "nothing":
         saver.finish()
     else:
         with pytest.raises(UserError, match=r"MZ-608.* of a and its moments have seen 1 and 2 updates") as caught:
             saver.finish()
         assert "\n" not in str(caught.value)
-    assert (place.staging(1) / "part_00001.json").exists() == (half == "nothing")
+    assert (place.staging(1) / "part_00000.json").exists() == (half == "nothing")
     saver.close()

@@ -1,12 +1,15 @@
 """Rows of metrics say when, where in the data, how fast, and where the seconds went; and a stop has one."""
 
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from megazero.checkpoint.checkpoints import Checkpoints
+from megazero.checkpoint.progress import Progress
+from megazero.checkpoint.save import Checkpoints
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import single
 from megazero.observe.jsonl import read_rows
@@ -136,16 +139,20 @@ def test_a_stop_has_its_row_and_keeps_no_more_than_asked(
     assert [row["step"] for row in rows if "valid_loss" in row] == [3, 6, 8]
 
 
-def test_a_stop_does_not_wait_for_a_disk_that_hangs() -> None:
-    class Saver:
-        def tidied(self, seconds: float) -> bool:
-            time.sleep(seconds)
-            return False
+def test_a_stop_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
+    answers, world, cpu = threading.Event(), single()["world"], torch.device("cpu")
 
-    checkpoints = Checkpoints(Saver(), single()["world"], torch.device("cpu"), every=1, background=False)  # type: ignore
+    def tidy(_: Callable[[], bool]) -> None:
+        answers.wait()
+
+    options = {"every": 1, "background": False, "conclude": lambda *_: None, "tidy": tidy}
+    checkpoints = Checkpoints(Store(tmp_path / "checkpoints"), [], world, cpu, **options)  # type: ignore[arg-type]
+    checkpoints.save(1, Progress(updates=1, skipped=0, overflows=0, next_sample=8, loss_scale=None, good_steps=0))
     began = time.monotonic()
     checkpoints.tidy(0.05)
     assert 0.05 <= time.monotonic() - began < 1.0
+    answers.set()
+    checkpoints.close()
 
 
 def test_a_warm_up_that_is_longer_than_the_run_is_said(tiny_data: TinyData, tmp_path: Path, capsys) -> None:

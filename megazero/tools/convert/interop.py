@@ -2,7 +2,6 @@
 
 import json
 import math
-import platform
 import uuid
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +20,7 @@ from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import flush_file, new_folder, replace_file
 from megazero.base.reading import looked_up, open_regular, parse_object, read_file
-from megazero.base.version import __version__
-from megazero.checkpoint.manifest import FORMAT, WEIGHT, File, Logical, Manifest, shard_name
+from megazero.checkpoint.manifest import FORMAT, SOFTWARE, WEIGHT, File, Logical, Manifest, shard_name
 from megazero.checkpoint.shard import BLOCK, FLOATS, NAMES, key_of, plan_shard, write_shard
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
@@ -253,7 +251,7 @@ def _manifest(model: Mapping[str, Any], tensors: dict[str, Logical], files: list
         random={},
         identity={},
         config={f"model.{key}": value for key, value in model.items()},
-        software={"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        software=SOFTWARE,
     )
 
 
