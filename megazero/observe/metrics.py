@@ -84,8 +84,9 @@ def validated(row: Mapping[str, Value], scores: Mapping[str, tuple[float, float 
         found[key] = value
         for name, (loss, bits_per_byte) in scores.items() if key == "loss" else ():
             end = f".{name}" if name else ""
-            found |= {f"{VALID_LOSS}{end}": loss}
-            found |= {} if bits_per_byte is None else {f"valid_bits_per_byte{end}": bits_per_byte}
+            found[f"{VALID_LOSS}{end}"] = loss
+            if bits_per_byte is not None:
+                found[f"valid_bits_per_byte{end}"] = bits_per_byte
     return found
 
 

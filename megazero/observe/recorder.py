@@ -3,13 +3,12 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
 
 from megazero.comm.ledger import Ledger
 from megazero.observe.allocations import Allocations
 from megazero.observe.metrics import Interval, Smoothed, Work, memory_peak_bytes, validated
-from megazero.observe.numbers import Numbers, Value
-from megazero.observe.phases import PhaseSeconds, together
+from megazero.observe.numbers import Value
+from megazero.observe.phases import PhaseSeconds
 from megazero.observe.profile import Profile
 from megazero.observe.sinks import Sinks
 
@@ -74,19 +73,17 @@ class Recorder:
         """Exclude the time spent inside from training time."""
         return self._interval.excluded()
 
-    def row(self, done: int, numbers: Numbers) -> dict[str, Value]:
-        """Return the row of step number `done` (from 1), with the rates of the interval that it ends.
+    def row(self, done: int, numbers: Mapping[str, Value]) -> dict[str, Value]:
+        """Return the row of step number `done` (from 1): its numbers, and the rates of the interval that it ends.
 
         time is in seconds since 1970, tokens are those consumed since the start of the run, comm_bytes those that this
         rank sent in the step, seconds the host's by phase (`phases.py`).
         """
         steps, tokens, seconds = self._interval.steps, self._interval.tokens, self._interval.seconds
-        row: dict[str, Value] = {"step": done, "time": time.time(), "tokens": self._work.tokens(done)}
-        row |= {key: value for key, value in asdict(numbers).items() if key != "epochs" or value is not None}
+        row: dict[str, Value] = {"step": done, "time": time.time(), "tokens": self._work.tokens(done), **numbers}
         row |= self._work.rates(steps, tokens, seconds, self._smoothed.add(steps, tokens, seconds))
         row |= {"memory_peak_bytes": memory_peak_bytes(self._work.device), "comm_bytes": self._sent}
-        row["seconds"] = dict(self._phases.take())
-        return row
+        return {**row, "seconds": {**self._phases.take()}}
 
     def write(self, row: Mapping[str, Value], scores: Mapping[str, tuple[float, float | None]]) -> None:
         """Pass a row to the sinks, and begin a new interval.
@@ -96,9 +93,10 @@ class Recorder:
         Args:
             scores: validation loss and bits per byte of the step by the name of a set, see `validated`.
         """
-        before = row.get("seconds")
-        seconds = together(before if isinstance(before, dict) else {}, self._phases.take())
-        self._sinks.row(validated({**row, "seconds": seconds}, scores))
+        before, seconds = row.get("seconds"), self._phases.take()
+        if isinstance(before, dict):
+            seconds = {phase: (before.get(phase) or 0.0) + more for phase, more in seconds.items()}
+        self._sinks.row(validated({**row, "seconds": {**seconds}}, scores))
         self._interval.restart()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megazero.comm.ledger import Ledger
 from megazero.observe.metrics import HALF_LIFE, Interval, Smoothed, Work, memory_peak_bytes, validated
-from megazero.observe.numbers import Numbers, Value
+from megazero.observe.numbers import Value
 from megazero.observe.phases import PhaseSeconds
 from megazero.observe.profile import Profile
 from megazero.observe.recorder import Recorder
@@ -38,7 +38,8 @@ def row() -> dict[str, Value]:
     recorder = Recorder(Sinks([]), Profile(1, 0, Path()), work, Ledger(), lambda peak: None, PhaseSeconds())
     with recorder.step(1):
         pass
-    numbers = Numbers(2, 0.5, {"web": 0.5}, loss=4.0, grad_norm=1.0, clipped=0, lr=1e-3, loss_scale=1.0, skipped=0)
+    numbers: dict[str, Value] = {"samples": 2, "epoch": 0.5, "epochs": {"web": 0.5}, "loss": 4.0, "grad_norm": 1.0}
+    numbers |= {"clipped": 0, "lr": 1e-3, "loss_scale": 1.0, "skipped": 0}
     return recorder.row(1, numbers)
 
 
