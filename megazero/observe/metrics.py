@@ -107,7 +107,7 @@ def scalars(row: Mapping[str, Value]) -> dict[str, Number]:
 
 
 class Interval:
-    """Steps, tokens and training seconds since the last logged row.
+    """Steps and training seconds since the last logged row.
 
     Starts its clock when made. `clock` gives monotonic seconds.
     """
@@ -119,13 +119,7 @@ class Interval:
     def restart(self) -> None:
         """Begin a new interval now."""
         self.steps = 0
-        self.tokens = 0
         self._began = self._clock()
-
-    def add_step(self, tokens: int) -> None:
-        """Add a step, which consumed this many tokens over all data ranks."""
-        self.steps += 1
-        self.tokens += tokens
 
     @contextmanager
     def excluded(self) -> Iterator[None]:

@@ -55,7 +55,7 @@ class Recorder:
         with self._profile.step(done), self._allocations():
             yield
         self._sent = self._ledger.bytes_sent - before
-        self._interval.add_step(self._work.tokens_per_step)
+        self._interval.steps += 1
 
     @contextmanager
     def _allocations(self) -> Iterator[None]:
@@ -79,7 +79,8 @@ class Recorder:
         time is in seconds since 1970, tokens are those consumed since the start of the run, comm_bytes those that this
         rank sent in the step, seconds the host's by phase (`phases.py`).
         """
-        steps, tokens, seconds = self._interval.steps, self._interval.tokens, self._interval.seconds
+        steps, seconds = self._interval.steps, self._interval.seconds
+        tokens = steps * self._work.tokens_per_step
         row: dict[str, Value] = {"step": done, "time": time.time(), "tokens": self._work.tokens(done), **numbers}
         row |= self._work.rates(steps, tokens, seconds, self._smoothed.add(steps, tokens, seconds))
         row |= {"memory_peak_bytes": memory_peak_bytes(self._work.device), "comm_bytes": self._sent}

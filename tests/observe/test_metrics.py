@@ -69,19 +69,17 @@ def test_interval_leaves_out_what_is_not_training():
     interval = Interval(lambda: now[0])
     for seconds in (2.0, 4.0):
         now[0] += seconds
-        interval.add_step(tokens=300)
+        interval.steps += 1
     with interval.excluded():
         now[0] += 100.0
-    assert (interval.steps, interval.tokens, interval.seconds) == (2, 600, 6.0)
+    assert (interval.steps, interval.seconds) == (2, 6.0)
     interval.restart()
     now[0] += 1.0
-    interval.add_step(tokens=7)
-    assert (interval.steps, interval.tokens, interval.seconds) == (1, 7, 1.0)
+    assert (interval.steps, interval.seconds) == (0, 1.0)
 
 
 def test_interval_of_a_coarse_clock_is_finite():
     interval = Interval(lambda: 0.0)
-    interval.add_step(tokens=1)
     assert interval.seconds > 0 and interval.seconds < 1
 
 
