@@ -67,14 +67,10 @@ class RunFolder:
         self._refuse_a_run()
 
     def _refuse_a_run(self) -> None:
-        if (found := self._begun()) is not None:
+        rows_and_steps = (self.metrics, *sorted(self.checkpoints.glob("*step_*")))
+        if (found := next((path for path in rows_and_steps if path.exists()), None)) is not None:
             do = "give another run.dir=..., remove the folder, or go on with checkpoint.resume=auto"
             raise UserError(110, f"holds a run already ({found.relative_to(self.path)})", do, where=self.path)
-
-    def _begun(self) -> Path | None:
-        """Return the rows or a step of a run that has begun here; None: there is none."""
-        steps = sorted(self.checkpoints.glob("*step_*"))
-        return next((path for path in (self.metrics, *steps) if path.exists()), None)
 
     def require_run(self) -> None:
         """Refuse a folder that is no run's. Raises UserError 113."""
