@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from megazero.comm.ledger import Ledger
 from megazero.observe.allocations import Allocations
@@ -12,7 +12,7 @@ from megazero.observe.phases import PhaseSeconds
 from megazero.observe.profile import Profile
 from megazero.observe.sinks import Sinks
 
-_MEASURED_STEP = 2
+_MEASURED_STEP = 2  # all long-lived memory has been allocated
 
 
 class Recorder:
@@ -52,22 +52,15 @@ class Recorder:
         """Observe step number `done` (from 1) inside the context."""
         before = self._ledger.bytes_sent
         self._steps += 1
-        with self._profile.step(done), self._allocations():
+        counting = Allocations() if self._steps == _MEASURED_STEP else nullcontext()
+        with self._profile.step(done), counting as counted:
             yield
+        if counted is not None:
+            self._ledger.hold("activations", counted.peak)
+            self._ledger.hold("activations", -counted.peak)
+            self._counted(counted.peak)
         self._sent = self._ledger.bytes_sent - before
         self._interval.steps += 1
-
-    @contextmanager
-    def _allocations(self) -> Iterator[None]:
-        """Count allocations, once: in the second step, when all long-lived memory has been allocated."""
-        if self._steps != _MEASURED_STEP:
-            yield
-            return
-        with Allocations() as counted:
-            yield
-        self._ledger.hold("activations", counted.peak)
-        self._ledger.hold("activations", -counted.peak)
-        self._counted(counted.peak)
 
     def paused(self) -> AbstractContextManager[None]:
         """Exclude the time spent inside from training time."""
