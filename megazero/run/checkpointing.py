@@ -148,12 +148,13 @@ def _require_ours(run: Run, step: int) -> None:
     """Refuse to commit into a folder that is gone, or is not this job's any more.
 
     Raises:
-        UserError: 423, the folder was deleted, moved or made read-only; 421, it is another job's.
+        UserError: 423, the folder was deleted or moved; 421, it is another job's.
     """
     path = run.folder.path
-    if (fault := run.folder.fault()) is not None:
+    if not path.is_dir():
+        what = "checkpoint not saved: the run's folder was deleted or moved while it trained"
         do = "repair that (earlier checkpoints went along with it), and go on with checkpoint.resume=auto"
-        raise UserError(423, f"checkpoint not saved: {fault}", do, where=path, step=step)
+        raise UserError(423, what, do, where=path, step=step)
     if (loss := run.lock.loss()) is not None:
         do = "see that one job trains here, and go on with checkpoint.resume=auto"
         raise UserError(421, loss, do, where=path, step=step)

@@ -4,7 +4,6 @@ config.yaml  plan.json  metrics.jsonl  ledger.json  checkpoints/step_00000100/  
 logs/slurm-1234.out  lock  STOP  early_stops
 """
 
-import os
 from pathlib import Path
 
 from megazero.base.errors import UserError
@@ -77,14 +76,6 @@ class RunFolder:
         if not self.config.is_file():
             what = f"is not a run's folder (no config.yaml){looked_up(self.path)}"
             raise UserError(113, what, "give --run runs/NAME", where=self.path)
-
-    def fault(self) -> str | None:
-        """Return why a running job can save nothing here any more; None: it can."""
-        if not self.path.is_dir():
-            return "the run's folder was deleted or moved while it trained"
-        if not os.access(self.checkpoints if self.checkpoints.is_dir() else self.path, os.W_OK | os.X_OK):
-            return "the run's folder was made read-only while it trained"
-        return None
 
     def picture_is_old(self) -> bool:
         """Return whether the loss curve can be drawn, and is missing or older than the newest row."""
