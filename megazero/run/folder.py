@@ -34,7 +34,7 @@ class RunFolder:
         """Make the folder this job's; return whose dead lock was taken over, if one was.
 
         Args:
-            lock: the lock of this folder.
+            lock: the lock of this folder; the caller releases it, also after an error.
             resume: it may hold a run, which goes on.
 
         Raises:
@@ -50,11 +50,7 @@ class RunFolder:
                 self._refuse_a_run()
             for left in self.path.glob("*.tmp-*"):  # by a job that was killed while it wrote
                 left.unlink(missing_ok=True)
-        except UserError:
-            lock.release()
-            raise
         except OSError as error:
-            lock.release()
             where = error.filename or self.path
             what = f"cannot be written: {error.strerror}"
             raise UserError(401, what, "choose another run.dir", where=where) from None
