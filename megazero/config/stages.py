@@ -5,16 +5,15 @@ for each stage and one behind the last. All of it is a function of the config, a
 (`run/history.py`): what a change of options on a resume has put behind, or before, a step.
 """
 
-from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
+from __future__ import annotations  # a course has courses
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megazero.config.schema import Config, Stage
-    from megazero.config.sections import Source
+from megazero.config.schema import Config, Stage
+from megazero.config.sections import Source
 
 SECTIONS = ("data", "model", "batch", "optimizer", "schedule")  # of a stage
 
@@ -40,17 +39,11 @@ def values_of_stages(values: Mapping[str, Any], key: str) -> list[Any]:
 
 def ends_of(values: Mapping[str, Any]) -> list[int]:
     """Return the last step of each stage of a flat config, from 1."""
-
-    def held(stage: Mapping[str, Any], key: str) -> Any:
-        value = _value(stage, key)
-        return values[key] if value is None else value
-
-    return list(
-        stage_ends(
-            (stage["until_step"], stage["until_tokens"], held(stage, "batch.global") * held(stage, "model.seq_len"))
-            for stage in values["stages"] or ()
-        )
-    )
+    limits = []
+    for stage in values["stages"] or ():
+        rows, length = ((_value(stage, key) or values[key]) for key in ("batch.global", "model.seq_len"))
+        limits.append((stage["until_step"], stage["until_tokens"], rows * length))
+    return list(stage_ends(limits))
 
 
 def _value(stage: Mapping[str, Any], key: str) -> Any:

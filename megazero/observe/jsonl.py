@@ -46,13 +46,11 @@ class JsonlSink(Sink):
         with open(self.path, "ab", buffering=0) as file:
             start = file.seek(0, os.SEEK_END)
             try:
-                written = file.write(line)
+                if (written := file.write(line)) != len(line):
+                    raise OSError(f"{self.path}: {written} of {len(line)} bytes written, disk full")
             except OSError:
                 file.truncate(start)
                 raise
-            if written != len(line):
-                file.truncate(start)
-                raise OSError(f"{self.path}: {written} of {len(line)} bytes written, disk full")
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -84,8 +84,9 @@ def validated(row: Mapping[str, Value], scores: Mapping[str, tuple[float, float 
         found[key] = value
         for name, (loss, bits_per_byte) in scores.items() if key == "loss" else ():
             end = f".{name}" if name else ""
-            found |= {f"{VALID_LOSS}{end}": loss}
-            found |= {} if bits_per_byte is None else {f"valid_bits_per_byte{end}": bits_per_byte}
+            found[f"{VALID_LOSS}{end}"] = loss
+            if bits_per_byte is not None:
+                found[f"valid_bits_per_byte{end}"] = bits_per_byte
     return found
 
 
@@ -106,7 +107,7 @@ def scalars(row: Mapping[str, Value]) -> dict[str, Number]:
 
 
 class Interval:
-    """Steps, tokens and training seconds since the last logged row.
+    """Steps and training seconds since the last logged row.
 
     Starts its clock when made. `clock` gives monotonic seconds.
     """
@@ -118,13 +119,7 @@ class Interval:
     def restart(self) -> None:
         """Begin a new interval now."""
         self.steps = 0
-        self.tokens = 0
         self._began = self._clock()
-
-    def add_step(self, tokens: int) -> None:
-        """Add a step, which consumed this many tokens over all data ranks."""
-        self.steps += 1
-        self.tokens += tokens
 
     @contextmanager
     def excluded(self) -> Iterator[None]:

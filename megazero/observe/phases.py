@@ -13,7 +13,7 @@ number next (`train/trainer.py`), mostly backward, and update where a row is mad
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 PHASES: tuple[str, ...] = ("data", "forward", "backward", "update", "save", "validation")
 # By the first word of what a rank says: "backward (weight) of micro-batch 3 in stage 1".
@@ -47,8 +47,3 @@ class PhaseSeconds:
         now = self._clock()
         self._seconds[self._phase] += now - self._since
         self._since = now
-
-
-def together(one: Mapping[str, float | None], other: Mapping[str, float]) -> dict[str, float | None]:
-    """Return the sums of both by phase; a phase that one lacks has the other's value."""
-    return {phase: (one.get(phase) or 0.0) + other.get(phase, 0.0) for phase in PHASES}

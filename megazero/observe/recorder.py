@@ -2,18 +2,17 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from megazero.comm.ledger import Ledger
 from megazero.observe.allocations import Allocations
 from megazero.observe.metrics import Interval, Smoothed, Work, memory_peak_bytes, validated
-from megazero.observe.numbers import Numbers, Value
-from megazero.observe.phases import PhaseSeconds, together
+from megazero.observe.numbers import Value
+from megazero.observe.phases import PhaseSeconds
 from megazero.observe.profile import Profile
 from megazero.observe.sinks import Sinks
 
-_MEASURED_STEP = 2
+_MEASURED_STEP = 2  # all long-lived memory has been allocated
 
 
 class Recorder:
@@ -53,40 +52,32 @@ class Recorder:
         """Observe step number `done` (from 1) inside the context."""
         before = self._ledger.bytes_sent
         self._steps += 1
-        with self._profile.step(done), self._allocations():
+        counting = Allocations() if self._steps == _MEASURED_STEP else nullcontext()
+        with self._profile.step(done), counting as counted:
             yield
+        if counted is not None:
+            self._ledger.hold("activations", counted.peak)
+            self._ledger.hold("activations", -counted.peak)
+            self._counted(counted.peak)
         self._sent = self._ledger.bytes_sent - before
-        self._interval.add_step(self._work.tokens_per_step)
-
-    @contextmanager
-    def _allocations(self) -> Iterator[None]:
-        """Count allocations, once: in the second step, when all long-lived memory has been allocated."""
-        if self._steps != _MEASURED_STEP:
-            yield
-            return
-        with Allocations() as counted:
-            yield
-        self._ledger.hold("activations", counted.peak)
-        self._ledger.hold("activations", -counted.peak)
-        self._counted(counted.peak)
+        self._interval.steps += 1
 
     def paused(self) -> AbstractContextManager[None]:
         """Exclude the time spent inside from training time."""
         return self._interval.excluded()
 
-    def row(self, done: int, numbers: Numbers) -> dict[str, Value]:
-        """Return the row of step number `done` (from 1), with the rates of the interval that it ends.
+    def row(self, done: int, numbers: Mapping[str, Value]) -> dict[str, Value]:
+        """Return the row of step number `done` (from 1): its numbers, and the rates of the interval that it ends.
 
         time is in seconds since 1970, tokens are those consumed since the start of the run, comm_bytes those that this
         rank sent in the step, seconds the host's by phase (`phases.py`).
         """
-        steps, tokens, seconds = self._interval.steps, self._interval.tokens, self._interval.seconds
-        row: dict[str, Value] = {"step": done, "time": time.time(), "tokens": self._work.tokens(done)}
-        row |= {key: value for key, value in asdict(numbers).items() if key != "epochs" or value is not None}
+        steps, seconds = self._interval.steps, self._interval.seconds
+        tokens = steps * self._work.tokens_per_step
+        row: dict[str, Value] = {"step": done, "time": time.time(), "tokens": self._work.tokens(done), **numbers}
         row |= self._work.rates(steps, tokens, seconds, self._smoothed.add(steps, tokens, seconds))
         row |= {"memory_peak_bytes": memory_peak_bytes(self._work.device), "comm_bytes": self._sent}
-        row["seconds"] = dict(self._phases.take())
-        return row
+        return {**row, "seconds": {**self._phases.take()}}
 
     def write(self, row: Mapping[str, Value], scores: Mapping[str, tuple[float, float | None]]) -> None:
         """Pass a row to the sinks, and begin a new interval.
@@ -96,9 +87,10 @@ class Recorder:
         Args:
             scores: validation loss and bits per byte of the step by the name of a set, see `validated`.
         """
-        before = row.get("seconds")
-        seconds = together(before if isinstance(before, dict) else {}, self._phases.take())
-        self._sinks.row(validated({**row, "seconds": seconds}, scores))
+        before, seconds = row.get("seconds"), self._phases.take()
+        if isinstance(before, dict):
+            seconds = {phase: (before.get(phase) or 0.0) + more for phase, more in seconds.items()}
+        self._sinks.row(validated({**row, "seconds": {**seconds}}, scores))
         self._interval.restart()
 
     def close(self) -> None:

@@ -11,34 +11,17 @@ never gathered, and count as there. torch's profiler has the times within a step
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from megazero.base.terminal import in_columns
 from megazero.observe.numbers import Value
 from megazero.observe.sinks import Sink
+from megazero.zero.unit import Unit
 
 GATHERED, RELEASED, REDUCED = "gathered", "released", "reduced"
 _HEADS = ("unit", GATHERED, RELEASED, REDUCED, "MB now", "seconds waited")
-
-
-class Watched(Protocol):
-    """A unit that reports its events."""
-
-    @property
-    def name(self) -> str:
-        """Return its name."""
-        ...
-
-    @property
-    def visiting_bytes(self) -> int:
-        """Return the bytes of its values that are there for a while."""
-        ...
-
-    def listen(self, listener: Callable[[str], object]) -> None:
-        """Let `listener` be called with each event."""
-        ...
 
 
 class UnitEvents:
@@ -49,7 +32,7 @@ class UnitEvents:
         seconds: of each unit by kind, growing: `Ledger.seconds`.
     """
 
-    def __init__(self, units: Sequence[Watched], seconds: Mapping[str, Mapping[str, float]]):
+    def __init__(self, units: Sequence[Unit], seconds: Mapping[str, Mapping[str, float]]):
         self._units, self._seconds = units, seconds
         self._restart()
 
@@ -76,7 +59,7 @@ class UnitEvents:
     def _add(self, unit: str, kind: str) -> None:
         self._counts[unit, kind] += 1
 
-    def _waited_by_now(self, unit: Watched) -> float:
+    def _waited_by_now(self, unit: Unit) -> float:
         return sum(self._seconds.get(unit.name, {}).values())
 
 

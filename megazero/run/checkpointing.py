@@ -140,12 +140,13 @@ def _require_ours(run: Run, step: int) -> None:
     """Refuse to commit into a folder that is gone, or is not this job's any more.
 
     Raises:
-        UserError: 423, the folder was deleted, moved or made read-only; 421, it is another job's.
+        UserError: 423, the folder was deleted or moved; 421, it is another job's.
     """
     path = run.folder.path
-    if (fault := run.folder.fault()) is not None:
+    if not path.is_dir():
+        what = "checkpoint not saved: the run's folder was deleted or moved while it trained"
         do = "repair that (earlier checkpoints went along with it), and go on with checkpoint.resume=auto"
-        raise UserError(423, f"checkpoint not saved: {fault}", do, where=path, step=step)
+        raise UserError(423, what, do, where=path, step=step)
     if (loss := run.lock.loss()) is not None:
         do = "see that one job trains here, and go on with checkpoint.resume=auto"
         raise UserError(421, loss, do, where=path, step=step)
@@ -155,20 +156,15 @@ def check_space(run: Run, about: CheckpointMetadata) -> None:
     """Refuse a run whose checkpoints would not fit: it would find out when it has something to lose.
 
     Raises:
-        UserError: 403, there is not room for one, or with several for two; 401, the disk does not answer.
+        UserError: 403, there is not room for one, or with several for two.
+        OSError: the disk does not answer.
     """
     elements = sum(math.prod(shape) for shape in about.shapes.values())
     one = elements * len(about.kinds) * about.dtype.itemsize
     folder, several = run.folder.checkpoints, run.config.checkpoint.every is not None
     several = several or len(Course(run.config, about.history).parts) > 1
     needed = one * (2 if several else 1)
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise UserError(
-            401, f"cannot be read: {error.strerror}", "check the disk and its permissions", where=folder
-        ) from None
-    if free < needed:
+    if (free := shutil.disk_usage(folder).free) < needed:
         what = f"expected room for {needed / 1e9:.3g} GB of checkpoints ({one / 1e9:.3g} GB each)"
         what += f", got {free / 1e9:.3g} GB"
         raise UserError(403, what, "free space there, or give another run.dir", where=folder)

@@ -107,7 +107,8 @@ def sources_text(data: RunData) -> str:
     course = data.course
     if course.config.data.sources is None:
         return str(course.config.data.train)
-    sources, epochs = data.mixture.sources, _epochs(data)
+    sources = data.mixture.sources
+    epochs = epochs_of(list(data.mixtures.values()), course.samples(course.config.run.steps)) or {}
     each = (f"{s.name} ({s.windows.stream.dataset.prefix}, {epochs[str(s.name)]:.3g} epochs)" for s in sources)
     shares: list[str] = []
     before = ""
@@ -116,22 +117,6 @@ def sources_text(data: RunData) -> str:
             shares.append(f"from step {part.first + 1:,} {text}" if part.first else text)
             before = text
     return f"{'; '.join(shares)}; of {', '.join(each)}"
-
-
-def shared_paths(data: RunData) -> Iterator[str]:
-    """Yield for each path that several sources have how often its text comes, in words."""
-    paths, epochs = dict[str, list[str]](), _epochs(data)
-    for source in data.course.config.data.sources or ():
-        paths.setdefault(source.path, []).append(str(source.name))
-    for path, names in paths.items():
-        if len(names) > 1:
-            total = sum(epochs[name] for name in names)
-            yield f"sources {', '.join(names)} all read {path}, each from its beginning: {total:.3g} epochs in all"
-
-
-def _epochs(data: RunData) -> dict[str, float]:
-    """Return how often the run goes through each source, by its name; of a source without one nothing."""
-    return epochs_of(list(data.mixtures.values()), data.course.samples(data.course.config.run.steps)) or {}
 
 
 def packing_text(data: RunData) -> Iterator[str]:

@@ -1,23 +1,18 @@
 """Open the disks that state or kept inputs are offloaded to (nvme), or say in one line why they cannot serve."""
 
-from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
-
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from megazero.base.errors import UserError
 from megazero.base.machine import file_system_of, free_memory, return_freed_memory
 from megazero.comm.collectives import gather_bytes
+from megazero.comm.grid import Grid
+from megazero.comm.home import Homes, PagedHome
+from megazero.comm.ledger import Ledger
+from megazero.config.schema import Config
 from megazero.launcher.environment import host_name
-
-if TYPE_CHECKING:
-    import torch
-
-    from megazero.comm.grid import Grid
-    from megazero.comm.home import Homes, PagedHome
-    from megazero.comm.ledger import Ledger
-    from megazero.config.schema import Config
 
 _NETWORK = ("nfs", "cifs", "smb", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "afs", "9p", "wekafs")
 _NETWORK += tuple(f"fuse.{name}" for name in ("sshfs", "glusterfs", "ceph", "juicefs", "s3fs", "gcsfuse"))

@@ -4,7 +4,6 @@ config.yaml  plan.json  metrics.jsonl  ledger.json  checkpoints/step_00000100/  
 logs/slurm-1234.out  lock  STOP  early_stops
 """
 
-import os
 from pathlib import Path
 
 from megazero.base.errors import UserError
@@ -35,7 +34,7 @@ class RunFolder:
         """Make the folder this job's; return whose dead lock was taken over, if one was.
 
         Args:
-            lock: the lock of this folder.
+            lock: the lock of this folder; the caller releases it, also after an error.
             resume: it may hold a run, which goes on.
 
         Raises:
@@ -51,11 +50,7 @@ class RunFolder:
                 self._refuse_a_run()
             for left in self.path.glob("*.tmp-*"):  # by a job that was killed while it wrote
                 left.unlink(missing_ok=True)
-        except UserError:
-            lock.release()
-            raise
         except OSError as error:
-            lock.release()
             where = error.filename or self.path
             what = f"cannot be written: {error.strerror}"
             raise UserError(401, what, "choose another run.dir", where=where) from None
@@ -67,28 +62,16 @@ class RunFolder:
         self._refuse_a_run()
 
     def _refuse_a_run(self) -> None:
-        if (found := self._begun()) is not None:
+        rows_and_steps = (self.metrics, *sorted(self.checkpoints.glob("*step_*")))
+        if (found := next((path for path in rows_and_steps if path.exists()), None)) is not None:
             do = "give another run.dir=..., remove the folder, or go on with checkpoint.resume=auto"
             raise UserError(110, f"holds a run already ({found.relative_to(self.path)})", do, where=self.path)
-
-    def _begun(self) -> Path | None:
-        """Return the rows or a step of a run that has begun here; None: there is none."""
-        steps = sorted(self.checkpoints.glob("*step_*"))
-        return next((path for path in (self.metrics, *steps) if path.exists()), None)
 
     def require_run(self) -> None:
         """Refuse a folder that is no run's. Raises UserError 113."""
         if not self.config.is_file():
             what = f"is not a run's folder (no config.yaml){looked_up(self.path)}"
             raise UserError(113, what, "give --run runs/NAME", where=self.path)
-
-    def fault(self) -> str | None:
-        """Return why a running job can save nothing here any more; None: it can."""
-        if not self.path.is_dir():
-            return "the run's folder was deleted or moved while it trained"
-        if not os.access(self.checkpoints if self.checkpoints.is_dir() else self.path, os.W_OK | os.X_OK):
-            return "the run's folder was made read-only while it trained"
-        return None
 
     def picture_is_old(self) -> bool:
         """Return whether the loss curve can be drawn, and is missing or older than the newest row."""

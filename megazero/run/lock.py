@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import time
 import uuid
 from contextlib import suppress
@@ -103,8 +102,13 @@ class RunLock:
     def _acquired(self, flags: int) -> tuple[int, bytes]:
         """Open and lock the file; return its descriptor and content. Raises UserError 420, OSError."""
         for tries_left in reversed(range(_TRIES)):
-            descriptor = self._opened(flags)
-            text = os.pread(descriptor, _LOCK_BYTES, 0)
+            try:
+                descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o644)
+                text = os.pread(descriptor, _LOCK_BYTES, 0)
+            except OSError:  # a link, a folder, a FIFO, or another user's
+                if not os.path.lexists(self._path):
+                    raise
+                raise self._no_lock() from None
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_at(descriptor, self._path):  # else its owner has removed it in between
@@ -121,17 +125,6 @@ class RunLock:
         owner = _parsed(text)
         what = f"another job trains here: {_named(owner) if owner else 'its lock is held'}"
         raise UserError(420, what, _DO, where=self._path.parent)
-
-    def _opened(self, flags: int) -> int:
-        try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o644)
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return descriptor
-            os.close(descriptor)
-        except OSError:
-            if not os.path.lexists(self._path):
-                raise
-        raise self._no_lock()
 
     def _no_lock(self) -> UserError:
         return UserError(420, "is no lock of ours, or damaged", "remove it if no job trains there", where=self._path)

@@ -19,10 +19,7 @@ from megazero.comm.status_board import BUILD
 from megazero.config.flat import flatten, run_dir
 from megazero.config.schema import Config
 from megazero.config.stages import Course
-from megazero.launcher.environment import (
-    RankContext,
-    job_id,
-)
+from megazero.launcher.environment import RankContext, job_id
 from megazero.launcher.job_board import JobBoard
 from megazero.launcher.rendezvous import connect, disconnect
 from megazero.launcher.world import World

@@ -19,7 +19,7 @@ from megazero.launcher.world import World
 from megazero.observe.console import clock_text
 from megazero.plan.layers import parameters
 from megazero.run.build import Ready, learning_rate_of
-from megazero.run.data import packing_text, shared_paths, sources_text
+from megazero.run.data import packing_text, sources_text
 from megazero.run.folder import RunFolder
 from megazero.run.history import changed_since, in_words, saved_options
 from megazero.run.loading import described, doubt, taken
@@ -100,7 +100,6 @@ def doubts(start: Start, part: Part, ready: Ready, found: Manifest | None) -> It
     config = part.config
     if found is not None and (said := doubt(found, start, ready.about)):
         yield said
-    yield from shared_paths(ready.data)
     if not is_installed("matplotlib"):
         yield "the loss curve will not be drawn: matplotlib is not installed (pip install matplotlib)"
     warmup, steps, peak = config.schedule.warmup, config.run.steps, config.optimizer.lr

@@ -1,20 +1,15 @@
 """Find where in a step that was not finite the first number that is not finite came up, on one rank."""
 
-from __future__ import annotations  # batches come from whoever reads them
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megazero.data.batch import MicroBatch
 from megazero.pipeline.executor import Pipeline
+from megazero.pipeline.stage import StageInputs
 from megazero.schedules.actions import Kind
 from megazero.zero.engine import Engine
-
-if TYPE_CHECKING:
-    from megazero.data.batch import MicroBatch
-    from megazero.pipeline.stage import StageInputs
 
 # A place in the flow of a step's data (first forwards, then backwards, from the loss on), and what is wrong there.
 Fault = tuple[int, str]

@@ -6,23 +6,18 @@ added up together with the loss (`zero/engine.py`). They are read with the step'
 under way: a run ends at most two steps after the one in which it was told to.
 """
 
-from __future__ import annotations  # signals are told from outside
-
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from megazero.base.stop_signals import NOTED, REQUEUE, stopped_by
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
-
-if TYPE_CHECKING:
-    from megazero.launcher.signals import Signals
+from megazero.launcher.signals import Signals
 
 
 @dataclass(frozen=True)

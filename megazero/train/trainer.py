@@ -24,7 +24,7 @@ import torch
 
 from megazero.base.errors import UserError
 from megazero.comm.readback import Readback
-from megazero.observe.numbers import Numbers, Value, finite
+from megazero.observe.numbers import Value, finite
 from megazero.optim.learning_rate import LearningRate
 from megazero.pipeline.executor import BACKWARDS, Pipeline
 from megazero.schedules.actions import Kind
@@ -51,19 +51,14 @@ class TrainSchedule:
         learning_rate: by updates done.
         log_every: steps between rows.
         valid_every: steps between validations; None: only after the last step.
-        until: the step, from 1, with which this trainer ends: it is saved, and another goes on; None: the run's last.
+        last: the step, from 1, with which this trainer ends: of the run, or it is saved and another trainer goes on.
     """
 
     steps: int
     learning_rate: LearningRate
     log_every: int
     valid_every: int | None
-    until: int | None = None
-
-    @property
-    def last(self) -> int:
-        """Return the last step, from 1, of this trainer."""
-        return self.steps if self.until is None else self.until
+    last: int
 
     def validates(self, done: int) -> bool:
         """Return whether there is a validation behind step `done`, counted from 1."""
@@ -262,20 +257,14 @@ class Trainer:
         return bool(self.validations) and self.schedule.validates(done)
 
     def _row(self, pending: _Pending, read: StepNumbers) -> dict[str, Value]:
-        """Return the row of a step, without a validation."""
+        """Return the row of a step, without a validation (docs/metrics.md says what each key means)."""
         done = pending.step + 1
-        numbers = Numbers(
-            loss=read.loss,
-            grad_norm=read.grad_norm,
-            clipped=int(0 < self.engine.clip < read.grad_norm < math.inf),
-            lr=pending.lr,
-            loss_scale=read.loss_scale,
-            skipped=self.skipped,
-            samples=self.loader.samples(done),
-            epoch=self.loader.epoch(done),
-            epochs=self.loader.epochs(done),
-        )
-        return self.recorder.row(done, numbers)
+        consumed: dict[str, Value] = {"samples": self.loader.samples(done), "epoch": self.loader.epoch(done)}
+        if (epochs := self.loader.epochs(done)) is not None:
+            consumed["epochs"] = {**epochs}
+        clipped = int(0 < self.engine.clip < read.grad_norm < math.inf)
+        own = {"loss": read.loss, "grad_norm": read.grad_norm, "clipped": clipped, "lr": pending.lr}
+        return self.recorder.row(done, {**consumed, **own, "loss_scale": read.loss_scale, "skipped": self.skipped})
 
     def _write(self, row: Mapping[str, Value], done: int, *, validates: bool) -> None:
         scores = (self._validate(done) if validates else None) or {}

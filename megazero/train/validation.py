@@ -4,13 +4,10 @@ Nats per token depend on the tokenizer: a larger vocabulary has longer tokens. B
 total nats / (ln 2 x bytes of text that the scored tokens stand for).
 """
 
-from __future__ import annotations  # batches come from whoever reads them
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,9 +17,7 @@ from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
-
-if TYPE_CHECKING:
-    from megazero.data.batch import MicroBatch
+from megazero.data.batch import MicroBatch
 
 _AT_ONCE = 8  # batches for each of several stages of a pipeline: enough to fill it, few enough to hold
 

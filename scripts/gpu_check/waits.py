@@ -139,7 +139,7 @@ def stepper(case: Case, grid: Grid, asked: Asked, stack: ExitStack) -> Callable[
     rate, nothing = _as(at=lambda updates: LR), _as()
     trainer = Trainer(
         *(built.engine, built.pipeline, lambda batch, step: feed(batch, step, True), loader, {}, nothing),
-        TrainSchedule(never, rate, never, None),
+        TrainSchedule(never, rate, never, None, never),
         _as(settle=snapshot.join, failed=False, seconds=0.0, due=lambda done: False, saved=None),
         _as(votes=lambda **_: [2], counted=lambda votes: None),
         lambda: None,

@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     # third floor
     "checkpoint": {"comm", "plan.placements", "zero.layout", "zero.unit"},
     "data": set(),
-    "observe": {"comm"},
+    "observe": {"comm", "zero.unit"},
     # a run, from its step to its folder
     "train": {
         "checkpoint",

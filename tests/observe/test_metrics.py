@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megazero.comm.ledger import Ledger
 from megazero.observe.metrics import HALF_LIFE, Interval, Smoothed, Work, memory_peak_bytes, validated
-from megazero.observe.numbers import Numbers, Value
+from megazero.observe.numbers import Value
 from megazero.observe.phases import PhaseSeconds
 from megazero.observe.profile import Profile
 from megazero.observe.recorder import Recorder
@@ -38,7 +38,8 @@ def row() -> dict[str, Value]:
     recorder = Recorder(Sinks([]), Profile(1, 0, Path()), work, Ledger(), lambda peak: None, PhaseSeconds())
     with recorder.step(1):
         pass
-    numbers = Numbers(2, 0.5, {"web": 0.5}, loss=4.0, grad_norm=1.0, clipped=0, lr=1e-3, loss_scale=1.0, skipped=0)
+    numbers: dict[str, Value] = {"samples": 2, "epoch": 0.5, "epochs": {"web": 0.5}, "loss": 4.0, "grad_norm": 1.0}
+    numbers |= {"clipped": 0, "lr": 1e-3, "loss_scale": 1.0, "skipped": 0}
     return recorder.row(1, numbers)
 
 
@@ -68,19 +69,17 @@ def test_interval_leaves_out_what_is_not_training():
     interval = Interval(lambda: now[0])
     for seconds in (2.0, 4.0):
         now[0] += seconds
-        interval.add_step(tokens=300)
+        interval.steps += 1
     with interval.excluded():
         now[0] += 100.0
-    assert (interval.steps, interval.tokens, interval.seconds) == (2, 600, 6.0)
+    assert (interval.steps, interval.seconds) == (2, 6.0)
     interval.restart()
     now[0] += 1.0
-    interval.add_step(tokens=7)
-    assert (interval.steps, interval.tokens, interval.seconds) == (1, 7, 1.0)
+    assert (interval.steps, interval.seconds) == (0, 1.0)
 
 
 def test_interval_of_a_coarse_clock_is_finite():
     interval = Interval(lambda: 0.0)
-    interval.add_step(tokens=1)
     assert interval.seconds > 0 and interval.seconds < 1
 
 

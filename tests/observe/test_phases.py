@@ -1,8 +1,6 @@
 """Seconds by phase are all the time that has passed, each second in one phase."""
 
-import pytest
-
-from megazero.observe.phases import PHASES, PhaseSeconds, together
+from megazero.observe.phases import PHASES, PhaseSeconds
 
 SAID = {
     "data": "data",
@@ -40,9 +38,3 @@ def test_what_is_no_phase_counts_to_the_one_before():
     phases.now("something new")
     clock[0] = 3.0
     assert phases.take()["save"] == 3.0
-
-
-def test_a_row_that_lacks_phases_gets_what_comes():
-    tail = {**dict.fromkeys(PHASES, 0.0), "save": 2.0}
-    assert together({}, tail) == tail
-    assert together({"save": 1.0, "data": None}, tail)["save"] == pytest.approx(3.0)

@@ -23,8 +23,10 @@ def create(path: Path, *, resume: bool) -> Path:
     """A job that has the folder for a moment; its metrics."""
     folder = RunFolder(path)
     lock = RunLock(folder.lock)
-    folder.create(lock, resume=resume)
-    lock.release()
+    try:
+        folder.create(lock, resume=resume)
+    finally:
+        lock.release()
     return folder.metrics
 
 

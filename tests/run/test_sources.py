@@ -127,13 +127,7 @@ def test_one_path_under_two_names(tiny_data: TinyData, tmp_path: Path, capsys) -
     sources = [{"path": str(tiny_data.train), "name": name} for name in ("one", "two")]
     mixed = ("data.train=null", f"data.sources={json.dumps(sources)}", "data.valid=null", "run.steps=1")
     assert launch(tiny_data.load(tmp_path / "run", *mixed), "small", 1) == 0
-    captured = capsys.readouterr()
-    each = re.search(r"of one \(\S+, (\S+) epochs\), two \(\S+, \1 epochs\)", captured.out)
-    said = re.search(
-        rf"sources one, two all read {tiny_data.train}, each from its beginning: (\S+) epochs", captured.err
-    )
-    assert each is not None and said is not None
-    assert float(said[1]) == pytest.approx(2 * float(each[1]), rel=1e-2)
+    assert re.search(r"of one \((\S+), (\S+) epochs\), two \(\1, \2 epochs\)", capsys.readouterr().out)
 
 
 def test_the_same_file_by_either_option_is_the_same_run_but_for_its_order(tiny_data: TinyData, tmp_path: Path) -> None:

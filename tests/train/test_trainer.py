@@ -207,7 +207,7 @@ def test_validation_and_rows_come_when_due(tiny_data: TinyData, tmp_path: Path):
 
 
 def test_due_steps():
-    pace = TrainSchedule(7, LearningRate(1.0, 0.0, 0, 7, "cosine"), log_every=3, valid_every=None)
+    pace = TrainSchedule(7, LearningRate(1.0, 0.0, 0, 7, "cosine"), log_every=3, valid_every=None, last=7)
     assert [step for step in range(1, 8) if pace.logs(step)] == [3, 6, 7]
     assert [step for step in range(1, 8) if pace.validates(step)] == [7]
 
