@@ -18,7 +18,6 @@ from typing import NoReturn
 
 from data_tools.corpus import TEXT_SUFFIXES
 from data_tools.places import Part
-from data_tools.selection import Condition
 from megazero.base.answers import tell
 from megazero.base.command_line import at_least
 from megazero.base.errors import UserError
@@ -69,8 +68,6 @@ def add_inputs(parser: Parser) -> None:
     parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="PATH", help=what)
     path = "field of lines and rows that holds the text, a.b for b in the object a; several are joined by a line end"
     parser.add_argument("--field", "--key", nargs="+", default=["text"], metavar="PATH", help=f"{path} (default: text)")
-    only = "take lines and rows that pass: lang=en, 'score>=0.5'; = != < <= > >=; may be given several times"
-    parser.add_argument("--where", action="append", type=Condition.parse, default=[], metavar="CONDITION", help=only)
     instead = f"of a folder take the files whose names end so, instead of {ends}"
     parser.add_argument("--suffix", nargs="+", type=suffix, default=TEXT_SUFFIXES, metavar=".END", help=instead)
     bad = "skip, count and list files that are not UTF-8 and damaged lines of a .jsonl, instead of refusing them"

@@ -139,11 +139,9 @@ class Reader:
             raise error
         self.counts.skip(error)
 
-    def _take(self, given: list[Piece] | None) -> Iterator[Piece]:
-        """Yield the document of a record, unless it did not pass, or has been there."""
-        if given is None:
-            self.counts.filtered += 1
-        elif self._known is None or self._is_new(piece.text for piece in given):
+    def _take(self, given: list[Piece]) -> Iterator[Piece]:
+        """Yield the document of a record, unless it has been there."""
+        if self._known is None or self._is_new(piece.text for piece in given):
             *pieces, end = chain.from_iterable(map(self._cut, given or [Piece("")]))
             yield from pieces
             yield replace(end, last=True)
@@ -222,7 +220,7 @@ class Reader:
             except (UserError, UnicodeDecodeError) as error:
                 self._refuse(error if isinstance(error, UserError) else refuse(f"cannot be read: {error}"))
                 continue
-            size = sum(len(piece.text) for piece in pieces or ())
+            size = sum(len(piece.text) for piece in pieces)
             self.bytes_read += size
             text += size
             if text > most:

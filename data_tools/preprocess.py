@@ -89,7 +89,7 @@ def preprocess(options: argparse.Namespace) -> None:
 
 def _report(counts: Counts, masked: bool) -> str:
     """Return what went into a data set, and what was left out, in words."""
-    left_out = {"did not pass": counts.filtered, "duplicates": counts.duplicates, "skipped as bad": counts.rejected}
+    left_out = {"duplicates": counts.duplicates, "skipped as bad": counts.rejected}
     empty = f"{counts.empty:,} {'without an answer' if masked else 'empty ones'} skipped"
     empty += "".join(f", {count:,} {why}" for why, count in left_out.items() if count)
     words = f"{counts.documents:,} documents ({empty}), {counts.tokens:,} tokens, {counts.bytes:,} bytes, "
@@ -112,13 +112,12 @@ def _job(options: argparse.Namespace, tokenizer: Tokenizer, files: list[Path], s
 
 def _select(options: argparse.Namespace, tokenizer: Tokenizer) -> Taken:
     """Return what is taken of records. Raises UserError: 162, 226, a template that cannot be had."""
-    where = tuple(options.where)
     if options.chat is None:
-        return Select(tuple(options.field or ["text"]), where)
+        return Select(tuple(options.field or ["text"]))
     if len(fields := options.field or ["messages"]) > 1:
         raise UserError(190, "--chat takes one --field, that of the messages", "give one", where="preprocess")
     template = open_template(Path(options.chat) if options.chat else None, tokenizer)
-    return Chat(tuple(fields), where, template=template, specials=tokenizer.specials)
+    return Chat(tuple(fields), template=template, specials=tokenizer.specials)
 
 
 def _files(options: argparse.Namespace) -> list[Path]:

@@ -60,8 +60,8 @@ def _batches(path: Path, select: Taken) -> Iterator[Any]:
 
 def _columns(names: list[str], select: Taken, path: Path) -> list[str]:
     """Return the columns that are needed. Raises UserError 213."""
-    wanted = dict.fromkeys(name if name in names else name.split(".")[0] for name in select.paths)
+    wanted = dict.fromkeys(name if name in names else name.split(".")[0] for name in select.fields)
     if odd := next((name for name in wanted if name not in names), None):
         what = f'expected a column "{odd}", got {", ".join(names)[:80]}'
-        raise UserError(213, what, "choose another --field, or correct --where", where=path)
+        raise UserError(213, what, "choose another --field", where=path)
     return list(wanted)

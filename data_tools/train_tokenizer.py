@@ -60,7 +60,7 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     started = time.monotonic()
     with doing("finding files"):
         files = find_files(options.input, options.suffix)
-    reader = Reader(files, Select(tuple(options.field), tuple(options.where)), skip_bad=options.skip_bad)
+    reader = Reader(files, Select(tuple(options.field)), skip_bad=options.skip_bad)
     sample = _sample(reader, sum(path.stat().st_size for path in files))
     reader.counts.list_skipped(options.output, tell)
     if not any(text.replace("\0", "").strip() for text in sample):
