@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from data_tools.command import Parser, positive, prefix, run
+from megazero.base.answers import answer
 from megazero.base.errors import UserError
 from megazero.data.joined import open_files
 from megazero.data.origin import origin_of
@@ -61,7 +62,7 @@ def inspect(options: argparse.Namespace) -> None:
         report["specials"] = {name: {"id": i, "count": int(counts[i])} for name, i in names}
         if options.document is not None:
             report |= _document(dataset, tokenizer, options.document)
-    print(json.dumps(report) if options.json else "\n".join(f"{name:14} {value}" for name, value in _table(report)))
+    answer(json.dumps(report) if options.json else "\n".join(f"{name:14} {value}" for name, value in _table(report)))
 
 
 def _table(report: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ import numpy as np
 
 from data_tools.command import Parser, add_output, prefix, run
 from data_tools.foreign import is_foreign, open_foreign
+from megazero.base.answers import answer
 from megazero.base.errors import UserError
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDatasetWriter
@@ -55,7 +56,7 @@ def merge(options: argparse.Namespace) -> None:
             raise UserError(214, "expected documents, got none in any input", "check the inputs", where=options.output)
     if whole is not None:
         replace(whole, mask=writer.mask_digest).write(options.output)
-    print(f"{options.output}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
+    answer(f"{options.output}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
 
 
 def copy_documents(dataset: TokenDataset, writer: IndexedDatasetWriter) -> None:

@@ -1,6 +1,5 @@
 """Choose the text of a record by the names of its fields."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,8 +43,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Taken(ABC):
-    """The base class of what is taken of a record: a text (`Select`), or a conversation (`data_tools/chat.py`).
+class Select:
+    """Take a text of a record; the subclass `Chat` (`data_tools/chat.py`) takes a conversation.
 
     Attributes:
         fields: paths of the text; of several, the texts are joined by a line end. Of a conversation: of its messages.
@@ -66,14 +65,6 @@ class Taken(ABC):
         except UnicodeEncodeError as error:
             raise refuse(f"character {error.start:,} of the text is half a surrogate pair, not a character") from error
         return pieces
-
-    @abstractmethod
-    def _taken(self, record: Any, refuse: Refuse) -> list[Piece]:
-        """Return the document of a record."""
-
-
-class Select(Taken):
-    """A text is taken of a record."""
 
     def _taken(self, record: Any, refuse: Refuse) -> list[Piece]:
         return [Piece("\n".join([self._text_at(record, path, refuse) for path in self.fields]))]

@@ -29,11 +29,10 @@ import sentencepiece
 from data_tools.command import Parser, add_inputs, positive, run
 from data_tools.corpus import Reader, find_files
 from data_tools.selection import Select
-from megazero.base.answers import tell
+from megazero.base.answers import answer, tell
 from megazero.base.atomic import write_atomically
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.heartbeat import HEART
 from megazero.data.tokenizer import open_tokenizer
 from megazero.data.tokenizers.common import SPACE_MARK
 
@@ -73,8 +72,7 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     part = f" in the first {min(used, CHECK_BYTES) / 1e6:,.0f} MB of them" if used > CHECK_BYTES else ""
     left_out = f" ({reader.counts.rejected:,} skipped as bad)" if reader.counts.rejected else ""
     ending = f"{used:,} bytes{left_out}, {ratio:.3f} bytes per token{part}, {time.monotonic() - started:.1f} s"
-    with HEART.paused():
-        print(f"{options.output}: {options.vocab:,} pieces from {ending}")
+    answer(f"{options.output}: {options.vocab:,} pieces from {ending}")
 
 
 def _sample(reader: Reader, total: int) -> list[str]:
