@@ -64,4 +64,4 @@ class Operations:
 _NAMES = [name for name in Operations.__dataclass_fields__ if name not in ("name", "adamw_", "wide_products")]
 REFERENCE = Operations("reference", **{name: getattr(reference, name) for name in _NAMES})
 # Where there is no cache that passes over a slice would find it in.
-WIDE_REFERENCE = replace(REFERENCE, sums_of_squares=partial(reference.sums_of_squares, at_once=1 << 24))
+WIDE_REFERENCE = replace(REFERENCE, sums_of_squares=partial(reference.sums_of_pieces, at_once=1 << 24))
