@@ -71,9 +71,8 @@ def add_inputs(parser: Parser) -> None:
 
 def add_output(parser: Parser) -> None:
     """Add the option that names the data set to write."""
-    parser.add_argument(
-        "--output", required=True, type=prefix, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
-    )
+    what = "writes PREFIX.bin and PREFIX.idx"
+    parser.add_argument("--output", required=True, type=prefix, metavar="PREFIX", help=what)
 
 
 def run(

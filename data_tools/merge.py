@@ -79,9 +79,8 @@ def copy_documents(dataset: TokenDataset, writer: IndexedDatasetWriter) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code (command.py)."""
     parser = Parser(prog="megazero merge", description="Join token data sets into one.")
-    parser.add_argument(
-        "prefix", nargs="+", type=prefix, metavar="PREFIX", help="of each input's .bin and .idx; X.ds, X.npy, X.bin"
-    )
+    inputs = "of each input's .bin and .idx; X.ds, X.npy, X.bin"
+    parser.add_argument("prefix", nargs="+", type=prefix, metavar="PREFIX", help=inputs)
     only = "of inputs that are ids alone (X.npy, X.bin): says their type and what ends a document"
     parser.add_argument("--tokenizer", type=Path, metavar="MODEL", help=only)
     add_output(parser)

@@ -199,13 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_inputs(parser)
     parser.set_defaults(field=None)
     add_output(parser)
-    parser.add_argument(
-        "--tokenizer",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="of `megazero tokenizer`; tokenizer.json, *.tiktoken, bytes",
-    )
+    kinds = "of `megazero tokenizer`; tokenizer.json, *.tiktoken, bytes"
+    parser.add_argument("--tokenizer", required=True, type=Path, metavar="FILE", help=kinds)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # ours, else all
     parser.add_argument("--workers", type=positive, default=cores, help="processes that encode (default: all cores)")
     chat = "records are conversations, rendered by this template (default: the tokenizer's own); --field names "

@@ -12,7 +12,6 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 from data_tools.counts import Counts
 from megazero.base.atomic import write_atomically, writing
@@ -70,9 +69,7 @@ class Unfinished:
         write_atomically(Path(f"{self.prefix()}.done"), json.dumps(asdict(counts)).encode())
         self.done.append(counts)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or not any(counts.documents for counts in self.done):  # nothing to go on from
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()

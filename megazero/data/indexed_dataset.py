@@ -20,7 +20,6 @@ Our writer makes one sequence per document (more only past 2^31 - 1 tokens).
 from array import array
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -185,9 +184,7 @@ class IndexedDatasetWriter:
         self._lengths.append(length)
         self._documents.append(len(self._lengths))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 assert not self._open_length, "the last document was not ended"

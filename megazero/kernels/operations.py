@@ -7,14 +7,11 @@ it. What has one implementation is called where it is.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from megazero.kernels import reference
-
-if TYPE_CHECKING:
-    from megazero.kernels.products import WideProducts
+from megazero.kernels.products import WideProducts
 
 Two = tuple[Tensor, Tensor]
 Three = tuple[Tensor, Tensor, Tensor]
@@ -58,7 +55,7 @@ class Operations:
     quantize_: Callable[[Tensor, Tensor, int], None]
     dequantize_: Callable[[Tensor, Tensor, int, bool], None]
     adamw_: Callable[..., None] | None = None
-    wide_products: "WideProducts | None" = None
+    wide_products: WideProducts | None = None
 
 
 _NAMES = [name for name in Operations.__dataclass_fields__ if name not in ("name", "adamw_", "wide_products")]
