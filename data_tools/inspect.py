@@ -13,9 +13,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from data_tools import begin
+    from data_tools import run_script
 
-    begin(__file__)  # before the imports, which take a second on a busy machine
+    run_script(__file__)  # does not return
 
 import argparse
 import json
@@ -145,7 +145,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--document", type=int, metavar="N", help="print the text of document N, counted from 0")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     return run(inspect, parser, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

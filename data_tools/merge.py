@@ -13,9 +13,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from data_tools import begin
+    from data_tools import run_script
 
-    begin(__file__)  # before the imports, which take a second on a busy machine
+    run_script(__file__)  # does not return
 
 import argparse
 from collections.abc import Sequence
@@ -85,7 +85,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", type=Path, metavar="MODEL", help=only)
     add_output(parser)
     return run(merge, parser, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,9 +19,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from data_tools import begin
+    from data_tools import run_script
 
-    begin(__file__)  # before the imports, which take a second on a busy machine
+    run_script(__file__)  # does not return
 
 import argparse
 import os
@@ -211,7 +211,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     share = "make part K of N, as on N hosts; `merge` joins the parts to what one host would have made"
     parser.add_argument("--part", type=part, default=Part(), metavar="K/N", help=share)
     return run(preprocess, parser, argv, "the same line goes on where it was")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
