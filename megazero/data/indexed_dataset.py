@@ -29,14 +29,7 @@ from megazero.base.files import flush, flush_folder, temporary_name
 from megazero.base.reading import looked_up
 from megazero.base.this_copy import here
 from megazero.data.data_file import DataFile
-from megazero.data.index_file import (
-    DTYPE_CODES,
-    HEADER,
-    MAGIC,
-    VERSION,
-    check_index,
-    open_index,
-)
+from megazero.data.index_file import DTYPE_CODES, HEADER, MAGIC, VERSION, check_index, open_index
 from megazero.data.loss_mask import LossMask, LossMaskWriter, mask_path
 from megazero.data.token_dataset import TokenDataset
 

@@ -56,12 +56,7 @@ def for_host(preference: str, dtype: torch.dtype) -> Operations:
 
 
 def choose(
-    preference: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    present: bool = True,
-    deterministic: bool = False,
+    preference: str, device: torch.device, dtype: torch.dtype, *, present: bool = True, deterministic: bool = False
 ) -> Operations:
     """Return the operations for a run on `device` with parameters of `dtype`.
 
