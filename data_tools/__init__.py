@@ -5,13 +5,19 @@ command (options, errors, exit codes), corpus (reading text), encoding (text to 
 """
 
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 
-def begin(script: str) -> None:
-    """Begin a command, which from here on is never silent for long; end it where a package is missing."""
+def run_script(script: str) -> NoReturn:
+    """Run the command of a script of this folder, and end the process with its exit code.
+
+    A missing package ends it before. The heartbeat runs during the imports, which take a second on a busy machine.
+    """
     from megazero.base.heartbeat import HEART
     from megazero.base.packages import require
 
     require()
     HEART.begin(sys.stderr, f"starting {Path(script).name}")
+    sys.exit(import_module(f"data_tools.{Path(script).stem}").main())

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from data_tools.selection import MISSING, Piece, Refuse, Taken, value_at
+from data_tools.selection import MISSING, Piece, Refuse, Select, value_at
 from data_tools.templates import BEGIN, END, RenderError, Template
 from megazero.base.errors import UserError
 
@@ -31,7 +31,7 @@ _BAD_RECORD = 227
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(Taken):
+class Chat(Select):
     """A conversation is taken of a record, under the one field.
 
     Attributes:

@@ -7,22 +7,16 @@
 """
 
 import argparse
-import errno
-import io
-import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from data_tools.corpus import TEXT_SUFFIXES
 from data_tools.places import Part
-from data_tools.selection import Condition
-from megazero.base.answers import tell
+from megazero.base.answers import fail, flush_output
 from megazero.base.command_line import at_least
 from megazero.base.errors import UserError
-from megazero.base.heartbeat import HEART
 
 positive = at_least(1, int, 2**31 - 1)  # the type of an option that counts something
 
@@ -69,8 +63,6 @@ def add_inputs(parser: Parser) -> None:
     parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="PATH", help=what)
     path = "field of lines and rows that holds the text, a.b for b in the object a; several are joined by a line end"
     parser.add_argument("--field", "--key", nargs="+", default=["text"], metavar="PATH", help=f"{path} (default: text)")
-    only = "take lines and rows that pass: lang=en, 'score>=0.5'; = != < <= > >=; may be given several times"
-    parser.add_argument("--where", action="append", type=Condition.parse, default=[], metavar="CONDITION", help=only)
     instead = f"of a folder take the files whose names end so, instead of {ends}"
     parser.add_argument("--suffix", nargs="+", type=suffix, default=TEXT_SUFFIXES, metavar=".END", help=instead)
     bad = "skip, count and list files that are not UTF-8 and damaged lines of a .jsonl, instead of refusing them"
@@ -79,9 +71,8 @@ def add_inputs(parser: Parser) -> None:
 
 def add_output(parser: Parser) -> None:
     """Add the option that names the data set to write."""
-    parser.add_argument(
-        "--output", required=True, type=prefix, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx"
-    )
+    what = "writes PREFIX.bin and PREFIX.idx"
+    parser.add_argument("--output", required=True, type=prefix, metavar="PREFIX", help=what)
 
 
 def run(
@@ -91,25 +82,15 @@ def run(
     after_interrupt: str = "no half file is left",
 ) -> int:
     """Parse, run, and turn faults into a line on stderr and an exit code; the last words are said after Ctrl-C."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files, and text of a data set, on any terminal
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         command(parser.parse_args(argv))
-        if sys.stdout is not None:  # closed before we started
-            with HEART.paused():
-                sys.stdout.flush()
     except UserError as error:
-        tell(error)
-        return error.exit_code
+        return fail(error, error.exit_code)
     except KeyboardInterrupt:
-        tell(f"{parser.prog}: interrupted, {after_interrupt}")
-        return 130
+        return fail(f"{parser.prog}: interrupted, {after_interrupt}", 130)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EPIPE) and sys.stdout is not None:
-            # What is left in its buffer would fail once more at exit, with a traceback.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno != errno.EPIPE:  # the reader of our output (head, less) has seen enough
-            what, where = f"the system refused: {error.strerror}", error.filename or parser.verb
-            tell(UserError(218, what, "check the disk and the permissions", where=where))
-        return 1
+        what, where = f"the system refused: {error.strerror}", error.filename or parser.verb
+        return fail(UserError(218, what, "check the disk and the permissions", where=where), 1)
+    finally:
+        flush_output()
     return 0

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from io import BufferedIOBase
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 
 import xxhash
@@ -27,10 +27,9 @@ import xxhash
 from data_tools.counts import Counts
 from data_tools.files import COMPRESSED, TABLES, DamagedError, kind_of, open_text
 from data_tools.places import Part
-from data_tools.selection import Piece, Select, Taken
+from data_tools.selection import Piece, Select
 from data_tools.tables import rows
 from data_tools.templates import TEMPLATE_FAULT
-from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.reading import looked_up
 
@@ -80,6 +79,7 @@ def _walk(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
 
 
 _TEXT_FIELD, _ALL = Select(), Part()
+_ALWAYS = 2**63  # behind the end of any file
 
 
 class Reader:
@@ -105,7 +105,7 @@ class Reader:
     def __init__(
         self,
         files: Sequence[Path],
-        select: Taken = _TEXT_FIELD,
+        select: Select = _TEXT_FIELD,
         *,
         part: Part = _ALL,
         known: set[str] | None = None,
@@ -119,19 +119,16 @@ class Reader:
     def __iter__(self) -> Iterator[Piece]:
         for path, (start, stop, begins) in zip(self._files, self._spans, strict=True):
             try:
-                if kind_of(path) == path.suffix == ".jsonl":
+                if path.suffix == ".jsonl":
                     yield from self._lines(path, start, stop)
+                elif begins and kind_of(path) == ".jsonl":
+                    yield from self._lines(path, 0, _ALWAYS)
                 elif begins:
-                    yield from self._whole_file(path)
+                    yield from self._rows(path) if path.suffix in TABLES else self._text(path)
             except DamagedError as error:
                 self._refuse(_unreadable(path, error))
             except OSError as error:
                 raise _unreadable(path, error) from error
-
-    def _whole_file(self, path: Path) -> Iterator[Piece]:
-        if kind_of(path) == ".jsonl":
-            return self._lines(path, 0, None)
-        return self._rows(path) if path.suffix in TABLES else self._text(path)
 
     def _refuse(self, error: UserError) -> None:
         """Count what is bad, where the user has asked for that; else, and of a bad template, raise the error."""
@@ -139,11 +136,9 @@ class Reader:
             raise error
         self.counts.skip(error)
 
-    def _take(self, given: list[Piece] | None) -> Iterator[Piece]:
-        """Yield the document of a record, unless it did not pass, or has been there."""
-        if given is None:
-            self.counts.filtered += 1
-        elif self._known is None or self._is_new(piece.text for piece in given):
+    def _take(self, given: list[Piece]) -> Iterator[Piece]:
+        """Yield the document of a record, unless it has been there."""
+        if self._known is None or self._is_new(piece.text for piece in given):
             *pieces, end = chain.from_iterable(map(self._cut, given or [Piece("")]))
             yield from pieces
             yield replace(end, last=True)
@@ -188,15 +183,15 @@ class Reader:
                 self.bytes_read += len(piece.text.encode())
                 yield piece
 
-    def _lines(self, path: Path, start: int, stop: int | None) -> Iterator[Piece]:
-        """Yield the documents of lines that begin in [start, stop) of a file of JSON lines; stop None: its end."""
+    def _lines(self, path: Path, start: int, stop: int) -> Iterator[Piece]:
+        """Yield the documents of lines that begin in [start, stop) of a file of JSON lines."""
         with open_text(path) as file:
             offset = start
             if start:
                 file.seek(start - 1)
                 offset += len(_rest_of_line(file, b"")) - 1
-            for number in range(1, 2**62):
-                if (stop is not None and offset >= stop) or not (line := file.readline(LINE_BYTES + 1)):
+            for number in count(1):
+                if offset >= stop or not (line := file.readline(LINE_BYTES + 1)):
                     return
                 size, where = len(line), f"{path}, byte {offset:,}" if start else f"{path}:{number}"
                 try:
@@ -222,19 +217,12 @@ class Reader:
             except (UserError, UnicodeDecodeError) as error:
                 self._refuse(error if isinstance(error, UserError) else refuse(f"cannot be read: {error}"))
                 continue
-            size = sum(len(piece.text) for piece in pieces or ())
+            size = sum(len(piece.text) for piece in pieces)
             self.bytes_read += size
             text += size
             if text > most:
                 raise DamagedError(f"expands to more than {most:,} characters of text")
             yield from self._take(pieces)
-
-
-def check_files(reader: Reader, total: int) -> None:
-    """Read all documents, so that a bad one is refused before any work is done. Raises as `Reader`."""
-    with doing("checking the text, MB", total // 1_000_000) as progress:
-        for _ in reader:
-            progress.done = reader.bytes_read // 1_000_000
 
 
 def _blocks(file: BufferedIOBase, path: Path) -> Iterator[str]:

@@ -21,7 +21,7 @@ class Counts:
         longest: tokens of the longest document.
         scored: tokens that are trained on.
         cut: documents that were so long that they were cut where that may change ids.
-        filtered, duplicates, rejected: records that did not pass, had been there before, were bad.
+        duplicates, rejected: records that had been there before, were bad.
         skipped: the reasons, for the first bad ones.
         digests: of the documents, where duplicates are looked for: 32 hex digits each.
     """
@@ -34,7 +34,6 @@ class Counts:
     longest: int = 0
     scored: int = 0
     cut: int = 0
-    filtered: int = 0
     duplicates: int = 0
     rejected: int = 0
     skipped: list[str] = field(default_factory=list)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from data_tools import begin
+    from data_tools import run_script
 
-    begin(__file__)  # before the imports, which take a second on a busy machine
+    run_script(__file__)  # does not return
 
 import argparse
 import json
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from data_tools.command import Parser, positive, prefix, run
+from megazero.base.answers import answer
 from megazero.base.errors import UserError
 from megazero.data.joined import open_files
 from megazero.data.origin import origin_of
@@ -61,7 +62,7 @@ def inspect(options: argparse.Namespace) -> None:
         report["specials"] = {name: {"id": i, "count": int(counts[i])} for name, i in names}
         if options.document is not None:
             report |= _document(dataset, tokenizer, options.document)
-    print(json.dumps(report) if options.json else "\n".join(f"{name:14} {value}" for name, value in _table(report)))
+    answer(json.dumps(report) if options.json else "\n".join(f"{name:14} {value}" for name, value in _table(report)))
 
 
 def _table(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -144,7 +145,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--document", type=int, metavar="N", help="print the text of document N, counted from 0")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     return run(inspect, parser, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

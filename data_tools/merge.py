@@ -13,9 +13,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from data_tools import begin
+    from data_tools import run_script
 
-    begin(__file__)  # before the imports, which take a second on a busy machine
+    run_script(__file__)  # does not return
 
 import argparse
 from collections.abc import Sequence
@@ -25,6 +25,7 @@ import numpy as np
 
 from data_tools.command import Parser, add_output, prefix, run
 from data_tools.foreign import is_foreign, open_foreign
+from megazero.base.answers import answer
 from megazero.base.errors import UserError
 from megazero.data.documents import TokenStream
 from megazero.data.indexed_dataset import IndexedDatasetWriter
@@ -55,7 +56,7 @@ def merge(options: argparse.Namespace) -> None:
             raise UserError(214, "expected documents, got none in any input", "check the inputs", where=options.output)
     if whole is not None:
         replace(whole, mask=writer.mask_digest).write(options.output)
-    print(f"{options.output}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
+    answer(f"{options.output}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens")
 
 
 def copy_documents(dataset: TokenDataset, writer: IndexedDatasetWriter) -> None:
@@ -78,14 +79,9 @@ def copy_documents(dataset: TokenDataset, writer: IndexedDatasetWriter) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code (command.py)."""
     parser = Parser(prog="megazero merge", description="Join token data sets into one.")
-    parser.add_argument(
-        "prefix", nargs="+", type=prefix, metavar="PREFIX", help="of each input's .bin and .idx; X.ds, X.npy, X.bin"
-    )
+    inputs = "of each input's .bin and .idx; X.ds, X.npy, X.bin"
+    parser.add_argument("prefix", nargs="+", type=prefix, metavar="PREFIX", help=inputs)
     only = "of inputs that are ids alone (X.npy, X.bin): says their type and what ends a document"
     parser.add_argument("--tokenizer", type=Path, metavar="MODEL", help=only)
     add_output(parser)
     return run(merge, parser, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,9 +19,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from data_tools import begin
+    from data_tools import run_script
 
-    begin(__file__)  # before the imports, which take a second on a busy machine
+    run_script(__file__)  # does not return
 
 import argparse
 import os
@@ -33,19 +33,18 @@ import xxhash
 
 from data_tools.chat import Chat
 from data_tools.command import Parser, add_inputs, add_output, part, positive, run
-from data_tools.corpus import PIECE_BYTES, TEXT_SUFFIXES, WHOLE, Reader, check_files, find_files
+from data_tools.corpus import PIECE_BYTES, TEXT_SUFFIXES, WHOLE, Reader, find_files
 from data_tools.counts import Counts
 from data_tools.encoding import Encoder
 from data_tools.files import TABLES, kind_of
 from data_tools.merge import copy_documents
 from data_tools.places import Part
-from data_tools.selection import Piece, Select, Taken
+from data_tools.selection import Piece, Select
 from data_tools.templates import open_template
 from data_tools.unfinished import Unfinished
-from megazero.base.answers import tell
+from megazero.base.answers import answer, tell
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.heartbeat import HEART
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.joined import open_files
 from megazero.data.origin import Origin, path_of
@@ -65,9 +64,8 @@ def preprocess(options: argparse.Namespace) -> None:
     with doing("finding files"):
         files = _files(options)
     started, masked, counts = time.monotonic(), options.chat is not None, Counts()
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 65_536 else np.int32)
     with Unfinished(options.output, _job(options, tokenizer, files, select)) as unfinished:
-        _make_parts(options, tokenizer, files, select, unfinished, dtype)
+        _make_parts(options, tokenizer, files, select, unfinished)
         for each in unfinished.done:
             counts.add(each)
         counts.list_skipped(options.output, tell)
@@ -76,20 +74,19 @@ def preprocess(options: argparse.Namespace) -> None:
             what += f"and {counts.rejected:,} skipped as bad " if options.skip_bad else ""
             raise UserError(214, f"{what}in {len(files):,} files", "check --input", where=files[0])
         path_of(options.output).unlink(missing_ok=True)  # of token files that are replaced
-        with IndexedDatasetWriter(options.output, dtype, masked=masked) as writer:
+        with IndexedDatasetWriter(options.output, _dtype(tokenizer), masked=masked) as writer:
             copy_documents(open_files(unfinished.folder), writer)
             if writer.num_documents != counts.documents:
                 what = f"expected {counts.documents:,} documents, got {writer.num_documents:,}"
                 raise UserError(208, what, "remove the folder, and run again", where=unfinished.folder)
         made = (counts.documents, counts.tokens, counts.bytes, counts.id_bytes, counts.longest, writer.mask_digest)
         Origin(tokenizer.fingerprint, tokenizer.vocab_size, *made).write(options.output)
-    with HEART.paused():
-        print(f"{options.output}: {_report(counts, masked)}, {time.monotonic() - started:.1f} s")
+    answer(f"{options.output}: {_report(counts, masked)}, {time.monotonic() - started:.1f} s")
 
 
 def _report(counts: Counts, masked: bool) -> str:
     """Return what went into a data set, and what was left out, in words."""
-    left_out = {"did not pass": counts.filtered, "duplicates": counts.duplicates, "skipped as bad": counts.rejected}
+    left_out = {"duplicates": counts.duplicates, "skipped as bad": counts.rejected}
     empty = f"{counts.empty:,} {'without an answer' if masked else 'empty ones'} skipped"
     empty += "".join(f", {count:,} {why}" for why, count in left_out.items() if count)
     words = f"{counts.documents:,} documents ({empty}), {counts.tokens:,} tokens, {counts.bytes:,} bytes, "
@@ -101,7 +98,7 @@ def _report(counts: Counts, masked: bool) -> str:
     return words
 
 
-def _job(options: argparse.Namespace, tokenizer: Tokenizer, files: list[Path], select: Taken) -> str:
+def _job(options: argparse.Namespace, tokenizer: Tokenizer, files: list[Path], select: Select) -> str:
     """Return all that the result depends on, in words."""
     looks = [path.stat() for path in files]
     corpus = [(str(path), look.st_size, look.st_mtime_ns) for path, look in zip(files, looks, strict=True)]
@@ -110,15 +107,14 @@ def _job(options: argparse.Namespace, tokenizer: Tokenizer, files: list[Path], s
     return xxhash.xxh3_128_hexdigest(repr(words).encode(errors="surrogateescape"))
 
 
-def _select(options: argparse.Namespace, tokenizer: Tokenizer) -> Taken:
+def _select(options: argparse.Namespace, tokenizer: Tokenizer) -> Select:
     """Return what is taken of records. Raises UserError: 162, 226, a template that cannot be had."""
-    where = tuple(options.where)
     if options.chat is None:
-        return Select(tuple(options.field or ["text"]), where)
+        return Select(tuple(options.field or ["text"]))
     if len(fields := options.field or ["messages"]) > 1:
         raise UserError(190, "--chat takes one --field, that of the messages", "give one", where="preprocess")
     template = open_template(Path(options.chat) if options.chat else None, tokenizer)
-    return Chat(tuple(fields), where, template=template, specials=tokenizer.specials)
+    return Chat(tuple(fields), template=template, specials=tokenizer.specials)
 
 
 def _files(options: argparse.Namespace) -> list[Path]:
@@ -133,13 +129,13 @@ def _files(options: argparse.Namespace) -> list[Path]:
     return files
 
 
+def _dtype(tokenizer: Tokenizer) -> np.dtype:
+    """Return the type in which ids are stored."""
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 65_536 else np.int32)
+
+
 def _make_parts(
-    options: argparse.Namespace,
-    tokenizer: Tokenizer,
-    files: list[Path],
-    select: Taken,
-    unfinished: Unfinished,
-    dtype: np.dtype,
+    options: argparse.Namespace, tokenizer: Tokenizer, files: list[Path], select: Select, unfinished: Unfinished
 ) -> None:
     """Encode the parts that are not finished yet, one after the other. Raises UserError."""
     sizes, whole = [path.stat().st_size for path in files], not tokenizer.cuts_after_newline
@@ -149,9 +145,11 @@ def _make_parts(
         done = sum(counts.documents for counts in unfinished.done)
         tell(f"{options.output}: going on behind {done:,} documents that are done")
     elif not options.skip_bad:
-        check_files(Reader(files, select, part=options.part, whole=whole), total)
+        with doing("checking the text, MB", total // 1_000_000) as progress:  # a bad one is refused before any work
+            for _ in (reader := Reader(files, select, part=options.part, whole=whole)):
+                progress.done = reader.bytes_read // 1_000_000
     known = {digest for counts in unfinished.done for digest in counts.digests} if options.deduplicate else None
-    left = parts[len(unfinished.done) :]
+    left, dtype = parts[len(unfinished.done) :], _dtype(tokenizer)
     with (
         Encoder(options.tokenizer, dtype, min(options.workers, 1 + total // PIECE_BYTES)) as encoder,
         doing("encoding, MB", total * len(left) // len(parts) // 1_000_000) as progress,
@@ -201,13 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_inputs(parser)
     parser.set_defaults(field=None)
     add_output(parser)
-    parser.add_argument(
-        "--tokenizer",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="of `megazero tokenizer`; tokenizer.json, *.tiktoken, bytes",
-    )
+    kinds = "of `megazero tokenizer`; tokenizer.json, *.tiktoken, bytes"
+    parser.add_argument("--tokenizer", required=True, type=Path, metavar="FILE", help=kinds)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # ours, else all
     parser.add_argument("--workers", type=positive, default=cores, help="processes that encode (default: all cores)")
     chat = "records are conversations, rendered by this template (default: the tokenizer's own); --field names "
@@ -218,7 +211,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     share = "make part K of N, as on N hosts; `merge` joins the parts to what one host would have made"
     parser.add_argument("--part", type=part, default=Part(), metavar="K/N", help=share)
     return run(preprocess, parser, argv, "the same line goes on where it was")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

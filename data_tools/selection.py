@@ -1,10 +1,5 @@
-"""Choose the text of a record, and which records are taken: by fields and plain comparisons; nothing is evaluated."""
+"""Choose the text of a record by the names of its fields."""
 
-import argparse
-import json
-import operator
-import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +8,6 @@ from megazero.base.errors import UserError
 
 Refuse = Callable[[str], UserError]
 MISSING = object()
-_CONDITION = re.compile(r"([^=!<>]+)(<=|>=|!=|=|<|>)(.*)", re.DOTALL)
-_ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
 def value_at(record: Mapping[str, Any], path: str) -> Any:
@@ -50,78 +43,21 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Condition:
-    """A comparison of a field with a value, as `--where` writes it: lang=en, score>=0.5.
-
-    A record without the field does not pass. Order is of numbers alone.
-    """
-
-    path: str
-    relation: str
-    value: str
-
-    @classmethod
-    def parse(cls, text: str) -> "Condition":
-        """Return the condition of an option. Raises ArgumentTypeError, as argparse wants it."""
-        if (found := _CONDITION.fullmatch(text)) is None:
-            raise argparse.ArgumentTypeError(f"expected FIELD=VALUE or another of != < <= > >=, got {text[:40]!r}")
-        condition = cls(found[1].strip(), found[2], found[3].strip())
-        if condition.relation in _ORDER and _number(condition.value) is None:
-            raise argparse.ArgumentTypeError(f"expected a number behind {condition.relation}, got {text[:40]!r}")
-        return condition
-
-    def __str__(self) -> str:
-        return f"{self.path}{self.relation}{self.value}"
-
-    def holds(self, record: Mapping[str, Any], refuse: Refuse) -> bool:
-        """Return whether a record passes. Raises what `refuse` makes: a field that cannot be compared."""
-        got, ordered = value_at(record, self.path), self.relation in _ORDER
-        if got is MISSING:
-            return False
-        numeric = isinstance(got, int | float) and not isinstance(got, bool)
-        if isinstance(got, dict | list) or (ordered and not numeric):
-            kinds = "numbers" if ordered else "words and numbers"
-            raise refuse(f"--where {self} compares {kinds}, got {type(got).__name__} there")
-        number = _number(self.value)
-        if ordered:
-            assert number is not None, "held by parse"
-            return _ORDER[self.relation](got, number)
-        word = got if isinstance(got, str) else json.dumps(got)  # true, false, null
-        return (got == number if numeric else word == self.value) == (self.relation == "=")
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-@dataclass(frozen=True)
-class Taken(ABC):
-    """The base class of what is taken of a record: a text (`Select`), or a conversation (`data_tools/chat.py`).
+class Select:
+    """Take a text of a record; the subclass `Chat` (`data_tools/chat.py`) takes a conversation.
 
     Attributes:
         fields: paths of the text; of several, the texts are joined by a line end. Of a conversation: of its messages.
-        where: conditions that all must hold.
     """
 
     fields: tuple[str, ...] = ("text",)
-    where: tuple[Condition, ...] = ()
 
-    @property
-    def paths(self) -> list[str]:
-        """Every path that is looked at, once."""
-        return list(dict.fromkeys([*self.fields, *(condition.path for condition in self.where)]))
-
-    def pieces(self, record: Any, refuse: Refuse) -> list[Piece] | None:
-        """Return the document of a record in pieces; None: a condition does not hold.
+    def pieces(self, record: Any, refuse: Refuse) -> list[Piece]:
+        """Return the document of a record in pieces.
 
         Raises:
             UserError: made by `refuse`: the record has not what is to be taken, or text that UTF-8 cannot hold.
         """
-        if isinstance(record, dict) and not all(condition.holds(record, refuse) for condition in self.where):
-            return None
         pieces = self._taken(record, refuse)
         try:
             for piece in pieces:
@@ -129,14 +65,6 @@ class Taken(ABC):
         except UnicodeEncodeError as error:
             raise refuse(f"character {error.start:,} of the text is half a surrogate pair, not a character") from error
         return pieces
-
-    @abstractmethod
-    def _taken(self, record: Any, refuse: Refuse) -> list[Piece]:
-        """Return the document of a record."""
-
-
-class Select(Taken):
-    """A text is taken of a record."""
 
     def _taken(self, record: Any, refuse: Refuse) -> list[Piece]:
         return [Piece("\n".join([self._text_at(record, path, refuse) for path in self.fields]))]

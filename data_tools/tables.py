@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.files import damage
-from data_tools.selection import Taken
+from data_tools.selection import Select
 from megazero.base.errors import UserError
 from megazero.data.tokenizers.common import require_extra
 
 _ROWS = 256  # decoded at a time
 
 
-def rows(path: Path, select: Taken) -> Iterator[dict[str, Any] | Exception]:
+def rows(path: Path, select: Select) -> Iterator[dict[str, Any] | Exception]:
     """Yield the rows of a table, with the columns that are looked at.
 
     A row with a value that Python cannot hold, such as text that is not UTF-8, comes as the error.
@@ -36,7 +36,7 @@ def _row(batch: Any, i: int) -> dict[str, Any] | Exception:
         return error
 
 
-def _batches(path: Path, select: Taken) -> Iterator[Any]:
+def _batches(path: Path, select: Select) -> Iterator[Any]:
     """Yield the batches of a table (pyarrow.RecordBatch)."""
     import pyarrow
 
@@ -58,10 +58,10 @@ def _batches(path: Path, select: Taken) -> Iterator[Any]:
             yield from (batch.select(columns).slice(start, _ROWS) for start in range(0, batch.num_rows, _ROWS))
 
 
-def _columns(names: list[str], select: Taken, path: Path) -> list[str]:
+def _columns(names: list[str], select: Select, path: Path) -> list[str]:
     """Return the columns that are needed. Raises UserError 213."""
-    wanted = dict.fromkeys(name if name in names else name.split(".")[0] for name in select.paths)
+    wanted = dict.fromkeys(name if name in names else name.split(".")[0] for name in select.fields)
     if odd := next((name for name in wanted if name not in names), None):
         what = f'expected a column "{odd}", got {", ".join(names)[:80]}'
-        raise UserError(213, what, "choose another --field, or correct --where", where=path)
+        raise UserError(213, what, "choose another --field", where=path)
     return list(wanted)

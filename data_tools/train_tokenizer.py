@@ -13,9 +13,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from data_tools import begin
+    from data_tools import run_script
 
-    begin(__file__)  # before the imports, which take a second on a busy machine
+    run_script(__file__)  # does not return
 
 import argparse
 import io
@@ -29,11 +29,10 @@ import sentencepiece
 from data_tools.command import Parser, add_inputs, positive, run
 from data_tools.corpus import Reader, find_files
 from data_tools.selection import Select
-from megazero.base.answers import tell
+from megazero.base.answers import answer, tell
 from megazero.base.atomic import write_atomically
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.heartbeat import HEART
 from megazero.data.tokenizer import open_tokenizer
 from megazero.data.tokenizers.common import SPACE_MARK
 
@@ -60,7 +59,7 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     started = time.monotonic()
     with doing("finding files"):
         files = find_files(options.input, options.suffix)
-    reader = Reader(files, Select(tuple(options.field), tuple(options.where)), skip_bad=options.skip_bad)
+    reader = Reader(files, Select(tuple(options.field)), skip_bad=options.skip_bad)
     sample = _sample(reader, sum(path.stat().st_size for path in files))
     reader.counts.list_skipped(options.output, tell)
     if not any(text.replace("\0", "").strip() for text in sample):
@@ -73,8 +72,7 @@ def train_tokenizer(options: argparse.Namespace) -> None:
     part = f" in the first {min(used, CHECK_BYTES) / 1e6:,.0f} MB of them" if used > CHECK_BYTES else ""
     left_out = f" ({reader.counts.rejected:,} skipped as bad)" if reader.counts.rejected else ""
     ending = f"{used:,} bytes{left_out}, {ratio:.3f} bytes per token{part}, {time.monotonic() - started:.1f} s"
-    with HEART.paused():
-        print(f"{options.output}: {options.vocab:,} pieces from {ending}")
+    answer(f"{options.output}: {options.vocab:,} pieces from {ending}")
 
 
 def _sample(reader: Reader, total: int) -> list[str]:
@@ -143,7 +141,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", required=True, type=Path, metavar="MODEL", help="the model file to write")
     parser.add_argument("--vocab", required=True, type=positive, help="number of ids")
     return run(train_tokenizer, parser, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,10 +12,9 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 from data_tools.counts import Counts
-from megazero.base.atomic import write_atomically, write_error
+from megazero.base.atomic import write_atomically, writing
 from megazero.base.errors import UserError
 from megazero.base.reading import parse_object, read_file
 
@@ -42,22 +41,21 @@ class Unfinished:
         self.done: list[Counts] = []
 
     def __enter__(self) -> "Unfinished":
-        try:
+        with writing(self._output):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self.folder / "lock").open("ab")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._lock.close()
+                what = "is being written by another command"
+                raise UserError(208, what, "wait for it, or give another --output", where=self._output) from None
             job = self.folder / "job"
             if not job.exists() or job.read_text() != self._job:
                 job.unlink(missing_ok=True)  # first: a killed cleaning leaves parts that no command believes
                 for path in {*self.folder.iterdir()} - {self.folder / "lock"}:
                     path.unlink()
                 write_atomically(job, self._job.encode())
-        except BlockingIOError:
-            self._lock.close()
-            what = "is being written by another command"
-            raise UserError(208, what, "wait for it, or give another --output", where=self._output) from None
-        except OSError as error:
-            raise write_error(self._output, error) from error
         while (path := Path(f"{self.prefix()}.done")).exists():
             self.done.append(Counts(**parse_object(read_file(path, _BYTES))))
         return self
@@ -71,9 +69,7 @@ class Unfinished:
         write_atomically(Path(f"{self.prefix()}.done"), json.dumps(asdict(counts)).encode())
         self.done.append(counts)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or not any(counts.documents for counts in self.done):  # nothing to go on from
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()

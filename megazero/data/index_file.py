@@ -135,8 +135,3 @@ def _check_sequences(index: Index, first: int, begin: int) -> int:
         what = f"expected mode 0, text, got {other[at]} for sequence {first + at:,}, of which tokens are no ids of text"
         raise UserError(203, what, "train on text alone", where=index.path)
     return int(ends[-1])
-
-
-def index_path(prefix: str | Path) -> Path:
-    """Return the path of an index, of a prefix that may contain dots ("web-v1.5"): the suffix is appended."""
-    return Path(f"{Path(prefix)}.idx")

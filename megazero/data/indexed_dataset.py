@@ -18,29 +18,19 @@ Our writer makes one sequence per document (more only past 2^31 - 1 tokens).
 """
 
 from array import array
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
-from megazero.base.atomic import write_error
+from megazero.base.atomic import writing
 from megazero.base.errors import UserError
 from megazero.base.files import flush, flush_folder, temporary_name
 from megazero.base.reading import looked_up
 from megazero.base.this_copy import here
 from megazero.data.data_file import DataFile
-from megazero.data.index_file import (
-    DTYPE_CODES,
-    HEADER,
-    MAGIC,
-    VERSION,
-    check_index,
-    index_path,
-    open_index,
-)
-from megazero.data.loss_mask import LossMaskWriter, mask_path, open_mask
+from megazero.data.index_file import DTYPE_CODES, HEADER, MAGIC, VERSION, check_index, open_index
+from megazero.data.loss_mask import LossMask, LossMaskWriter, mask_path
 from megazero.data.token_dataset import TokenDataset
 
 MAX_SEQUENCE = 2**31 - 1  # tokens: lengths are int32
@@ -49,7 +39,7 @@ MAX_SEQUENCE = 2**31 - 1  # tokens: lengths are int32
 def file_pair(prefix: str | Path) -> tuple[Path, Path]:
     """Return the .bin and .idx paths of a prefix, which may contain dots ("web-v1.5"): the suffix is appended."""
     path = Path(prefix)  # "data/" is "data"
-    return Path(f"{path}.bin"), index_path(path)
+    return Path(f"{path}.bin"), Path(f"{path}.idx")
 
 
 class IndexedDataset(TokenDataset):
@@ -74,7 +64,7 @@ class IndexedDataset(TokenDataset):
         if self._file.size != expected:
             what = f"expected {expected:,} bytes ({self.num_tokens:,} {self.dtype} tokens), got {self._file.size:,}"
             raise UserError(204, what, "copy both files again or rebuild them", where=self.bin_path)
-        self._mask = open_mask(prefix, self.num_tokens)
+        self._mask = LossMask(mask, self.num_tokens) if (mask := mask_path(prefix)).exists() else None
         self.mask_digest = self._mask and self._mask.digest
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -149,7 +139,7 @@ class IndexedDatasetWriter:
         return len(self._documents) - 1
 
     def __enter__(self) -> "IndexedDatasetWriter":
-        with self._write_errors():
+        with writing(self._bin):
             self._bin.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._open.enter_context(self._temporary[self._bin].open("xb"))
             self._mask = None
@@ -165,7 +155,7 @@ class IndexedDatasetWriter:
         """
         ids = tokens.astype(self.dtype, copy=False)
         assert np.array_equal(ids, tokens), f"ids do not fit {self.dtype}"
-        with self._write_errors():
+        with writing(self._bin):
             self._file.write(ids.tobytes())
             if self._mask is not None:
                 self._mask.append(np.ones(len(ids), bool) if scored is None else scored)
@@ -187,13 +177,11 @@ class IndexedDatasetWriter:
         self._lengths.append(length)
         self._documents.append(len(self._lengths))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 assert not self._open_length, "the last document was not ended"
-                with self._write_errors():
+                with writing(self._bin):
                     self._publish()
         finally:
             with suppress(OSError):  # a full disk fails again when what is buffered is flushed by close
@@ -217,10 +205,3 @@ class IndexedDatasetWriter:
         for target, temporary in self._temporary.items():
             temporary.replace(target)
         flush_folder(self._bin.parent)
-
-    @contextmanager
-    def _write_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise write_error(self._bin, error) from error

@@ -70,12 +70,6 @@ class LossMask:
         return np.unpackbits(packed, bitorder="little")[start - 8 * first : stop - 8 * first].astype(bool)
 
 
-def open_mask(prefix: str | Path, num_tokens: int) -> LossMask | None:
-    """Return the mask of token files; None: they have none. Raises UserError 225."""
-    path = mask_path(prefix)
-    return LossMask(path, num_tokens) if path.exists() else None
-
-
 class LossMaskWriter:
     """A writer of a mask to a file that `IndexedDatasetWriter` opens and renames. Its methods raise OSError."""
 

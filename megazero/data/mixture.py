@@ -81,7 +81,7 @@ class Mixture:
         self._orders = [Interleaving((*phase.weights, *phase.gone)) for phase in self.phases]
         self._before = [np.zeros(len(sources), np.int64)]  # samples of each source before each phase
         for first in self._firsts[1:].tolist():
-            self._before.append(self._counts(len(self._before) - 1, first))
+            self._before.append(self.counts(first))
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return (place of the source, window of it) of sample ids of any shape."""
@@ -115,12 +115,10 @@ class Mixture:
             found.append(micro_batch(reads, rows, mask_eod=mask_eod))
         return found
 
-    def counts(self, samples: int) -> list[int]:
-        """Return how many of the first so many samples each source has given."""
-        return self._counts(int(np.searchsorted(self._firsts, samples, side="right")) - 1, samples).tolist()
-
-    def _counts(self, phase: int, samples: int) -> np.ndarray:
-        """Return how many samples of each source came before this sample id of a phase, or of the next one's first."""
+    def counts(self, samples: int) -> np.ndarray:
+        """Return how many of the first so many samples each source has given, int64 [sources]."""
+        known = self._firsts[: len(self._before)]  # all, once this is made
+        phase = int(np.searchsorted(known, samples, side="right")) - 1
         counts = self._orders[phase].counts(samples - int(self._firsts[phase]))
         return self._before[phase] + counts[: len(self.sources)]
 
@@ -128,7 +126,7 @@ class Mixture:
         """Return how often so many samples go through each source, by its name; None where it has none."""
         if self.sources[0].name is None:
             return None
-        counts = np.array(self.counts(samples)) / self._num_windows
+        counts = self.counts(samples) / self._num_windows
         return {str(source.name): float(count) for source, count in zip(self.sources, counts, strict=True)}
 
     def digest(self) -> str:
@@ -145,4 +143,4 @@ class Mixture:
 
     def passes(self, samples: int) -> float:
         """Return how often so many samples go through all windows together; those of other lengths do not count."""
-        return sum(self.counts(samples)) / self.num_windows
+        return int(self.counts(samples).sum()) / self.num_windows

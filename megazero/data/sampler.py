@@ -31,23 +31,14 @@ def sample_id(step: int, index: _Numbers, global_batch: int) -> _Numbers:
     return step * global_batch + index
 
 
-def placement(index: int, num_data: int, num_micro: int, micro: int) -> tuple[int, int, int]:
-    """Return (data rank, micro-batch, row) of sequence `index` of a step; the row counts fastest, then the rank.
+def index_of(data_rank: int, micro_batch: int, row: int, num_data: int, micro: int) -> int:
+    """Return which sequence of a step a rank computes there; the row counts fastest, then the rank.
 
     Args:
-        index: 0 <= index < num_data x num_micro x micro, the global batch.
-        num_data: ranks of the data axis.
-        num_micro: micro-batches per step on each of them.
+        data_rank, num_data: the rank on the data axis, and the size of the axis.
+        micro_batch, row: the place among the rank's sequences of the step.
         micro: sequences per micro-batch.
     """
-    assert 0 <= index < num_data * num_micro * micro
-    rest, row = divmod(index, micro)
-    micro_batch, data_rank = divmod(rest, num_data)
-    return data_rank, micro_batch, row
-
-
-def index_of(data_rank: int, micro_batch: int, row: int, num_data: int, micro: int) -> int:
-    """Return the index that `placement` maps to these: its inverse."""
     return (micro_batch * num_data + data_rank) * micro + row
 
 

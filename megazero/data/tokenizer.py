@@ -14,12 +14,13 @@ from pathlib import Path
 
 from megazero.base.errors import UserError
 from megazero.base.held_stderr import stderr_held
-from megazero.data.tokenizers import plain_bytes
 from megazero.data.tokenizers.common import Tokenizer as Tokenizer
 from megazero.data.tokenizers.json_file import JsonFile
-from megazero.data.tokenizers.plain_bytes import PlainBytes
+from megazero.data.tokenizers.plain_bytes import NAME, PlainBytes
 from megazero.data.tokenizers.rank_file import RankFile
 from megazero.data.tokenizers.sentence_piece import SentencePiece
+
+_KINDS = {".json": JsonFile, ".tiktoken": RankFile}  # by the end of the file's name; SentencePiece for any other
 
 
 def open_tokenizer(path: str | Path, vocab: int | None = None) -> Tokenizer:
@@ -35,20 +36,10 @@ def open_tokenizer(path: str | Path, vocab: int | None = None) -> Tokenizer:
     """
     lines: list[str] = []
     with stderr_held(lines):  # a library that panics writes its own traceback before ours is one line
-        tokenizer = _kind(str(path))
+        tokenizer = PlainBytes() if str(path) == NAME else _KINDS.get(Path(path).suffix, SentencePiece)(path)
     for line in lines:
         print(line, file=sys.stderr)
     if vocab is not None and tokenizer.vocab_size > vocab:
         what = f"the tokenizer has {tokenizer.vocab_size} pieces, model.vocab is {vocab}"
         raise UserError(112, what, "raise model.vocab or give the model's tokenizer", where=path)
     return tokenizer
-
-
-def _kind(path: str) -> Tokenizer:
-    if path == plain_bytes.NAME:
-        return PlainBytes()
-    if path.endswith(".json"):
-        return JsonFile(path)
-    if path.endswith(".tiktoken"):
-        return RankFile(path)
-    return SentencePiece(path)

@@ -7,14 +7,11 @@ it. What has one implementation is called where it is.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from megazero.kernels import reference
-
-if TYPE_CHECKING:
-    from megazero.kernels.products import WideProducts
+from megazero.kernels.products import WideProducts
 
 Two = tuple[Tensor, Tensor]
 Three = tuple[Tensor, Tensor, Tensor]
@@ -58,10 +55,10 @@ class Operations:
     quantize_: Callable[[Tensor, Tensor, int], None]
     dequantize_: Callable[[Tensor, Tensor, int, bool], None]
     adamw_: Callable[..., None] | None = None
-    wide_products: "WideProducts | None" = None
+    wide_products: WideProducts | None = None
 
 
 _NAMES = [name for name in Operations.__dataclass_fields__ if name not in ("name", "adamw_", "wide_products")]
 REFERENCE = Operations("reference", **{name: getattr(reference, name) for name in _NAMES})
 # Where there is no cache that passes over a slice would find it in.
-WIDE_REFERENCE = replace(REFERENCE, sums_of_squares=partial(reference.sums_of_squares, at_once=1 << 24))
+WIDE_REFERENCE = replace(REFERENCE, sums_of_squares=partial(reference.sums_of_pieces, at_once=1 << 24))

@@ -155,9 +155,9 @@ def cross_entropy_parts_(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     wide = wide_dtype(logits_NV.dtype)
     parts_3N = torch.empty(3, len(logits_NV), dtype=wide, device=logits_NV.device)
     rows = _rows(logits_NV)
-    for logits, targets, (maxima, sums, picked) in zip(
-        _slices(logits_NV), targets_N.split(rows), (part.unbind() for part in parts_3N.split(rows, dim=1)), strict=True
-    ):
+    parts = (part.unbind() for part in parts_3N.split(rows, dim=1))
+    slices = zip(logits_NV.split(rows), targets_N.split(rows), parts, strict=True)
+    for logits, targets, (maxima, sums, picked) in slices:
         absent = (targets < 0) | (targets >= logits.shape[1])
         own = logits.gather(1, targets.masked_fill(absent, 0)[:, None]).squeeze(1)
         picked.copy_(own.masked_fill_(absent, -torch.inf))
@@ -237,12 +237,13 @@ def cast_(into: Tensor, x: Tensor) -> None:
     into.copy_(x)
 
 
-def sums_of_squares(flats: Sequence[Tensor], at_once: int = _SLICE_BYTES // 8) -> Tensor:
-    """Return the sum of squares of each flat tensor: fp64 [flats], the same to rounding however one is cut.
+def sums_of_squares(flats: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of each flat tensor: fp64 [flats], the same to rounding however one is cut."""
+    return sums_of_pieces(flats, _SLICE_BYTES // 8)
 
-    Args:
-        at_once: elements that are widened to fp64 at a time.
-    """
+
+def sums_of_pieces(flats: Sequence[Tensor], at_once: int) -> Tensor:
+    """Return the sums of squares; `at_once` elements are widened to fp64 at a time."""
     return torch.stack([_sum_of_squares(flat, at_once) for flat in flats])
 
 
@@ -339,7 +340,3 @@ def _rows(matrix: Tensor) -> int:
     if matrix.device.type != "cpu":
         return max(1, len(matrix))
     return max(1, _SLICE_BYTES // (matrix.shape[1] * matrix.element_size()))
-
-
-def _slices(matrix: Tensor) -> tuple[Tensor, ...]:
-    return matrix.split(_rows(matrix))

@@ -56,12 +56,7 @@ def for_host(preference: str, dtype: torch.dtype) -> Operations:
 
 
 def choose(
-    preference: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    present: bool = True,
-    deterministic: bool = False,
+    preference: str, device: torch.device, dtype: torch.dtype, *, present: bool = True, deterministic: bool = False
 ) -> Operations:
     """Return the operations for a run on `device` with parameters of `dtype`.
 
@@ -96,23 +91,17 @@ def choose(
     operations = replace(base, name=_summary(chosen), **taken)
     _LOG.info("kernels: %s (%s)", operations.name, reason)
     if preference == "auto" and device.type == "cuda" and dtype in _KERNEL_DTYPES and "fused" not in available:
-        _warn_without_fused(reason)
+        _LOG.warning(
+            "kernels: this GPU runs plain torch instead of fused kernels, which is slower: %s; put nvcc on the PATH, "
+            "or name a folder of built ones in %s, or say precision.kernels=reference",
+            *(reason, FOLDER_VARIABLE),
+        )
     found = operations if taken else base
     if device.type == "cuda" and deterministic:
         found = replace(found, add_rows_=reference.add_sorted_rows_)
     if device.type == "cuda" and present and dtype.itemsize == 2 and torch.cuda.is_available():
         found = replace(found, wide_products=wide_products(device, dtype))
     return found
-
-
-def _warn_without_fused(reason: str) -> None:
-    """Say loudly that a GPU goes without the kernels that were made for it."""
-    _LOG.warning(
-        "kernels: this GPU runs plain torch instead of fused kernels, which is slower: %s; put nvcc on the PATH, or "
-        "name a folder of built ones in %s, or say precision.kernels=reference",
-        reason,
-        FOLDER_VARIABLE,
-    )
 
 
 def _load_fused(device: torch.device, dtype: torch.dtype, present: bool) -> tuple[bool, str]:

@@ -19,7 +19,7 @@ from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.data.joined import JoinedDataset
 from megazero.data.mixture import Source
-from megazero.data.sampler import placement
+from megazero.data.sampler import index_of
 from megazero.data.token_dataset import TokenDataset
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.observe.jsonl import read_rows
@@ -192,8 +192,8 @@ def _of_rank(folder: RunFolder, config: Config, rank: int) -> list[int]:
     if rank >= ranks:
         raise UserError(100, f"--rank {rank}: the run has {ranks} ranks", where="data")
     data_rank, micro_batches = rank // grid["tensor"] % grid["data"], batch.global_ // (batch.rows * grid["data"])
-    places = (placement(i, grid["data"], micro_batches, batch.rows) for i in range(batch.global_))
-    return [i for i, place in enumerate(places) if place[0] == data_rank]
+    rows = range(batch.rows)
+    return [index_of(data_rank, m, row, grid["data"], batch.rows) for m in range(micro_batches) for row in rows]
 
 
 def _source(data: RunData, name: str | None) -> int:

@@ -14,7 +14,7 @@ import pytest
 from megazero.data.choice import Side, mix
 from megazero.data.documents import TokenStream, split_streams
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.data.sampler import placement, sample_id, window_of
+from megazero.data.sampler import index_of, sample_id, window_of
 from megazero.data.token_dataset import TokenDataset
 
 REAL, LENGTH = 100_000, 10**8  # documents at the end of a sparse set, and their tokens: 10^13 in all
@@ -142,4 +142,4 @@ def test_the_permutation_at_such_numbers(windows: int, seed: int) -> None:
     assert abs(found.mean() / windows - 0.5) < 0.05
     step = 10**13 // 4096
     assert sample_id(step, 7, 4096) == 4096 * step + 7
-    assert placement(4095, 64, 16, 4) == (63, 15, 3)
+    assert index_of(63, 15, 3, 64, 4) == 4095

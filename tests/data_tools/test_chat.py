@@ -147,9 +147,9 @@ def test_tools_and_calls(tokenizer: Path, tmp_path: Path) -> None:
     )
     chat = [*turns("weather?"), {"role": "assistant", "content": None, "tool_calls": [{"name": "é<|end|>"}]}]
     chat += [{"role": "tool", "content": "rain"}, {"role": "assistant", "content": "It rains."}]
-    record = {"messages": chat, "tools": [{"name": "<|im_end|>"}], "lang": "en"}
-    (tmp_path / "x.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(record | {"lang": "de"}))
-    line = ["--input", str(tmp_path / "x.jsonl"), "--tokenizer", str(tokenizer), "--where", "lang=en"]
+    record = {"messages": chat, "tools": [{"name": "<|im_end|>"}]}
+    (tmp_path / "x.jsonl").write_text(json.dumps(record))
+    line = ["--input", str(tmp_path / "x.jsonl"), "--tokenizer", str(tokenizer)]
     template = template.replace(" and marked", "")
     assert preprocess.main([*line, "--output", str(tmp_path / "out"), "--chat", as_template(tmp_path, template)]) == 0
     ((ids, scored),) = made(tmp_path / "out")

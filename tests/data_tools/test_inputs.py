@@ -1,4 +1,4 @@
-"""What preprocessing reads: compressed files, tables, fields inside fields, conditions; each fault is one line."""
+"""What preprocessing reads: compressed files, tables, fields inside fields; each fault is one line."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ import zstandard
 from data_tools import corpus, tables
 from data_tools.corpus import Reader, find_files
 from data_tools.places import Part
-from data_tools.selection import Condition, Select
+from data_tools.selection import Select
 from megazero.base.errors import UserError
 
 RECORDS = [
@@ -128,43 +128,8 @@ def test_text_under_a_path_and_of_several_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("condition", "passes"),
-    [
-        ("meta.lang=en", lambda r: r["meta"]["lang"] == "en"),
-        ("meta.lang!=en", lambda r: r["meta"]["lang"] != "en"),
-        ("score>=0.5", lambda r: r["score"] >= 0.5),
-        ("score > 0.5", lambda r: r["score"] > 0.5),
-        ("score<0.2", lambda r: r["score"] < 0.2),
-        ("score<=0.2", lambda r: r["score"] <= 0.2),
-        ("score=0.3", lambda r: r["score"] == 0.3),
-        ("score=__import__('os')", lambda r: False),
-        ("nothing!=1", lambda r: False),
-    ],
-)
-def test_conditions(tmp_path: Path, condition: str, passes: Callable[[dict[str, Any]], bool]) -> None:
-    select = Select(where=(Condition.parse(condition),))
-    expected = [record["text"] for record in RECORDS if passes(record)]
-    for path in every_kind(tmp_path)[::3]:
-        if "nothing" in condition and path.suffix == ".parquet":
-            continue
-        assert texts(Reader([path], select)) == expected
-
-
-def test_values_that_are_no_words() -> None:
-    record = {"yes": True, "none": None, "n": 3, "list": []}
-    refuse = lambda what: UserError(213, what)  # noqa: E731
-    for text, holds in (("yes=true", True), ("yes=1", False), ("none=null", True), ("n=3.0", True), ("n!=x", True)):
-        assert Condition.parse(text).holds(record, refuse) == holds, text
-    for text, what in (("yes<1", "compares numbers, got bool"), ("list=1", "words and numbers, got list")):
-        with pytest.raises(UserError, match=what):
-            Condition.parse(text).holds(record, refuse)
-
-
-@pytest.mark.parametrize(
     ("option", "given", "what"),
     [
-        ("--where", "lang", "expected FIELD=VALUE"),
-        ("--where", "score>=high", "expected a number behind >="),
         ("--part", "0/4", "expected K/N"),
         ("--part", "5/4", "expected K/N"),
         ("--part", "a", "expected K/N"),

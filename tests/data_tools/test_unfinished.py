@@ -71,9 +71,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        ("--where", "n!=9", "--deduplicate"),
+        ("--deduplicate",),
         CHAT,
-        *(pytest.param(words, marks=pytest.mark.full) for words in ((), ("--deduplicate",), ("--part", "1/2"))),
+        *(pytest.param(words, marks=pytest.mark.full) for words in ((), ("--part", "1/2"))),
     ],
 )
 def test_the_same_line_goes_on_and_gives_the_same_bytes(

@@ -113,19 +113,16 @@ class RankFile(Tokenizer):
 
 def ranks_of(content: bytes, path: Path) -> dict[bytes, int]:
     """Return the rank of each token, which is its id. Raises UserError 209."""
-    found, what = dict[bytes, int](), ""
+    found, do = dict[bytes, int](), "give the whole rank file"
     for number, line in enumerate(filter(None, content.splitlines()), start=1):
         try:
             token, rank = line.split()
             found[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
             what = f"line {number:,}: expected a token in base64 and its rank, got {line[:40]!r}"
-            break
-    missing = [byte for byte in range(256) if bytes([byte]) not in found]
-    if not what and (len({*found.values()}) != len(found) or min(found.values(), default=0) < 0):
-        what = "expected a rank for each token, of at least 0"
-    elif not what and missing:
-        what = f"expected a token for each of 256 bytes, got none for byte {missing[0]}"
-    if what:
-        raise UserError(209, what, "give the whole rank file", where=path)
+            raise UserError(209, what, do, where=path) from None
+    if len({*found.values()}) != len(found) or min(found.values(), default=0) < 0:
+        raise UserError(209, "expected a rank for each token, of at least 0", do, where=path)
+    if missing := [byte for byte in range(256) if bytes([byte]) not in found]:
+        raise UserError(209, f"expected a token for each of 256 bytes, got none for byte {missing[0]}", do, where=path)
     return found

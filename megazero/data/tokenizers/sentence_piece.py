@@ -16,7 +16,6 @@ import re
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -26,7 +25,7 @@ from sentencepiece import sentencepiece_model_pb2
 from megazero.base.errors import UserError
 from megazero.data.tokenizers.common import SPACE_MARK, Tokenizer, guarded, how_to_make, read_tokenizer
 
-_MODEL = sentencepiece_model_pb2.ModelProto  # pyright: ignore[reportAttributeAccessIssue] - made when it is imported
+ModelProto = sentencepiece_model_pb2.ModelProto  # pyright: ignore[reportAttributeAccessIssue] - made when it is imported
 
 # What a text is divided into, shortest first: the spaces of a word are before it; line ends and tabs stand alone.
 _WORDS = (
@@ -35,7 +34,7 @@ _WORDS = (
 )
 _MOST, _MOST_CHARACTERS = 1 << 18, 64  # words that are remembered, with their ids: some 40 MB of English
 BPE, CHAR = 2, 4  # ModelProto.trainer_spec.model_type
-_USER_DEFINED = 4  # ModelProto.SentencePiece.type
+USER_DEFINED = 4  # ModelProto.SentencePiece.type
 
 
 class SentencePiece(Tokenizer):
@@ -69,11 +68,11 @@ class SentencePiece(Tokenizer):
         bytes_of_mark = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         if all(self._model.is_byte(i) for i in bytes_of_mark):
             self._bytes_of_mark = bytes_of_mark
-        settings = settings_of(content)
-        self.lossless = self._gives_back() and not settings.has_rules
+        described = ModelProto.FromString(content)
+        self.lossless = self._gives_back() and not described.normalizer_spec.precompiled_charsmap
         if not self.lossless:
             self._bytes_of_mark = None  # each part of the text would get a prefix of its own
-        elif settings.kind == BPE and (words := self._remembered()) is not None:
+        elif described.trainer_spec.model_type == BPE and (words := self._remembered()) is not None:
             self._ids = words.ids_of
             self.cuts_after_newline = True  # a newline is a word
         self.fingerprint = xxhash.xxh3_64_hexdigest(content)
@@ -125,30 +124,3 @@ class _Remembered(dict[str, bytes]):
         if len(self) < _MOST and len(word) <= _MOST_CHARACTERS:
             self[word] = ids
         return ids
-
-
-class Settings(NamedTuple):
-    """The settings of a model, with the library's defaults.
-
-    Attributes:
-        kind: of its algorithm.
-        has_rules: it rewrites text before it encodes.
-        dummy_prefix: a space is put before a text.
-        collapses: spaces at both ends are dropped, and of several in a row one stays.
-        defined: ids of the symbols that the model's user has defined.
-    """
-
-    kind: int
-    has_rules: bool
-    dummy_prefix: bool
-    collapses: bool
-    defined: set[int]
-
-
-def settings_of(content: bytes) -> Settings:
-    """Return the settings of a model file. Raises google.protobuf.message.DecodeError: it is none."""
-    model = _MODEL.FromString(content)
-    rules = model.normalizer_spec
-    defined = {i for i, piece in enumerate(model.pieces) if piece.type == _USER_DEFINED}
-    kind, has_rules = model.trainer_spec.model_type, bool(rules.precompiled_charsmap)
-    return Settings(kind, has_rules, rules.add_dummy_prefix, rules.remove_extra_whitespaces, defined)

@@ -24,7 +24,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizers.common import CONFIG, SPACE_MARK, require_extra
 from megazero.data.tokenizers.json_file import JsonFile
 from megazero.data.tokenizers.rank_file import RankFile, ranks_of
-from megazero.data.tokenizers.sentence_piece import BPE, CHAR, SentencePiece, settings_of
+from megazero.data.tokenizers.sentence_piece import BPE, CHAR, USER_DEFINED, ModelProto, SentencePiece
 
 JSON = "tokenizer.json"
 _OWN = "megazero"  # the key of tokenizer_config.json that names the tokenizer's own file
@@ -83,25 +83,27 @@ def own_file(told: Mapping[str, Any], described: bytes) -> str | None:
 def _sentence_piece(tokenizer: SentencePiece) -> tuple[dict[str, Any], int]:
     """Return the description of a SentencePiece model, and its id for padding, -1 for none."""
     (content,) = tokenizer.files.values()
-    model, settings = sentencepiece.SentencePieceProcessor(model_proto=content), settings_of(content)
-    ids, defined = range(model.vocab_size()), settings.defined
+    model, stored = sentencepiece.SentencePieceProcessor(model_proto=content), ModelProto.FromString(content)
+    ids, rules, algorithm = range(model.vocab_size()), stored.normalizer_spec, stored.trainer_spec.model_type
+    prefixed, collapses = rules.add_dummy_prefix, rules.remove_extra_whitespaces
+    defined = {i for i in ids if stored.pieces[i].type == USER_DEFINED}
     pieces = [model.id_to_piece(i).replace(SPACE_MARK, " ") for i in ids]
     text = [i for i in ids if not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i))]
-    if settings.kind not in (BPE, CHAR):  # unigram: ties between sums of scores, which are of another precision there
+    if algorithm not in (BPE, CHAR):  # unigram: ties between sums of scores, which are of another precision there
         raise _refused(tokenizer, "SentencePiece models of byte pairs and of characters can go out")
-    if settings.has_rules:  # there they see a character with its accents as one, and lose some
+    if rules.precompiled_charsmap:  # there they see a character with its accents as one, and lose some
         raise _refused(tokenizer, "its normalization rules rewrite characters; with the rule identity it can go out")
     if len({*pieces}) < len(pieces) or any(map(model.is_unused, text)):
         raise _refused(tokenizer, "it has unused pieces, or one piece twice")
     plain = sorted((i for i in text if i not in defined), key=lambda i: -model.get_score(i))
-    merges = _merges([pieces[i] for i in plain]) if settings.kind == BPE else []
+    merges = _merges([pieces[i] for i in plain]) if algorithm == BPE else []
     fallback = {"byte_fallback": any(map(model.is_byte, ids)), "fuse_unk": True, "unk_token": pieces[model.unk_id()]}
     kind = _bpe({piece: i for i, piece in enumerate(pieces)}, merges, **fallback)
     decoders: list[dict[str, Any]] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
-    if settings.dummy_prefix or settings.collapses:
-        decoders.append({"type": "Strip", "content": " ", "start": 1 << 16 if settings.collapses else 1, "stop": 0})
+    if prefixed or collapses:
+        decoders.append({"type": "Strip", "content": " ", "start": 1 << 16 if collapses else 1, "stop": 0})
     described = {"model": kind, "decoder": {"type": "Sequence", "decoders": decoders}}
-    if normalizers := [*_normalizers(tokenizer.lossless, settings.collapses, settings.dummy_prefix)]:
+    if normalizers := [*_normalizers(tokenizer.lossless, collapses, prefixed)]:
         described["normalizer"] = {"type": "Sequence", "normalizers": normalizers}
     # Symbols that the model's user has defined are never part of a merge.
     described["added_tokens"] = [_added(i, pieces[i], special=False) for i in text if i in defined]
