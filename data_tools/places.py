@@ -8,7 +8,7 @@ from dataclasses import dataclass
 class Part:
     """A part of a corpus: share `number` of `of`, from 1. The parts in order, end to end, are the whole.
 
-    A line of a `.jsonl`, and any other file, belongs to the part in which its first byte lies.
+    A line of a `.jsonl`, and any other file, belongs to the part that has its first byte.
     """
 
     number: int = 1

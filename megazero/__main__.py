@@ -13,8 +13,8 @@
     simulate   runs one rank of any number without data: its memory and what it sends, to the byte
     tokenizer, preprocess, inspect, merge   make token files of text, and check them (the commands of data_tools/)
 
-Exit codes: docs/operations.md. What a user can mend is one line on stderr; a traceback is a fault of ours. Configs are
-checked before torch is imported, so a typo costs a fraction of a second.
+Exit codes: docs/operations.md. A fault that a user can repair is one line on stderr; a traceback is a fault of ours.
+Configs are checked before torch is imported, so a typo costs a fraction of a second.
 """
 
 import argparse

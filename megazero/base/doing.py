@@ -57,7 +57,7 @@ class Activities:
     def doing(self, what: str, total: int | None = None) -> Iterator[Doing]:
         """Name an activity that may take long while the context is open; yield it, to count its progress."""
         entry = Doing(what, "", 0, total, self.clock())
-        if threading.current_thread() is not threading.main_thread():  # nobody waits for it
+        if threading.current_thread() is not threading.main_thread():  # no other thread waits for it
             yield entry
             return
         self._entries.append(entry)

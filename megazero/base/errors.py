@@ -1,4 +1,4 @@
-"""Report to a user what they have to mend: one line with a code.
+"""Report a fault to a user: one line with a code, and what to do.
 
     MZ-203 rank=0 step=17 data/train.bin: token 9001 in document 12 >= vocabulary 8192; use another tokenizer
 
@@ -15,7 +15,7 @@ Our own broken invariants are `assert`, never a `UserError`.
 """
 
 LINE_LIMIT = 300  # characters; long values are shortened by whoever formats them, this is the last resort
-_MOST_FAULTS = 100  # lines of one list: nobody reads the ten thousandth
+_MOST_FAULTS = 100  # lines of one list: a reader stops long before the ten thousandth
 
 
 def one_line(text: str) -> str:
@@ -36,7 +36,7 @@ def _shortened(where: str) -> str:
 
 
 class UserError(ValueError):
-    """A fault that the user can mend. `str()` gives the line (or, for several config violations, the lines) to print.
+    """A fault that the user can repair. `str()` gives the line (or, for several config violations, the lines) to print.
 
     Args:
         code: three digits, the hundreds digit as in the module's table.

@@ -1,6 +1,6 @@
 """Write files that appear whole or not at all.
 
-A file is written under a unique temporary name beside its target, flushed to the disk, and renamed: readers meet the
+A file is written under a unique temporary name next to its target, flushed to the disk, and renamed: readers meet the
 old content or the new, never half of it, whatever kills the writer, a power cut included. The name carries a random
 part, so that two writers never share a temporary file, and is opened exclusively with the user's own permissions
 (umask).

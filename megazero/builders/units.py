@@ -73,7 +73,7 @@ def build_units(
     Nothing else is ever allocated: no rank holds a whole unit that it will not keep.
 
     Args:
-        seed: of the initial values; None: nobody looks at them, and they are left as they are.
+        seed: of the initial values; None: they are not used, and left as they are.
         axes: of each unit, by its name.
         resources: of all units (`resources_of`).
     """

@@ -3,7 +3,7 @@
 A rank has a list of pieces of parameters, and a file has another. Where they overlap there are bytes to read, and
 reading in the order of the files touches each block once. A block is verified before anything of it is used
 (`shard.py`), so every rank verifies what it reads and all together everything that is used.
-The manifest alone says which tensor lies where: it has the hash of every block, and its own digest.
+The manifest alone says where each tensor is: it has the hash of every block, and its own digest.
 """
 
 from bisect import bisect_right

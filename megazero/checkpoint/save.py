@@ -1,7 +1,7 @@
 """Save checkpoints: every rank writes its own part in parallel, and a step exists once the first rank has renamed it.
 
-    1  snapshot   (in the background, if asked for) the state to save is copied to host memory, beside the next
-                  step's passes: it does not change before the next update, which waits for the copy (`snapshot.py`)
+    1  snapshot   (in the background, if asked for) the state to save is copied to host memory, in parallel with
+                  the next step's passes: it does not change before the next update, which waits for the copy (`snapshot.py`)
     2  shard      each rank writes its file into the staging folder, flushes it, and hashes every block on the way
     3  part       then a small file that lists its content and its hashes
     4  manifest   the first rank waits for all parts, makes one manifest of them, flushes it
@@ -253,7 +253,7 @@ class Checkpoints:
         code, what = 403, f"checkpoint not saved: {why}; earlier ones are intact"
         if not self._store.folder.parent.is_dir():
             code, what = 423, "checkpoint not saved: the run's folder was deleted or moved while it trained"
-        do = "mend that, and run again with checkpoint.resume=auto"
+        do = "repair that, and run again with checkpoint.resume=auto"
         return UserError(code, what, do, where=self._store.folder, step=step)
 
     def _wait_and_conclude(self, step: int, progress: Progress) -> None:

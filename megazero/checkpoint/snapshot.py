@@ -1,4 +1,4 @@
-"""Copy the state to be saved to memory of the host, beside the passes of the next step.
+"""Copy the state to be saved to memory of the host, in parallel with the passes of the next step.
 
 What is on a GPU is copied on a stream of its own, which the update waits for and the host does not; what is on the host
 is copied by the saver's thread. The memory of the copies is allocated once.

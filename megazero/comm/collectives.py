@@ -35,8 +35,8 @@ from megazero.comm.transport.exchange import CollectiveError, Consume, Exchange,
 from megazero.comm.transport.host_staging import NOTHING, HostStaging
 from megazero.comm.transport.shared_memory import SLOTS
 
-# An all-reduce of fewer elements is one exchange of everything with everyone: half the rounds, and nobody cares for
-# the bytes. Two ranks always exchange: the bytes are the same.
+# An all-reduce of fewer elements is one exchange of everything with everyone: half the rounds, which
+# matters more than the bytes. Two ranks always exchange: the bytes are the same.
 _FEW = 1 << 14
 
 MOST_UNREAD = SLOTS

@@ -36,7 +36,7 @@ class CommContext:
         host_staging: the host's memory that tensors of a device go through where the backend sends from there only
             (`transport/host_staging.py`); None: they are sent directly.
         together: the context of something that all ranks do in start-up, by its name (`launcher/rendezvous.py`). With
-            one rank there is nobody to wait for.
+            one rank there is no other rank to wait for.
     """
 
     backend: str = "gloo"

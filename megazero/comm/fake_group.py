@@ -150,4 +150,4 @@ class FakeSharedMemory(SharedMemoryTransport):
 
     def wait_until(self, ready: Callable[[], bool], sender: int) -> None:
         """Wait for nothing."""
-        assert ready(), "there is nobody to wait for"
+        assert ready(), "there is no other rank to wait for"

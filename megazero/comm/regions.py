@@ -34,7 +34,8 @@ class Region:
         axis: the tensor axis.
         sequence: the residual stream is split over it along the sequence (dim 0).
         name: of its traffic in the ledger.
-        chunks: what forward gathers or sums goes in so many, each beside the product of another (`model/linear.py`).
+        chunks: what forward gathers or sums goes in so many, each in parallel with the product of another
+            (`model/linear.py`).
     """
 
     axis: Axis

@@ -1,8 +1,8 @@
-"""Run communication and copies beside computation on a GPU; on a CPU, do nothing.
+"""Run communication and copies in parallel with computation on a GPU; on a CPU, do nothing.
 
 The tensors that a rank sends depend on those it has computed, and the next ones on those received. On a GPU both are
 streams of work, and this keeps them in order without the host ever waiting: work `queued` on the side stream starts
-after all that was queued before it, and runs beside what is queued later, until `join`.
+after all that was queued before it, and runs in parallel with what is queued later, until `join`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -49,7 +49,7 @@ def streams_of(device: torch.device) -> Streams | None:
 
 
 class SideStream:
-    """A stream beside the current one of `device`. No memory is allocated in it: buffers are kept for the run."""
+    """A second stream of `device`. No memory is allocated in it: buffers are kept for the run."""
 
     def __init__(self, device: torch.device):
         self._streams = streams_of(device)

@@ -32,7 +32,7 @@ class Option:
 
 
 def explain(config: Config, selection: str | None) -> list[Option]:
-    """Return the options whose key is `selection` or lies below it; all for None.
+    """Return the options whose key is `selection` or is below it; all for None.
 
     Raises:
         UserError: 104, no such option or section.

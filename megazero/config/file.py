@@ -136,7 +136,7 @@ def _read(path: Path, source: _Source) -> None:
         raise UserError(102, what, do, where=f"{path.name}{line}") from None
     except Exception as error:  # the library lets Python's own pass: a 13th month, 5,000 digits, half a character ...
         what = str(error) or type(error).__name__
-        raise UserError(102, f"cannot be read: {what}", "mend the file", where=path.name) from None
+        raise UserError(102, f"cannot be read: {what}", "repair the file", where=path.name) from None
     if tree is None:
         return
     if not isinstance(tree, CommentedMap):

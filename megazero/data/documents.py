@@ -202,7 +202,7 @@ def _gathered(read: Callable[[int, int], np.ndarray], in_file: np.ndarray) -> np
     if not len(in_file):
         return read(0, 0)
     first, span = int(in_file[0]), int(in_file[-1] - in_file[0]) + 1
-    if span <= _WORTH * len(in_file):  # one read with what lies between costs less than many
+    if span <= _WORTH * len(in_file):  # one read with what is between costs less than many
         return read(first, first + span)[in_file - first]
     breaks = np.flatnonzero(np.diff(in_file) != 1) + 1
     runs = ((int(run[0]), int(run[-1]) + 1) for run in np.split(in_file, breaks))

@@ -128,10 +128,10 @@ def _raise_descriptor_limit() -> None:
 
 
 def _spans(before: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (place of the shard, its own begin and end) for [start, stop) of what lies in shards end to end.
+    """Yield (place of the shard, its own begin and end) for [start, stop) of shards end to end.
 
     Args:
-        before: how much lies before each shard, and in all, int64 [shards + 1].
+        before: how much is before each shard, and in all, int64 [shards + 1].
     """
     for k in range(int(np.searchsorted(before, start, side="right")) - 1, int(np.searchsorted(before, stop))):
         begin, end = max(start, int(before[k])), min(stop, int(before[k + 1]))

@@ -56,7 +56,7 @@ def build_cpu(source: Path) -> Path:
     """Return the shared library of a C++ source; compile it with g++ unless it was built before.
 
     Args:
-        source: may include headers from the folder beside it that has its name, and no others of ours.
+        source: may include headers from the folder next to it that has its name, and no others of ours.
 
     Raises:
         BuildError: it was not built before, and there is no compiler, it failed, or the cache cannot be written.
@@ -68,7 +68,7 @@ def build_cuda(source: Path, archs: Sequence[int], *, spills: bool = False) -> P
     """Return the shared library of a CUDA source; compile it with nvcc unless it was built before.
 
     Args:
-        source: may include headers from the folder beside it that has its name, and no others of ours.
+        source: may include headers from the folder next to it that has its name, and no others of ours.
         archs: compute capabilities, 90 for 9.0.
         spills: accept a kernel that spills registers. A run does: with an untested compiler or GPU, one slow kernel is
             better than none.

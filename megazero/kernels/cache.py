@@ -1,6 +1,6 @@
 """Tell whole libraries of the kernel cache from torn ones, before one is executed.
 
-The SHA-256 of a library's content lies beside it. A library that was cut off, by a full disk or an unfinished copy,
+The SHA-256 of a library's content is next to it. A library that was cut off, by a full disk or an unfinished copy,
 would otherwise end the process by SIGBUS when it is mapped.
 """
 
@@ -11,7 +11,7 @@ from megazero.base.files import flush_file, replace_file
 
 
 def seal(unfinished: Path, library: Path) -> None:
-    """Give a finished library its name, with the hash of its content beside it. Raises OSError.
+    """Give a finished library its name, with the hash of its content next to it. Raises OSError.
 
     The hash comes first: a process that is killed in between leaves no hash that fits, and the library is built again.
     """

@@ -17,7 +17,7 @@ def load() -> str:
     It is built once per machine and torch version, which takes about 20 s. The text returned is for the log.
 
     Raises:
-        BuildError: no GPU; no library that lies ready, and no nvcc or one that does not know this GPU; it failed; or
+        BuildError: no GPU; no library that is ready, and no nvcc or one that does not know this GPU; it failed; or
             the library cannot be loaded or used.
     """
     archs = present_archs()

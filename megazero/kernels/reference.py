@@ -148,7 +148,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
 def cross_entropy_parts_(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     """Return what the losses need of one part of the vocabulary: [3, N], fp32 (fp64 for fp64 logits).
 
-    Of each row its maximum m, the sum of exp(logit - m), and the target's logit (-inf where the target lies outside
+    Of each row its maximum m, the sum of exp(logit - m), and the target's logit (-inf where the target is outside
     [0, V), in another part). Overwrites `logits_NV` with exp(logit - m), which is all that its backward needs: no
     second matrix of the vocabulary's size ever exists.
     """
@@ -322,7 +322,7 @@ def _parts(flat: Tensor) -> Iterator[tuple[Tensor, int, int]]:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of statistics, masters and sums beside values of `dtype`: fp32, or fp64 when it is fp64."""
+    """Return the dtype of statistics, masters and sums of values of `dtype`: fp32, or fp64 when it is fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

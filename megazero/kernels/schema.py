@@ -55,7 +55,7 @@ _RESULTS: dict[str, Callable[..., object]] = {
     # Rotary positions. x [S, B, H, d] may have any strides whose last is 1; cos and sin are of T, [S, B or 1, 1, d],
     # with equal halves of d. `inverse` turns the other way: the backward.
     "rotary": lambda x, *_: _like(x),
-    # The loss. logits [N, V] of T, targets int64 [N] (any number where the target lies in another part); maxima,
+    # The loss. logits [N, V] of T, targets int64 [N] (any number where the target is in another part); maxima,
     # log_sums and grad are fp32 [N]. The maximum of a row that is -inf throughout is T's lowest finite number. The
     # forward may leave in `logits` whatever its own backward needs, which writes the gradient over it.
     "cross_entropy_parts_": lambda logits, targets: logits.new_empty((3, logits.shape[0]), dtype=torch.float32),

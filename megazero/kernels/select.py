@@ -51,7 +51,7 @@ _LIBRARIES: dict[str, Callable[[], str]] = {"cpu": cpu.load, "cuda": cuda.load} 
 
 
 def for_host(preference: str, dtype: torch.dtype) -> Operations:
-    """Return the operations for what the host computes beside a GPU, an update, by the same preference."""
+    """Return the operations for the update that the host computes next to a GPU, by the same preference."""
     return choose("reference" if preference == "reference" else "auto", torch.device("cpu"), dtype)
 
 

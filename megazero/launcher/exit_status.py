@@ -85,7 +85,7 @@ def _say_once(board: JobBoard, rank: int) -> None:
 
 
 def _say_alone(board: JobBoard, rank: int, *, ended: bool = False) -> None:
-    """Print the fault without the store, if nobody else does: of those that are stuck the first rank of the host."""
+    """Print the fault without the store, if no other rank does: of those that are stuck the first rank of the host."""
     own = board.read(rank)
     if own.state == FAILED and own.message:
         tell(own.message)

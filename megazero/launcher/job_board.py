@@ -46,7 +46,7 @@ class JobBoard(StatusBoard):
     def listen(self, stacks: Stacks) -> threading.Thread:
         """Wait for an alarm in a thread with a connection of its own; then publish and write where this rank is.
 
-        A run calls it when its start is over: nobody else may let a process end while a thread waits in the store.
+        A run calls it when its start is over: no other code may let a process end while a thread waits in the store.
         """
         store: Any = self._store  # torch's description of the class lacks `clone`
         waiting = threading.Thread(target=self._listen, args=(store.clone(), stacks), name="alarm", daemon=True)

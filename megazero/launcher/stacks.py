@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import TextIO
 
-ASK = signal.SIGRTMIN + 5  # nobody sends it by accident
+ASK = signal.SIGRTMIN + 5  # no program sends it by accident
 
 
 class Stacks:

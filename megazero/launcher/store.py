@@ -51,7 +51,7 @@ def open_store(place: RankContext, timeout: timedelta) -> Store:
             meeting = meeting_of_step()
             where = f"{meeting.host}:{meeting.port}"
             store = _served(meeting, timeout) if world.rank == 0 else _reached(meeting, timeout)
-            store = PrefixStore(step(), store)  # ranks of a job that listens at the same port find nobody
+            store = PrefixStore(step(), store)  # ranks of a job that listens at the same port find no other rank
     except dist.DistError as error:
         reason = " ".join(str(error).split())[:80]
         if "EADDRINUSE" in str(error):

@@ -182,7 +182,7 @@ class Values:
         self.called = self.ended = None
 
     def unit_of(self, x: Tensor) -> Unit | None:
-        """Return the sharded unit in whose gathered values a tensor lies."""
+        """Return the sharded unit whose gathered values contain a tensor."""
         return self.storages.get(x.untyped_storage()._cdata) if x.layout == torch.strided else None
 
     @contextmanager

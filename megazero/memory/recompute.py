@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 
 class LayerContext(Protocol):
-    """The context of a micro-batch that a recomputed layer gets beside its input (`model/batch_context.py`)."""
+    """The context of a micro-batch that a recomputed layer gets with its input (`model/batch_context.py`)."""
 
     def recomputed(self) -> Self:
         """Return the same context, marked as that of a recomputation, whose output nothing reads."""

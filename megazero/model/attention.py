@@ -92,7 +92,8 @@ class Attention(nn.Module):
         rotary: None with learned positions.
 
     Attributes:
-        core: what lies between the projections. The builder replaces it where it is to be computed again in backward.
+        core: from the projection of queries, keys and values to what the heads have seen. The builder replaces it
+            where it is to be computed again in backward.
         variable_length: computes documents of several lengths at once; None: those of each length for themselves.
         q_norm, k_norm: of each head, before its rotation (Henry et al. 2020, arXiv 2010.04245); None: there is none.
         repeats: keys and values are repeated for each query of their group, for implementations that know no groups.
@@ -128,7 +129,7 @@ class Attention(nn.Module):
         return rearrange(a, "(b s) h d -> s b (h d)", b=qkv.shape[1])
 
     def _causal(self, qkv: Tensor) -> Tensor:
-        """Return the same where each sample is one document."""
+        """Return causal attention without document masks: [S, B, G (Q + 2) d] -> [S, B, H d]."""
         q_SBHd, k_SBGd, v_SBGd = self._heads(qkv, None)
         q, k, v = q_SBHd.permute(1, 2, 0, 3), k_SBGd.permute(1, 2, 0, 3), v_SBGd.permute(1, 2, 0, 3)
         if self.repeats:

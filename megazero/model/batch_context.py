@@ -50,7 +50,7 @@ class BatchContext:
         return replace(self, training=False)
 
     def recomputed(self) -> Self:
-        """Return the same step for a layer whose output nobody will look at."""
+        """Return this context for a layer whose output is not used."""
         return replace(self, recomputing=True)
 
     def positions_S(self, length: int) -> Tensor:

@@ -5,7 +5,7 @@ for its units, gives each unit memory, and hands the parameters back (`materiali
 that a unit's parameters are there when a layer runs. The pipeline runs a range of layers in each stage and scores the
 output of the last one.
 
-Each parameter has two attributes beside those of torch:
+Each parameter has two attributes in addition to those of torch:
 
     declaration     what the parameter is (`parameter.Declaration`); the model sets it, `parameter.declare` does that
     gradient_slot   where its gradient goes (`GradientSlot`); the engine sets it, and without an engine there is none

@@ -39,7 +39,7 @@ class _Reorder(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro-batch. Their lengths are known on the host, so nobody waits for a device.
+    """The documents of a micro-batch. Their lengths are known on the host, so the host does not wait for a device.
 
     Attributes:
         lengths: of the documents of each sample, in their order; those of a sample add up to S.

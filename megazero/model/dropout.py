@@ -2,7 +2,7 @@
 
 It acts on the embedding and on the two residual sites of a block, nowhere else; attention probabilities are never
 dropped. Every layout and every recomputation draws the same mask (`kernels/counter.py`), and so does the backward:
-nobody stores it.
+it is never stored.
 """
 
 from typing import Any
@@ -63,7 +63,7 @@ class Dropout:
         return self.ops.dropout_backward(x_SBD.contiguous(), *self.site(x_SBD, step), self.drop)
 
     def site(self, x_SBD: Tensor, step: BatchContext) -> tuple[Tensor, Tensor, int]:
-        """Return what the mask depends on beside channels: sample ids, positions, and the key of everything else."""
+        """Return what the mask depends on, apart from channels: sample ids, positions, and the key of all else."""
         seed, layer, site = self._name
         key = counter.derive_key(seed, step.step, layer, site)
         return step.sample_ids_B, step.positions_S(x_SBD.shape[0]), key

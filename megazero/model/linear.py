@@ -12,7 +12,7 @@ weight's gradient, which goes straight into the parameter's gradient slot. A col
 tensor axis; the sum is under way while the weight's gradient is computed. With sequence parallelism only a rank's own
 part of x is kept for the backward, and gathered again while dx is computed (Korthikanti et al. 2022, section 4.2.2).
 
-Forward has nothing to do beside that but its own products. With several chunks (`Region.chunks`) it cuts the rows n: a
+In parallel with it forward has only its own products. With several chunks (`Region.chunks`) it cuts the rows n: a
 chunk's sum is under way while the next chunk is multiplied; with sequence parallelism a chunk is gathered while the one
 before it is multiplied. There chunk i has the i-th rows of every rank's part, so that each rank ends with its own rows
 in their order. Two ranks, two chunks:
@@ -82,7 +82,7 @@ class RowProduct:
         """Return sum(x weight) + bias, [n, O].
 
         Args:
-            skip_output: nobody looks at the result, only at its backward: it is not computed, and nothing is sent.
+            skip_output: only the backward is needed: the result is not computed, and nothing is sent.
         """
         (owner,) = self.owners
         weight_IO, bias_O = owner["weight"], owner.get("bias")

@@ -1,7 +1,7 @@
 """The feed-forward part of a block: GELU (GPT) or SwiGLU (Llama).
 
 Gate and up are two parameters, so that each is split over the tensor axis by whole rows. The last product is a block's
-last, so where nobody looks at the block's output it is left out.
+last, so where the block's output is not used it is left out.
 
 Shapes: n rows of this rank's part of the residual stream, N of the whole sequence, D hidden, F feed-forward.
 """

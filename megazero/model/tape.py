@@ -1,7 +1,7 @@
 """Run operations that have a backward of their own, several of them as one function of autograd.
 
 Every function of autograd that is written in Python costs the host tens of microseconds, on the way there and back. So
-what a block computes beside the core of attention is two such functions (`block.py`), each made of several operations
+a block, apart from the core of attention, is two such functions (`block.py`), each made of several operations
 (norm, product, activation). They share a tape: in forward each puts down what its backward needs, in backward each
 takes it from the end again. What has been taken is freed when its operation's backward is over.
 """
@@ -96,7 +96,7 @@ class ReturnedGradient:
         self.gradient: Tensor | None = None
 
     def expect(self) -> None:
-        """Announce a use: nobody counts here."""
+        """Announce a use, which is not counted here."""
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient of the parameter's shape."""

@@ -110,7 +110,7 @@ class Transformer(nn.Module):
         return self.score(self(tokens_SB, step), targets_SB, valid_SB)
 
     def score(self, logits_SBV: Tensor, targets_SB: Tensor, valid_SB: Tensor) -> Tensor:
-        """Return the same from logits, which are overwritten."""
+        """Return token losses [S, B] in nats from logits [S, B, V]; overwrites the logits."""
         vocab, tensor = self.shape.vocab, self.tensor
         return token_losses(logits_SBV, targets_SB, valid_SB, vocab=vocab, tensor=tensor, ops=self.ops)
 

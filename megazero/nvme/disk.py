@@ -43,7 +43,7 @@ class Disk(PagedHome):
         ledger: counts what rests there (as nvme_CATEGORY), the memory for pieces, and, as axis "disk", traffic.
         memory: most bytes of the host for pieces that are on their way.
         queue: does the transfers; closed with the disk, and where that cannot be made.
-        device: from which values are sent, and to which they are brought, beside those of the host.
+        device: from which values are sent, and to which they are brought, in addition to those of the host.
         window: elements of a piece.
 
     Raises:

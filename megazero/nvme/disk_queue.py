@@ -1,4 +1,4 @@
-"""Read and write files beside the computation: the queue of csrc/disk_queue.cpp, by io_uring or by threads.
+"""Read and write files in parallel with the computation: the queue of csrc/disk_queue.cpp, by io_uring or by threads.
 
 A transfer of a queue holds the tensor that it reads into or writes from until it is waited for. Waiting does not hold
 the interpreter. With direct I/O the system's cache is left out, so that a disk's speed and a rank's memory are what

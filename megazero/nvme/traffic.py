@@ -126,7 +126,7 @@ class PieceTraffic:
             self.memory.give(one.memory)
 
     def start_read(self, piece: Piece, *, wanted: bool = True) -> Loaded:
-        """Give a piece memory, and start to read it there unless all of it will be written anew."""
+        """Give a piece memory, and start to read it there unless all of it will be overwritten."""
         expected = self._expected.pop(piece, None)
         if expected is not None and wanted:
             return expected

@@ -1,4 +1,4 @@
-"""Measure how much memory a step allocates at most beside long-lived memory: activations and their gradients.
+"""Measure how much memory a step allocates at most on top of long-lived memory: activations and their gradients.
 
 Every tensor operation passes through a dispatch mode. Memory that an operation returns and that no earlier operation
 has seen is new; it is counted until no reference to it is left. What an operation allocates and frees inside itself is

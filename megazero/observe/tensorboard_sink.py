@@ -1,6 +1,6 @@
 """Write rows as TensorBoard scalars, one series per key over the step, for `tensorboard --logdir RUN/tensorboard`.
 
-The package is optional: it is asked for by the config, so its absence is the user's to mend, at the start of the run. A
+The package is optional: it is asked for by the config, so its absence is reported at the start of the run. A
 fault of the folder is raised with the first row, where it cannot stop the run (sinks.py). Event files are written by a
 thread of that package; no server is involved while training.
 """

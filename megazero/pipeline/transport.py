@@ -77,6 +77,6 @@ class Transport:
 
     def finish(self) -> None:
         """Finish a step: no tensor may be left over."""
-        assert not self._here and not self._coming, f"nobody took {[*self._here, *self._coming]}"
+        assert not self._here and not self._coming, f"not taken: {[*self._here, *self._coming]}"
         if self._messages is not None:
             self._messages.finish()

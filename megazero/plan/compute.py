@@ -17,7 +17,7 @@ for a token, h the hidden size, f that of the MLP, e bytes an element, everythin
     biases           in the products                (h + 2 kv + f) e / t + 2 h e, to sum gradients
 
 Attention between the projections costs 4 s h FLOPs a token forward (scores, values). *Fused*, it skips what the causal
-mask hides, half of them, stores no scores, and computes them anew in backward: 2.5 times the forward (Dao 2023, arXiv
+mask hides, half of them, stores no scores, and computes them again in backward: 2.5 times the forward (Dao 2023, arXiv
 2307.08691). *Stored* (Megatron-LM before it) it computes all of them, and passes over s x heads scores of 2 bytes,
 their dropout and its mask: 13 bytes a score forward (written; softmax in and out; dropout in and out, a mask; read), 19
 backward.

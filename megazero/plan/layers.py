@@ -45,7 +45,7 @@ class Width:
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of a layer's backward, and what there is beside what layers keep and the residual stream's gradient.
+    """A moment of a layer's backward: what it needs on top of what layers keep and the residual stream's gradient.
 
     Attributes:
         name: as plans print it.

@@ -189,8 +189,8 @@ class _Walk:
     def peak_with_notes(self) -> tuple[int, str]:
         """Return the peak and its cause where the backward of weights comes later.
 
-        It is in the block that comes first, beside what the head leaves for it, or in the one that comes last, beside
-        what all others do.
+        It is in the block that comes first, on top of what the head leaves for it, or in the one that comes last, on
+        top of what all others do.
         """
         job = self._job
         down = job.block[-1]  # its input and its output's gradient

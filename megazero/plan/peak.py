@@ -1,4 +1,4 @@
-"""The most that a step's activations and their gradients take on one rank, beside what it holds all the time.
+"""The most that a step's activations and their gradients take on one rank, on top of what it holds all the time.
 
 Forward only adds to what is kept, so the most is there in a backward, right after the forward of the micro-batch that
 is the last to be live: in the head, or in the last block of the stage, whose layers are walked through here from the

@@ -2,7 +2,7 @@
 
 A unit (the embedding, a block, the head; a tied weight is one of its own) has P elements on a tensor rank, in a flat
 buffer in which every parameter begins at a multiple of 16 elements (256 where values are quantised on their way), and
-every one of N shards. With p, g and m the bytes of a parameter, a gradient and a master (m = 4 beside 16 bits; where
+every one of N shards. With p, g and m the bytes of a parameter, a gradient and a master (m = 4 with 16 bits; where
 p = m parameters are their own masters and k = 2 m, else k = 3 m):
 
     stage    parameters    gradients    optimizer          Rajbhandari et al. 2019 (arXiv 1910.02054), section 5:

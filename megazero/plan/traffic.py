@@ -177,7 +177,7 @@ def _tails(own: Share, shard_rank: int) -> Iterator[Flow]:
         if unit.tail is None:
             continue
         start = shard_rank * unit.own if job.shards_optimizer else 0
-        length = max(0, unit.own - max(0, unit.tail - start))  # of the rank's shard that lies in the tail
+        length = max(0, unit.own - max(0, unit.tail - start))  # of the rank's shard that is in the tail
         if t > 1 and length:
             yield Flow("tensor", "tail", unit.count, unit.count * 2 * (t - 1) * -(-length // t) * item)
         if job.gradients_home != "none":

@@ -5,7 +5,7 @@ One of them, plain products (math), builds the scores, S^2 numbers for each head
 8,192 tokens in 16 bits. Here one is chosen before the first step, the only one that torch may take then:
 
     cudnn       on Hopper and data-centre Blackwell from cuDNN 9.15.1 on, before which some lengths gave wrong numbers;
-                not with `run.deterministic`, and not for documents of many lengths, each of which it would plan anew
+                not with `run.deterministic`, and not for documents of many lengths, each of which it would plan again
     flash       16 bits, compute capability 8.0 and later
     efficient   also fp32, and older GPUs
     math        whatever is left, with a warning
@@ -198,7 +198,7 @@ def variable_length(grouped: bool) -> VariableLength:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
         y = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
-        assert isinstance(y, Tensor), "nothing beside it was asked for"
+        assert isinstance(y, Tensor), "nothing else was asked for"
         return y
 
     return attend

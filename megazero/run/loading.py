@@ -1,6 +1,6 @@
 """Begin a run with a part of a checkpoint, by `checkpoint.load`, and check what must be the same for that.
 
-    load        of the checkpoint                                  what begins anew
+    load        of the checkpoint                                  what begins again
     all         everything: the run goes on                        nothing
     optimizer   weights, both moments, and how many updates those  step, learning rate, data, loss scale
                 have seen
@@ -13,7 +13,7 @@ It applies to the start from another run only. From steps in its own folder a ru
 line with `checkpoint.load` can be started again and again. An import has weights alone, whatever is asked for.
 
 Adam corrects its moments for having begun at zero, by 1 / (1 - beta^n) with n the updates they have seen. Moments that
-are carried over keep their n (`Progress.carried`): counted anew they would be taken for 1 / (1 - beta) times what they
+are carried over keep their n (`Progress.carried`): counted again they would be taken for 1 / (1 - beta) times what they
 are. The learning rate counts the new run's updates.
 """
 

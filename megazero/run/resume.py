@@ -63,7 +63,7 @@ def find_start(run: Run) -> Start:
 
     Raises:
         UserError: 402, there is nothing to go on from; 413, the folder has steps of another run than the one to go on
-            from, or steps that `load` would begin anew; 120, fewer steps than are done.
+            from, or steps that `load` would begin again; 120, fewer steps than are done.
     """
 
     def found() -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _load_of_own(own: Store, steps: Sequence[int], resume: str, load: str) -> st
     """Return what to take of this run's own steps: all, or what was asked for of an import that has not been trained.
 
     Raises:
-        UserError: 413, it would begin this run anew, over its own steps.
+        UserError: 413, it would begin this run again, over its own steps.
     """
     found = list(manifests(own, steps))
     if all(manifest.progress is None for manifest in found):
@@ -134,7 +134,7 @@ def _load_of_own(own: Store, steps: Sequence[int], resume: str, load: str) -> st
     began = [(manifest.config.get("checkpoint.resume"), manifest.config.get("checkpoint.load")) for manifest in found]
     if resume == "auto" or (resume, load) in began:
         return "all"
-    what = f"holds step {steps[0]}, and checkpoint.load={load} begins a run anew"
+    what = f"holds step {steps[0]}, and checkpoint.load={load} begins a run again"
     raise UserError(413, what, "give another run.dir, or checkpoint.load=all to go on", where=own.folder)
 
 

@@ -93,5 +93,5 @@ def _draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> T
     if sampling.temperature == 0:
         return logits_V.argmax()
     top, indices = logits_V.double().topk(min(sampling.top_k, len(logits_V)))
-    # Relative to the largest, so that a tiny temperature gives -inf beside 0, and not inf - inf.
+    # Relative to the largest, so that a tiny temperature gives -inf and 0, and not inf - inf.
     return indices[torch.multinomial(((top - top[0]) / sampling.temperature).softmax(0), 1, generator=generator)]

@@ -1,8 +1,8 @@
-"""Gather parameters before they are needed, beside the computation, and free them afterwards.
+"""Gather parameters before they are needed, in parallel with the computation, and free them afterwards.
 
 Where parameters rest sharded (stage 3), a layer waits for its units before it runs and prefetches those of the next
-layer, whose gathering then goes on beside the computation; afterwards its own are released. At the end of a backward
-the next layer is the first one, if a forward follows. Where only the optimizer
+layer, whose gathering then runs in parallel with the computation; afterwards its own are released. At the end of a
+backward the next layer is the first one, if a forward follows. Where only the optimizer
 state is sharded (stages 1 and 2), the gathering of each unit's updated parameters starts right after its update, and
 the next forward waits for each unit when it gets there.
 """

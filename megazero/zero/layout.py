@@ -132,7 +132,7 @@ def lay_out(name: str, entries: list[Entry], alignment: int = ALIGNMENT) -> Unit
         alignment: a multiple of `ALIGNMENT`, in elements.
     """
     groups = sorted(dict.fromkeys(entry.group for entry in entries), key=lambda group: not group.decay)
-    assert all(e.split or e.group == groups[-1] for e in entries), "what is whole over the tensor axis lies at the end"
+    assert all(e.split or e.group == groups[-1] for e in entries), "what is whole over the tensor axis is at the end"
     intervals, starts, position = [], [], 0
     tp_replicated: int | None = None
     tp_partial: int | None = None

@@ -27,7 +27,7 @@ class Offload:
     Attributes:
         host: the host, if its memory is not the device's: values from a paged home to the device stop there.
         optimizer, parameters: the home of these; None: the device.
-        delayed: updates go on beside the next step (`optim/delayed.py`).
+        delayed: updates run in parallel with the next step (`optim/delayed.py`).
     """
 
     host: Host | None = None

@@ -43,7 +43,7 @@ class Precision:
 
     @property
     def masters(self) -> torch.dtype:
-        """Return the dtype of what the optimizer updates, and of its state: fp32 beside 16-bit parameters."""
+        """Return the dtype of what the optimizer updates, and of its state: fp32 with 16-bit parameters."""
         return wide_dtype(self.parameters)
 
 

@@ -77,7 +77,7 @@ class RestingState:
         self.shard = shard_slice(self.numel, stage.optimizer, axes.shard)
         elements = shard_slice(self.numel, stage.parameters, axes.shard)
         self.parameters = self._rest(elements, precision.parameters, "parameters", offload.parameters)
-        # A delayed update may not touch what the step beside it sees.
+        # A delayed update may not touch what the step in parallel with it sees.
         apart = trainable and (updater is not offload.parameters or offload.delayed)
         self.masters = self.own_parameters
         if apart or (trainable and precision.masters != precision.parameters):

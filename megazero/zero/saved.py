@@ -1,6 +1,6 @@
 """Keep places of sharded parameters instead of the parameters, where autograd saves them for backward.
 
-The buffers of sharded units rotate: when backward needs a parameter, it lies in other memory than in forward. With
+The buffers of sharded units rotate: when backward needs a parameter, it is in other memory than in forward. With
 torch's saved_tensors_hooks a saved view of a unit's gathered parameters is replaced by (unit, place), and looked up in
 the unit's current buffer in backward.
 """

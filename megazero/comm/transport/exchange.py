@@ -120,7 +120,7 @@ class Exchange:
                 self._post(self._shared_memory)
             else:
                 self._works = [self._send_piece(cut) for cut in self._cuts[:_WINDOW]]
-        except (RuntimeError, TimeoutError) as error:  # the connection is gone, or nobody reads
+        except (RuntimeError, TimeoutError) as error:  # the connection is gone, or no rank reads
             raise CollectiveError(self._axis.name, str(error)) from None
         return self
 
@@ -211,7 +211,7 @@ class _Round:
         """Wait for the others' messages, consume and acknowledge them."""
         if self.done:
             return
-        self.done = True  # from here on nobody else takes them in
+        self.done = True  # from here on no other code takes them in
         self.shared_memory.rounds.remove(self.take_in)
         messages = [self.shared_memory.wait_for(rank, self.axis, self.label) for rank in self.senders]
         self.consume(messages)

@@ -1,7 +1,7 @@
 """Send messages between ranks of one host through shared memory.
 
 Through a socket a message is copied four times and handled by four threads, in processor time that is taken from the
-matrix products beside them. Here the sender copies it once, into a slot of its
+matrix products in parallel with them. Here the sender copies it once, into a slot of its
 *outbox*, a piece of memory that the other ranks of the host have mapped, and then writes a label for it: tag, number,
 place. Readers poll for the label they expect, read the message in the slot, and acknowledge it with one number; the
 sender uses a slot again when all its readers have.

@@ -35,8 +35,8 @@ length, a few hundred eps at most.
                      half a step of its block's largest value, three typical ones: r = 3 / (127 sqrt 12), 2^-7, of a
                      typical value with 8 bits, 2^-3 with 4. Gradients: a parameter has blocks of its own, so an error
                      is that of its own values, of each sender and hop; in the rows of an embedding most values of a
-                     block are near zero beside a few. As with REDUCED 8 r of a single element and 4 r of a parameter
-                     as a whole, but with 4 bits not more than half of it; a norm adds errors as a square: r / 2 is
+                     block are near zero compared with a few. As with REDUCED 8 r of a single element and 4 r of a
+                     parameter as a whole, but with 4 bits not more than half of it; a norm adds errors as a square: r / 2 is
                      much, and of the size of an update too. Parameters: in each layer forward and backward some dozens
                      of products see weights that are off by r, which adds up like a root to 2^-4 of a gradient, and
                      twice that of a second moment; half of it of the size of an update; a loss, at its beginning near
@@ -49,7 +49,7 @@ length, a few hundred eps at most.
 
 The certificate trains with settings of its own, so that a wrong one shows ten times over:
 
-    LR        the largest that WEIGHTS is made for: an update is large beside the rounding of the weight it is added to.
+    LR        the largest that WEIGHTS is made for: an update is large compared with the rounding of its weight.
     EPS       Adam's, of the size of a typical gradient, CLIP / sqrt(elements): an element whose gradient is noise
               around zero moves by noise, not by the learning rate in either direction, and an update differs about as
               much as the gradients do. An element with a larger gradient moves as ever.

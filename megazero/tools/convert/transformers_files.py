@@ -83,7 +83,7 @@ def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object]) -
 
     Raises:
         UserError: 110, the folder holds something; 403, it cannot be written; 414, the weights cannot be read, or are
-            not those of that config.json; 415, a model that is none of ours, or that nobody could train.
+            not those of that config.json; 415, a model that is none of ours, or that cannot be trained.
     """
     model = read_config(source)
     tokenizer = _tokenizer_of(source, model.vocab, warn)
@@ -137,5 +137,5 @@ def _trainable(model: Model, where: Path, tokenizer: str | None) -> Config:
     config = resolved(Config(model=model, data=Data(tokenizer=tokenizer)))
     values = flatten(config)
     if broken := next(iter(broken_rules(values)), None):
-        raise UserError(415, broken.broken(values), "nobody could train this model: give another", where=where)
+        raise UserError(415, broken.broken(values), "this model cannot be trained: give another", where=where)
     return config

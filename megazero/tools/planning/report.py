@@ -121,7 +121,7 @@ def _time(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"  {name:<17}{rounded(part):>10} s  {part / time['step_s']:>4.0%}"
     for name, part in time["hidden"].items():
         if part > 0:
-            yield f"  {name + ' traffic':<17}{rounded(part):>10} s  beside the computation"
+            yield f"  {name + ' traffic':<17}{rounded(part):>10} s  in parallel with the computation"
     tokens, tflops = time["tokens_per_second_per_device"], time["tflops_per_device"]
     yield f"{rounded(tokens)} tokens/s and {rounded(tflops)} TFLOP/s a device"
     yield f"MFU {time['mfu']:.0%}, HFU {time['hfu']:.0%}"
