@@ -1,7 +1,8 @@
 """Save checkpoints: every rank writes its own part in parallel, and a step exists once the first rank has renamed it.
 
     1  snapshot   (in the background, if asked for) the state to save is copied to host memory, in parallel with
-                  the next step's passes: it does not change before the next update, which waits for the copy (`snapshot.py`)
+                  the next step's passes: it does not change before the next update, which waits for the copy
+                  (`snapshot.py`)
     2  shard      each rank writes its file into the staging folder, flushes it, and hashes every block on the way
     3  part       then a small file that lists its content and its hashes
     4  manifest   the first rank waits for all parts, makes one manifest of them, flushes it

@@ -1,9 +1,9 @@
 """Split kept inputs over the tensor axis (Pa, the ZeRO paper's section 6.1), on the host or on disks if asked.
 
 The ranks of the tensor axis compute the same residual stream, and would all keep it. Instead each keeps one of `size`
-equal parts, and before an input is needed they gather it: n (t - 1) / t elements for each input of n, in addition to the
-2 n (t - 1) / t of every sum in the block. Where the stream is split already, by sequence parallelism, there is nothing to
-gather, and only the move to the host or to disks remains.
+equal parts, and before an input is needed they gather it: n (t - 1) / t elements for each input of n, in addition
+to the 2 n (t - 1) / t of every sum in the block. Where the stream is split already, by sequence parallelism, there is
+nothing to gather, and only the move to the host or to disks remains.
 
 Inputs are needed in the reverse order in which they were kept, so when one is asked for, the fetch of the one before it
 starts: it comes from the host, and from the other ranks, while the block behind it is being computed. Two whole inputs

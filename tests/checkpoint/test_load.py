@@ -300,7 +300,7 @@ def test_wrong_uses(tiny_data: TinyData, sources, tmp_path: Path) -> None:
     for where in (own, Store(own / "checkpoints").path(4), "auto"):
         config = tiny_data.load(own, *FP64, f"checkpoint.resume={where}", "checkpoint.load=weights", "run.steps=9")
         if where != "auto":
-            assert "holds step 4, and checkpoint.load=weights begins a run anew" in refuse(config, 413)
+            assert "holds step 4, and checkpoint.load=weights begins a run again" in refuse(config, 413)
     nowhere = tiny_data.load(tmp_path / "new", "checkpoint.resume=auto", "checkpoint.load=optimizer")
     assert "nothing is saved here yet that checkpoint.load=optimizer could take" in refuse(nowhere, 402)
     for given, code in (("weights", 106), ("moments", 105)):

@@ -250,7 +250,7 @@ def test_one_step_that_is_asked_for_is_that_one_or_none(tiny_data: TinyData, uni
     step = Store(again / "checkpoints").path(5)
     (step / "manifest.json").write_text("{}")
     line = refused(tiny_data.load(tmp_path / "new", *OPTIONS, f"checkpoint.resume={step}"), 411)
-    assert "none of 1 checkpoints is whole (steps 5); restore one, or start anew" in line
+    assert "none of 1 checkpoints is whole (steps 5); restore one, or start again" in line
 
 
 def test_nothing_to_go_on_from(tiny_data: TinyData, tmp_path: Path) -> None:

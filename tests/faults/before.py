@@ -191,7 +191,7 @@ def _(site: Site) -> list[str]:
 @fault(
     "a config that stands for 2^40 values",
     "MZ-102 many.yaml: cannot be read: expected at most 10,000 values, got 8,796,093,022,164 with what aliases stand "
-    "for; mend the file",
+    "for; repair the file",
     code=2,
 )
 def _(site: Site) -> list[str]:

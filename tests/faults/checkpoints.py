@@ -24,7 +24,7 @@ from tests.faults.site import (
 
 FULL = (
     "MZ-403 …step=6 RUN/checkpoints: checkpoint not saved: No space left on device; earlier "
-    "ones are intact; mend that, and run again with checkpoint.resume=auto"
+    "ones are intact; repair that, and run again with checkpoint.resume=auto"
 )
 
 
@@ -158,7 +158,7 @@ def _(site: Site) -> list[str]:
 @fault(
     "every checkpoint damaged",
     "MZ-411 RUN/checkpoints: none of 2 checkpoints is whole (steps 4, "
-    "2); restore one, or start anew in another run.dir",
+    "2); restore one, or start again in another run.dir",
     "the run",
 )
 def _(site: Site) -> list[str]:

@@ -169,8 +169,8 @@ def _(site: Site) -> list[str]:
 
 
 @fault(
-    "an import of numbers that nobody could train",
-    "MZ-415 …config.json: model.hidden % model.heads == 0 is broken: 40 % 3 = 1; nobody could train this model: …",
+    "an import of numbers that cannot be trained",
+    "MZ-415 …config.json: model.hidden % model.heads == 0 is broken: 40 % 3 = 1; this model cannot be trained: …",
 )
 def _(site: Site) -> list[str]:
     theirs = site.folder / "theirs"

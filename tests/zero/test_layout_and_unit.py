@@ -1,5 +1,6 @@
 """Flat units: intervals that cover the buffer, parameters and gradients that are views of it."""
 
+import math
 from collections import deque
 
 import pytest
@@ -23,10 +24,11 @@ from megazero.zero.unit import Unit
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 
 CPU = torch.device("cpu")
-KINDS = [(True, True), (False, True), (False, False)]  # (decay, split): what decays is a matrix, and split
+KINDS = [(True, True, False), (False, True, False), (False, False, False), (False, False, True)]
+# (decay, split, partial): what decays is a matrix, and split
 entries = st.lists(
     st.builds(
-        lambda name, shape, kind: Entry(name, shape, Group(kind[0]), kind[1]),
+        lambda name, shape, kind: Entry(name, shape, Group(kind[0]), kind[1], partial=kind[2]),
         st.uuids().map(str),
         st.tuples(st.integers(1, 9), st.integers(1, 9)),
         st.sampled_from(KINDS),
@@ -44,14 +46,16 @@ def test_intervals_cover_the_buffer_once_decayed_first(given_entries: list[Entry
     decayed = next((start for group, start in layout.groups if not group.decay), layout.aligned)
     assert decayed % alignment == 0 and all(0 <= gap < alignment for gap in gaps)
     assert all(i.start % alignment == 0 for i in layout.intervals) and layout.padded(3) % (3 * alignment) == 0
-    assert layout.numel == sum(e.numel for e in given_entries) + sum(gaps) == ends[-1]
-    kinds = {e.name: (e.group.decay, e.split) for e in given_entries}
+    assert layout.numel == sum(math.prod(e.shape) for e in given_entries) + sum(gaps) == ends[-1]
+    kinds = {e.name: (e.group.decay, e.split, e.partial) for e in given_entries}
+    partial = layout.aligned if layout.tp_partial is None else layout.tp_partial
     for interval in layout.intervals:
-        assert (interval.stop <= decayed, interval.stop <= layout.tp_replicated) == kinds[interval.name]
+        places = interval.stop <= decayed, interval.stop <= layout.tp_replicated, interval.start >= partial
+        assert places == kinds[interval.name]
         assert interval.stop - interval.start == torch.Size(interval.shape).numel()
     # the model's order is kept within each group
     for kind in KINDS:
-        names = [e.name for e in given_entries if (e.group.decay, e.split) == kind]
+        names = [e.name for e in given_entries if (e.group.decay, e.split, e.partial) == kind]
         assert [i.name for i in layout.intervals if kinds[i.name] == kind] == names
 
 

@@ -35,8 +35,8 @@ length, a few hundred eps at most.
                      half a step of its block's largest value, three typical ones: r = 3 / (127 sqrt 12), 2^-7, of a
                      typical value with 8 bits, 2^-3 with 4. Gradients: a parameter has blocks of its own, so an error
                      is that of its own values, of each sender and hop; in the rows of an embedding most values of a
-                     block are near zero compared with a few. As with REDUCED 8 r of a single element and 4 r of a
-                     parameter as a whole, but with 4 bits not more than half of it; a norm adds errors as a square: r / 2 is
+                     block are near zero, but for a few. As with REDUCED 8 r of a single element and 4 r of a parameter
+                     as a whole, but with 4 bits not more than half of it; a norm adds errors as a square: r / 2 is
                      much, and of the size of an update too. Parameters: in each layer forward and backward some dozens
                      of products see weights that are off by r, which adds up like a root to 2^-4 of a gradient, and
                      twice that of a second moment; half of it of the size of an update; a loss, at its beginning near
