@@ -2,8 +2,8 @@
 
 On a GPU tensors kept on the host are in pinned memory, and copies have a stream of their own, so that they run in
 parallel with the computation. On a CPU the host's memory *is* the device's, and a copy would gain nothing: `apart`
-says so, and callers that offload check it first. A host that is declared apart on a CPU makes every copy, in order; tests
-and benchmarks count what a GPU would send.
+says so, and callers that offload check it first. A host that is declared apart on a CPU makes every copy, in order;
+tests and benchmarks count what a GPU would send.
 """
 
 import math
