@@ -17,8 +17,6 @@ from megazero.config.changes import in_json, is_permitted, row_of
 from megazero.config.flat import flatten
 from megazero.config.schema import Config
 
-# What older checkpoints do not say.
-_BEFORE = {f"zero.quantize.{kind}": "none" for kind in ("parameters", "gradients")} | {"data.pack": False}
 # Options of which other values have other samples, or the same ones in another order.
 _ORDER = ("data.sources", "data.train", "stages", "batch.global", "model.seq_len")
 
@@ -54,8 +52,8 @@ def changes_of(manifest: Manifest, config: Config, allowed: Sequence[str] | None
 
 
 def saved_options(manifest: Manifest) -> dict[str, Any]:
-    """Return the flat config with which a step was saved, with the options that older manifests lack."""
-    return _BEFORE | manifest.config
+    """Return the flat config with which a step was saved; an option that is younger than the step has its default."""
+    return flatten(Config()) | manifest.config
 
 
 def changed_since(found: Manifest | None, history: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:

@@ -132,7 +132,7 @@ def _permission(places: Iterable[str], config: Config) -> str:
 
 def new_rows(manifest: Manifest, config: Config) -> int:
     """Return the rows of a vocabulary that a checkpoint lacks: tokens that it knows none of."""
-    known = saved_options(manifest).get("model.vocab")
+    known = manifest.config.get("model.vocab")
     return config.model.vocab - known if type(known) is int else 0
 
 

@@ -11,6 +11,7 @@ from megazero.base.errors import UserError
 from megazero.checkpoint.manifest import FILE_NAME, FORMAT, File, Logical, Manifest, read_manifest, step_of
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.shard import BLOCK
+from megazero.run.history import saved_options
 
 
 def manifest(**changes: Any) -> Manifest:
@@ -194,3 +195,9 @@ def test_kinds_and_sizes_of_the_file(tmp_path: Path) -> None:
         file.truncate(9 << 20)
     with pytest.raises(UserError, match=r"MZ-410 .*expected at most 8,388,608 bytes, got 9,437,184"):
         read_manifest(tmp_path)
+
+
+def test_an_option_that_is_younger_than_a_manifest_has_its_default() -> None:
+    """So that a run of older code goes on: a new option's default computes what was computed before it."""
+    options = saved_options(manifest())
+    assert (options["model.layers"], options["model.qk_norm"], options["data.pack"]) == (2, "none", False)
