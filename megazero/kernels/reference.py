@@ -285,9 +285,10 @@ def quantize_(codes: Tensor, x: Tensor, bits: int) -> None:
         blocks = part.to(torch.float32).view(-1, width)
         most = blocks.abs().amax(1)
         some = most.isfinite() & (most >= _LEAST)
-        scale = torch.where(some, most / limit, torch.where(most.isfinite(), 0.0, torch.nan))
+        limits = torch.full_like(most, limit)  # with a number torch multiplies by an inverse: rounded twice
+        scale = torch.where(some, most / limits, torch.where(most.isfinite(), 0.0, torch.nan))
         scales[first // BLOCK :][: len(blocks)] = scale
-        inverse = torch.full_like(most, limit) / most  # a number over a tensor would be rounded twice
+        inverse = limits / most
         found = (blocks * torch.where(some, inverse, 0.0)[:, None]).nan_to_num(0.0).round().to(torch.int8)
         if bits == 4:
             low, high = (found + 8).view(len(found), 2, -1).unbind(1)

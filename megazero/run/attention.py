@@ -86,6 +86,7 @@ class Probe:
     def refusal(self, name: str, *, repeats: bool) -> str | None:
         """Return why torch does not take an implementation for these heads; None: it does."""
         heads = self._heads
+        take(name)  # torch answers for what is enabled alone
         shapes = [(heads.queries if each == "q" or repeats else heads.keys) for each in "qkv"]
         q, k, v = (self._empty(heads.seq_len, 1, count).permute(1, 2, 0, 3) for count in shapes)
         params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
@@ -94,7 +95,7 @@ class Probe:
             warnings.simplefilter("always")
             if takes(params, True):
                 return None
-        return str(said[0].message).partition(" (Triggered")[0] if said else "not in this build of torch"
+        return str(said[0].message).partition(" (Triggered")[0] if said else "refused by torch"
 
     def variable_length(self) -> VariableLength:
         """Return torch's attention for documents of several lengths, once it has computed two small ones here.

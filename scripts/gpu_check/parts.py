@@ -187,8 +187,8 @@ def _run(name: str, asked: Asked, found: Path, log: Path) -> None:
         os.dup2(out.fileno(), 2)
     if ALL[name].as_run:
         set_for_gpus()
-    if not asked.on_gpu:
-        torch.set_num_threads(1)  # a fork has none of the threads that its parent has made
+    if not (asked.on_gpu and ALL[name].alone):
+        torch.set_num_threads(1)  # or processes that share cores wait for each other after each operation
     with found.open("w", encoding="utf-8", buffering=1) as file:
 
         def tell(row: Row) -> None:

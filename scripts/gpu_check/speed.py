@@ -99,6 +99,7 @@ def free(asked: Asked) -> None:
 
 def _measured(make: Callable[[], Step], asked: Asked, shape: Shape) -> Row:
     if asked.on_gpu:
+        torch.cuda.init()
         torch.cuda.reset_peak_memory_stats(asked.device)
     began = time.perf_counter()
     step = make()

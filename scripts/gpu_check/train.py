@@ -22,6 +22,7 @@ from scripts.gpu_check import carry, commands
 from scripts.gpu_check.findings import Asked, Row
 
 STEPS, HALF, LIMIT_S = 10, 5, 100
+THREADS = {"cuda": 4, "cpu": 1}  # of each run; other parts run at the same time
 OPTIONS = (
     "optimizer.lr=3e-4",
     "schedule.warmup=0",
@@ -66,7 +67,8 @@ def _run(folder: Path, data: Path, asked: Asked, layers: int, options: list[str]
     options = [f"run.dir={folder}", f"data.train={data}", "data.valid=null", "data.tokenizer=null", *OPTIONS, *options]
     options += ["batch.micro=4", *(f"model.{name}={value}" for name, value in sizes.items())]
     log = folder.with_name(f"{folder.name}-{options[-1]}.log")
-    return commands.python(["train.py", "--config", "tiny", *options, "--nproc", 1], log, LIMIT_S, asked.device)
+    words = ["train.py", "--config", "tiny", *options, "--nproc", 1]
+    return commands.python(words, log, LIMIT_S, asked.device, OMP_NUM_THREADS=str(THREADS[asked.device.type]))
 
 
 def metrics(folder: Path) -> Rows:

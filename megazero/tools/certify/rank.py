@@ -111,7 +111,7 @@ def record(
 
     def note(kind: str, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, value in named:
-            results.stored[f"{kind}/{name}"] = value[: rows[name][1] if name in rows else None].clone()
+            results.stored[f"{kind}/{name}"] = value[: rows[name][1] if name in rows else None].to("cpu", copy=True)
 
     note("initial", parameters_as_they_rest(engine))
     for step in range(steps):
