@@ -17,7 +17,9 @@ Everything is written out for another implementation, with test vectors, in docs
 """
 
 import math
+from typing import TypeVar
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -29,7 +31,10 @@ _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: spreads consecutive channels over t
 
 # Normal values are made in blocks of this many, aligned on the parameter's flat index, whatever interval is asked
 # for: a value then sits at the same place of a vector register in every layout, so vectorised functions cannot differ.
-_BLOCK = 1 << 16
+# One thread computes a block: each operation of many threads waits for all of them, and where other processes have the
+# cores, that takes 50 times as long. So NumPy hashes, and torch has as many as its erfinv does not share out.
+_BLOCK, _UNSHARED = 1 << 14, 1 << 11
+_Words = TypeVar("_Words", Tensor, np.ndarray)
 
 
 def _signed(word: int) -> int:
@@ -46,16 +51,19 @@ def mix_word(word: int) -> int:
     return word ^ word >> 16
 
 
-def mix_(x: Tensor) -> Tensor:
-    """Hash every element of the int32 tensor `x` in place; >> is arithmetic there, hence the masks."""
-    shifted = x >> 16
-    x ^= shifted.bitwise_and_(0xFFFF)
+def mix_(x: _Words) -> _Words:
+    """Hash every element of the int32 `x` in place."""
+    x = _xor_shifted_(x, 16)
     x *= _MULTIPLY_1
-    torch.bitwise_right_shift(x, 15, out=shifted)
-    x ^= shifted.bitwise_and_(0x1FFFF)
+    x = _xor_shifted_(x, 15)
     x *= _signed(_MULTIPLY_2)
-    torch.bitwise_right_shift(x, 16, out=shifted)
-    x ^= shifted.bitwise_and_(0xFFFF)
+    return _xor_shifted_(x, 16)
+
+
+def _xor_shifted_(x: _Words, places: int) -> _Words:
+    shifted = x >> places  # of int32, so copies of the sign bit come in
+    shifted &= _MASK >> places
+    x ^= shifted
     return x
 
 
@@ -82,12 +90,15 @@ def normal(seed: int, name: str, start: int, stop: int) -> Tensor:
         high, low = base >> 32, base & _MASK
         first = derive_key(seed, digest, high)
         second = derive_key(first, digest)
-        x = torch.arange(_BLOCK, dtype=torch.int32)
-        x += _signed((low + first) & _MASK)
-        x = mix_(mix_(x) ^ _signed(second))
+        x = np.arange(_BLOCK, dtype=np.int32)
+        x += np.int32(_signed((low + first) & _MASK))
+        x = mix_(mix_(x) ^ np.int32(_signed(second)))
         # A signed word plus 2^31 is the unsigned one with its top bit inverted.
-        uniform = (x.to(torch.float64) + (2.0**31 + 0.5)).mul_(2.0**-32)
-        values = torch.erfinv(uniform.mul_(2.0).sub_(1.0)).mul_(math.sqrt(2.0))
+        uniform = torch.from_numpy(x.astype(np.float64)).add_(2.0**31 + 0.5).mul_(2.0**-32)
+        values = uniform.mul_(2.0).sub_(1.0)
+        for part in values.split(_UNSHARED):
+            part.erfinv_()
+        values.mul_(math.sqrt(2.0))
         pieces.append(values[max(start - base, 0) : min(stop - base, _BLOCK)])
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float64)
 
