@@ -7,6 +7,7 @@ not, which is no fault. Whatever else is in it is shown as it is.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -48,19 +49,34 @@ def finite(value: Any) -> Any:
 
 def line(row: Row) -> str:
     """Return a row as a line of text."""
-    numbers = [f"{name} {_shown(value)}" for name, value in row.items() if name not in _WORDS and _is_plain(value)]
+    numbers = [f"{name} {_shown(row[name])}" for name in _columns(row)]
     return "  ".join([f"{row['name']:32}", *numbers, *filter(None, [_verdict(row)])]).rstrip()
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """Return a whole report: what it belongs to, and the rows of each part."""
+    """Return a whole report: what it belongs to, and tables of the rows of each part.
+
+    Rows with other columns than those before them begin a table.
+    """
     facts = {name: value for name, value in report["machine"].items() if name != "name" and _is_plain(value)}
     head = f"{report['failures']} failures, {report['seconds']:.0f} s"
     lines = ["# GPU check", "", head, "", "| of | |", "|---|---|"]
     lines += [f"| {name} | {_shown(value)} |" for name, value in facts.items()]
     for part in report["parts"].values():
-        lines += ["", f"## {part['title']} ({part['seconds']:.0f} s)", "", "```", *map(line, part["rows"]), "```"]
+        lines += ["", f"## {part['title']} ({part['seconds']:.0f} s)"]
+        for columns, rows in groupby(part["rows"], _columns):
+            lines += ["", f"| {' | '.join(['', *columns])} |", "|---" * (len(columns) + 1) + "|"]
+            for row in rows:
+                cells = [
+                    " ".join(filter(None, [row["name"].strip(), _verdict(row)])),
+                    *(_shown(row[c]) for c in columns),
+                ]
+                lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join([*lines, ""])
+
+
+def _columns(row: Row) -> list[str]:
+    return [name for name, value in row.items() if name not in _WORDS and _is_plain(value)]
 
 
 def summary(report: Mapping[str, Any], shown: Sequence[str], most: int = 11_500) -> str:

@@ -59,11 +59,11 @@ class Part:
 PARTS = {
     "machine": Part("The machine", 30, "machine:rows", alone=True),
     "build": Part("Kernels: build", 120, "kernels:built"),
-    "train": Part("train.py: a run, its checkpoints, documents, the same bits", 120, "train:rows", after="build"),
+    "train": Part("train.py: a run, its checkpoints, documents, the same bits", 160, "train:rows", after="build"),
     "engine": Part("Sharded and offloaded compared with plain, one process", 60, "ranks:engine"),
     "ranks": Part("Ranks that share the GPU compared with one on the CPU", 100, "ranks:on_shared_gpu"),
     "waits": Part("Steps that may not wait: sync debug mode", 75, "waits:rows", as_run=True, after="build"),
-    "fused": Part("Training with fused kernels compared with a CPU", 75, "ranks:fused", after="build"),
+    "fused": Part("Training with fused kernels compared with a CPU", 110, "ranks:fused", after="build"),
     "correctness": Part("Kernels: against fp64", 75, "correctness:rows", after="build"),
     "sanitizer": Part("Kernels: compute-sanitizer", 100, "correctness:sanitized", after="build"),
     "nccl": Part("NCCL, one rank for each GPU", 75, "ranks:on_own_gpus", as_run=True, after="build"),
