@@ -10,10 +10,12 @@ A table stands between two lines of a document:
     <!-- figures zero: small (1 of 4); old: no machine of that kind is here any more -->
     <!-- end -->
 
-A table whose commit lies more than 60 commits back is too old, unless its line says why it stays.
+A table whose commit lies more than 60 commits back is too old, unless its line says why it stays. `gpu_NAME.json`, a
+report of scripts/gpu_check.sh, becomes the page `gpu_NAME.md`.
 """
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
 
 from scripts.bench.figures import FIGURES, ROOT, Report, notes, read, table
+from scripts.gpu_check.findings import markdown
 
 MOST_COMMITS = 60
 _BEGIN = re.compile(
@@ -64,9 +67,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, say what is wrong")
     options = parser.parse_args()
     faults = []
-    for path in documents():
-        before = path.read_text()
-        after, markers = written(before, FIGURES)
+    pages = {ROOT / "docs" / f"{path.stem}.md": path for path in sorted(FIGURES.glob("gpu_*.json"))}
+    for path in [*pages, *(path for path in documents() if path not in pages)]:
+        before = path.read_text() if path.exists() else ""
+        made = markdown(json.loads(pages[path].read_text())) if path in pages else before
+        after, markers = written(made, FIGURES)
         if options.check:
             faults += [f"{path.name}: differs from docs/figures; run python scripts/tables.py"] * (after != before)
             faults += [f"{path.name}: {fault}" for fault in too_old(markers, FIGURES)]

@@ -153,7 +153,7 @@ def test_the_uncertainty_that_a_plan_prints_is_that_of_tables_no_fit_has_seen() 
     """Four of five rows are within it, rounded up to 5 %."""
     found = sorted(error(row) for row in WHOLE)
     assert TIME_ERROR - 0.05 < found[len(found) * 4 // 5] <= TIME_ERROR
-    assert f"+-{100 * TIME_ERROR:.0f} %" in UNCERTAINTY and "not measured" in UNCERTAINTY
+    assert f"+-{100 * TIME_ERROR:.0f} %" in UNCERTAINTY and "one H100 alone, +-8 %" in UNCERTAINTY
 
 
 def test_a_planner_is_closer_than_one_number_for_each_device() -> None:
@@ -162,8 +162,9 @@ def test_a_planner_is_closer_than_one_number_for_each_device() -> None:
     assert statistics.median(error(row) for row in UNSEEN) < 0.75 * statistics.median(constant)
 
 
-@pytest.mark.parametrize("system", ["megatron-2021", "megatron-core", "deepspeed"])
+@pytest.mark.parametrize("system", ["megatron-2021", "deepspeed"])
 def test_published_rows_are_closer_as_their_system_ran(system: str) -> None:
+    """Rows of megatron-core are as close as ours: its rates on the H100 are those that were measured of ours."""
     chosen = [row for row in ROWS if row.system.name == system]
     ours = [abs(row.predicted(KNOWN[row.machine], OURS) / row.published - 1) for row in chosen]
     assert statistics.median(error(row) for row in chosen) < 0.7 * statistics.median(ours)

@@ -19,7 +19,7 @@ A100, H100 = MACHINES["a100-80gb"], MACHINES["h100-80gb"]
 
 
 def test_ours_changes_nothing() -> None:
-    assert OURS.on(H100) is H100 and OURS.memory(WIDE, 0) == memory(WIDE, 0)
+    assert OURS.on(A100) is A100 and OURS.memory(WIDE, 0) == memory(WIDE, 0)
     assert OURS.sent(WIDE, traffic(WIDE)) == traffic(WIDE)
     assert step_time(WIDE, A100) == step_time(WIDE, A100, OURS) and SYSTEMS["ours"] is OURS
 
