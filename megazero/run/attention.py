@@ -13,7 +13,8 @@ One of them, plain products (math), builds the scores, S^2 numbers for each head
 Documents (`data.mask_eod`) take torch's variable-length flash attention where it computes; else those of one length at
 a time. On a CPU there is one implementation, and it always gives the same bits.
 
-Not run on a GPU. The order was read in torch's sources (2.10 to 2.13); tests put other answers in torch's place.
+Measured on one H100 with torch 2.11 (docs/gpu_h100.md). The order was read in torch's sources (2.10 to 2.13); tests put
+other answers in torch's place.
 """
 
 import inspect

@@ -231,7 +231,8 @@ def test_rows_in_lines_and_tables() -> None:
     part = {"title": "Things", "seconds": 1.2, "rows": rows}
     text = markdown({"machine": {"gpu": "X", "each": {}}, "failures": 1, "seconds": 2.0, "parts": {"things": part}})
     assert "| gpu | X |" in text and "each" not in text and "1 failures, 2 s" in text
-    assert "## Things (1 s)" in text and f"\n{line(rows[1])}\n" in text and "FAILED wrong" in line(rows[1])
+    assert "## Things (1 s)\n\n|  | us |\n|---|---|\n| a / b | 1235 |\n\n|  | size |" in text
+    assert "\n| c FAILED wrong | 2x3 |\n" in text and "FAILED wrong" in line(rows[1])
 
 
 @needs_gcc
