@@ -21,7 +21,7 @@ FIGURE = re.compile(r"\d[\d,.]*(?:e-?\d+)?%?")
 
 def results() -> list[list[str]]:
     """Cells of the table of results."""
-    rows = [line for line in README.splitlines() if line.startswith("| ") and "](docs/" in line]
+    rows = [line for line in README.splitlines() if line.startswith("| ") and "[table](docs/" in line]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
@@ -35,20 +35,16 @@ def fitting(config: Config) -> int:
 
 def test_it_is_short_and_says_what_there_is_before_how():
     lines = README.splitlines()
-    assert len(lines) <= 150
-    first = README.split("\n## ")[0].splitlines()
-    assert (
-        len(first) <= 35
-        and any(line.startswith("![") for line in first)
-        and not [line for line in first if line.startswith("    ")]
-    )
-    assert "On GPUs: not measured" in README
+    assert len(lines) <= 110
+    first = README.split("\n## ")[0]
+    assert len(first.splitlines()) <= 25 and "megazero.shard(" in first and "train.py --config" in first
+    assert "NCCL between several GPUs has not run yet" in README
 
 
 def test_five_results_are_those_of_their_pages():
-    assert len(results()) == 5
+    assert len(results()) >= 5
     for what, figures, how in results():
-        command, page = re.fullmatch(r"`(.+)`, \[table\]\((docs/[a-z]+\.md)#[a-z-]+\)", how).groups()
+        command, page = re.fullmatch(r"`(.+)`, \[table\]\((docs/[a-z_]+\.md)#[a-z0-9-]+\)", how).groups()
         text = (ROOT / page).read_text(encoding="utf-8")
         assert command.removeprefix("megazero ") in text, "the page has the whole command"
         numbers = FIGURE.findall(figures)
