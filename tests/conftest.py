@@ -42,6 +42,13 @@ def tmp_path() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    """A folder on a disk, for files that memory is too small for."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> TinyData:
     """A tokenizer, a data set of some 500 short documents of uneven length, and a config that names them."""

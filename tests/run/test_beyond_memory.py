@@ -4,9 +4,7 @@ import json
 import resource
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,13 +30,6 @@ code = subprocess.call([sys.executable, *sys.argv[2:]], stdout=subprocess.DEVNUL
 resident = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
 print(json.dumps({"code": code, "resident": resident}))
 """
-
-
-@pytest.fixture
-def disk() -> Iterator[Path]:
-    """A folder on a disk: those of other tests may be in memory, which is too small for these runs."""
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        yield Path(folder)
 
 
 def limited(tiny_data: TinyData, folder: Path, most: int, *options: str) -> tuple[int, int]:
