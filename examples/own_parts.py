@@ -53,7 +53,7 @@ class Gate:
 
 
 class GatedBlock(nn.Module):
-    """A block of the transformer behind a gate."""
+    """A block of the transformer after a gate."""
 
     def __init__(self, block: nn.Module):
         super().__init__()

@@ -22,7 +22,7 @@ from examples.training import CLASSES, bright_quarter, train
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()

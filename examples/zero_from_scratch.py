@@ -258,7 +258,7 @@ def _be(rank: int, size: int, meet: str, results: Any, function: Callable[..., A
     torch.set_num_threads(1)  # the ranks share one machine's cores
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=size)
     results.put((rank, function(Ranks(rank, size), *arguments)))
-    dist.barrier()  # nobody leaves while others still talk
+    dist.barrier()  # no rank leaves while others still talk
     dist.destroy_process_group()
 
 

@@ -12,7 +12,7 @@ all at once. After every kill
     next interval is trained while a step is being written, less than two
     no process of the job is left after two seconds
 
-and at the end, when the run has been allowed to finish, the files of its last step are those of a run that nobody
+and at the end, when the run has been allowed to finish, the files of its last step are those of a run that no one
 disturbed, byte for byte. Exit code 1 and a line for every time that something of this was not so.
 """
 
@@ -138,13 +138,13 @@ def storm(folder: Path, kills: int, ranks: int, chance: Chance) -> Tally:
     for where in (run, folder / "undisturbed"):
         _, status = os.waitpid(job(where, f"run.steps={last}"), 0)
         if status:
-            tally.faults.append(f"a job that nobody killed ended with {os.waitstatus_to_exitcode(status)}")
+            tally.faults.append(f"a job that was not killed ended with {os.waitstatus_to_exitcode(status)}")
             return tally
     tally.steps = last
     whole = Store(folder / "undisturbed/checkpoints").path(last)
     for path in whole.glob("shard_*"):
         if path.read_bytes() != (store.path(last) / path.name).read_bytes():
-            tally.faults.append(f"{path.name} of step {last} is not that of the run that nobody disturbed")
+            tally.faults.append(f"{path.name} of step {last} is not that of the run that was not disturbed")
     return tally
 
 

@@ -2,7 +2,7 @@
 
     python scripts/fit_planner.py            the tables of docs/published.md and docs/planning.md, and
                                              docs/figures/published.csv, which it writes
-    python scripts/fit_planner.py --fit      fits the shares and the systems anew first, and prints them
+    python scripts/fit_planner.py --fit      fits the shares and the systems again first, and prints them
 
 The fit is one set of shares (`megazero/plan/machines.yaml`) for each kind of device: least squares of the
 logarithm of predicted over published, by coordinate descent within plausible bounds, every table weighing the same, so
@@ -47,7 +47,7 @@ BOUNDS = {
 }
 BY_HAND = (
     "latencies and the 4 us of a launch (`machines.yaml`); prices; 4 % and 800 MiB of a device set aside (`search.py`)",
-    "for a system `scattered`, which sums have products beside them, which messages are split (`systems.yaml`)",
+    "for a system `scattered`, which sums have products in parallel, which messages are split (`systems.yaml`)",
     "*attention* 0.4 of *matmul* where a machine file does not say (`machines.py`)",
 )
 
@@ -273,7 +273,7 @@ def skip_output() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="fit the shares anew")
+    parser.add_argument("--fit", action="store_true", help="fit the shares again")
     machines = dict(MACHINES)
     if parser.parse_args().fit:
         machines |= {name: fit(of_machine(rows(), name), MACHINES[name]) for name in FITTED}

@@ -5,7 +5,7 @@ may be installed as it; pip refuses a file with another hash. Nothing is resolve
 and `pip check` shows at the end that nothing is missing. The locks (written by scripts/lock.py), in the folder locks:
 
     PLATFORM-pyVERSION.txt          the project, its tests, setuptools to install it with, and torch
-    PLATFORM-pyVERSION-cuda.txt     what a torch for CUDA asks for beside that; a torch for the CPU does not
+    PLATFORM-pyVERSION-cuda.txt     what a torch for CUDA asks for besides; a torch for the CPU does not
     PLATFORM-pyVERSION-cpu.txt      a build of torch for the CPU, taken instead where pip is configured to find it
     PLATFORM-pyVERSION-bench.txt    the peers that the benchmarks compare with
     PLATFORM-pyVERSION-docs.txt     what `make docs` builds the site with
@@ -85,7 +85,7 @@ def install(torch: str, extras: Sequence[str]) -> None:
 
     Args:
         torch: LOCKED, or what pip installs as torch instead (a requirement, and options of pip).
-        extras: of pyproject.toml, beside `test`, each with a lock of its own.
+        extras: of pyproject.toml, besides `test`, each with a lock of its own.
     """
     machine = this_machine()
     names = ("", "-cuda", "-cpu", *(f"-{name}" for name in extras))

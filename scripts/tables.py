@@ -86,7 +86,7 @@ def documents() -> list[Path]:
 
 
 def written(text: str, figures: Path) -> tuple[str, list[Marker]]:
-    """Return a document with its tables written anew, and their markers.
+    """Return a document with its tables written again, and their markers.
 
     Raises:
         FigureError: a table has no end, or there are no figures for it.
@@ -140,7 +140,7 @@ def too_old(markers: Sequence[Marker], figures: Path) -> Iterator[str]:
 
 
 def commits_since(commit: str) -> int | None:
-    """Return how many commits came behind one; None: it is not known here."""
+    """Return how many commits came after one; None: it is not known here."""
     line = ["git", "rev-list", "--count", f"{commit}..HEAD"]
     found = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     return int(found.stdout) if found.returncode == 0 else None

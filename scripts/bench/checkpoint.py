@@ -1,4 +1,4 @@
-"""Saving and loading beside torch.distributed.checkpoint (DCP): time of a save, of a load, and stall of training.
+"""Compare saves and loads with those of torch.distributed.checkpoint (DCP): time, and how long training stalls.
 
     python scripts/bench/checkpoint.py [--megabytes 100 500 2000] [--kinds save load stall behind] [--folder DIR]
                                        [--launches 3] [--pairs 21] [--json] [--save]
@@ -9,7 +9,7 @@ layers but more or fewer. Both systems write the same bytes to the same disk and
 until the checkpoint exists; *load* fills all tensors again from files that are in the page cache (ours verifies every
 block, DCP nothing); *stall* is how long training stands still for a save in the background: in the call, and (ours)
 before the next update, after one forward and backward pass that both do meanwhile. *behind* is all of that, the passes
-too, because what goes on behind them slows them down. Of a save and a load of ours the part that goes into hashes is a
+too, because the save slows them down. Of a save and a load of ours the part that goes into hashes is a
 row of its own.
 
 `dcp-stager` is DCP with its asynchronous stager, which copies in a thread of its own into memory that it keeps; `dcp`
@@ -94,7 +94,7 @@ def model_of(megabytes: float) -> Model:
 
 
 def groups_of(kind: str, model: Model, folder: str, only: list[str]) -> Iterator[Group]:
-    """Yield the systems of one act, which time themselves: all of them, or one at a time beside the reference.
+    """Yield the systems of one act, which time themselves: all of them, or one at a time next to the reference.
 
     Args:
         folder: where each group has one of its own, which is removed when the next group is asked for.

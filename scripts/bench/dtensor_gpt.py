@@ -87,7 +87,7 @@ class UntiedGPT(nn.Module):
 
 
 def spread(model: UntiedGPT, mesh: DeviceMesh, sequence: bool) -> None:
-    """Split the model over the mesh; with `sequence` also what lies between the matrices, along the sequence."""
+    """Split the model over the mesh; with `sequence` also what is between the matrices, along the sequence."""
     stream = Shard(0) if sequence else Replicate()
     into, out_of = ColwiseParallel(input_layouts=stream), RowwiseParallel(output_layouts=stream)
     plan = {

@@ -105,7 +105,7 @@ def report_of(
 
     Args:
         rows: each has "system", and figures by head in "columns", or all that a row of `harness.rows_of` has, or both.
-        launches: how often everything was started anew.
+        launches: how often everything was started.
         rounds: in each launch.
         foreign: of each round the share of the machine's processors that other processes took; none: not known.
     """

@@ -1,7 +1,7 @@
 """Time systems side by side: launches of all their processes, and rounds in which each does one step.
 
 A script gives groups of systems, as many as fit into memory together, each group with its reference. A launch starts
-all processes of a group anew; in a round of it every system does one step, one system at a time, in an order drawn at
+all processes of a group again; in a round of it every system does one step, one system at a time, in an order drawn at
 random. Every group has its reference twice: what the second copy's ratio differs from 1 is noise. `times.py` says how
 ratios and their intervals come about. No round is thrown away: the share of the processors that other processes of the
 machine took is told beside the table.
@@ -30,7 +30,7 @@ from scripts.bench.times import Ratio, Rounds, ratio, seconds, spread
 
 WARM_UP = 2  # steps before the first round of a launch
 LAUNCHES, ROUNDS = 3, 7  # of a group; rounds are those of one launch
-AGAIN = ", again"  # behind the name of a reference's second copy
+AGAIN = ", again"  # after the name of a reference's second copy
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that all scripts have."""
     parser.add_argument("--launches", type=int, default=LAUNCHES, help="of all processes (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=LAUNCHES * ROUNDS, help="rounds, over all launches (default: 21)")
-    parser.add_argument("--only", nargs="+", default=["*"], help="systems beside the reference, by shell patterns")
+    parser.add_argument("--only", nargs="+", default=["*"], help="systems next to the reference, by shell patterns")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--save", action="store_true", help="keep what is measured in docs/figures, for its tables")
 

@@ -1,12 +1,12 @@
 """Time what the host takes per layer: plain torch, our engine, DDP, FSDP and DeepSpeed on tensors that cost nothing.
 
     python scripts/bench/host.py [--groups alone unsent sent] [--launches 3] [--pairs 21] [--json] [--save]
-    python scripts/bench/host.py --groups unsent --only 'ours-stage?' --before TREE    beside another checkout
+    python scripts/bench/host.py --groups unsent --only 'ours-stage?' --before TREE    next to another checkout
 
 A GPU is only as fast as the host that queues its work. Here a GPT of 24 layers has hidden size 16 and 4 tokens, so that
 a step is nothing but the host's work: Python, autograd, torch's dispatcher, and the bookkeeping of what wraps them.
 
-    alone     one rank of one: what wrapping costs where there is nobody to talk to
+    alone     one rank of one: what wrapping costs where there is no other rank
     unsent    rank 0 of 2 whose operations end at once (ours: `comm/fake_group.py`, calls of NCCL; the others: torch's
               "fake" backend): what a rank's host does on GPUs, where the transport is the device's own
     sent      two ranks that exchange: ours through shared memory in the thread that trains, the others through gloo's
@@ -62,7 +62,7 @@ from scripts.bench.plain_gpt import Block
 from scripts.bench.processes import Call, System
 from scripts.bench.times import seconds
 
-Phases = Iterator[None]  # one step after the other; pauses at a step's beginning, behind forward, backward, and update
+Phases = Iterator[None]  # one step after the other; pauses at a step's beginning, after forward, backward, and update
 Place = Literal["alone", "unsent", "sent"]
 Stage = Literal[0, 1, 2, 3]
 PLACES: tuple[Place, ...] = ("alone", "unsent", "sent")
@@ -76,7 +76,9 @@ _ALL = {"forward us": "forward", "backward us": "backward", "both us": "", "wall
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", choices=PLACES, nargs="+", default=list(PLACES))
-    parser.add_argument("--before", type=checkout, metavar="TREE", help="a checkout: each of ours beside its own there")
+    parser.add_argument(
+        "--before", type=checkout, metavar="TREE", help="a checkout: each of ours next to its own there"
+    )
     add_options(parser)
     options = parser.parse_args()
     return figures.tell(reports(options), as_json=options.json, save=options.save)

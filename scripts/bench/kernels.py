@@ -1,4 +1,4 @@
-"""The CPU's kernels beside the memory's speed, their specification and torch: AdamW, and the others (`operations.py`).
+"""Compare the CPU's kernels with the memory's speed, their specification and torch: AdamW, others (`operations.py`).
 
     python scripts/bench/kernels.py [--launches 3] [--pairs 21] [--json] [--save]
 

@@ -1,4 +1,4 @@
-"""Training speed and memory of models of transformers under `megazero.shard` beside DDP, FSDP1, FSDP2 and DeepSpeed.
+"""Compare models of transformers under `megazero.shard` with DDP, FSDP1, FSDP2 and DeepSpeed: speed and memory.
 
     python scripts/bench/library.py [--model gpt2 vit] [--launches 3] [--pairs 21] [--only PATTERN ...] [--save]
 

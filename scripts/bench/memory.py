@@ -1,4 +1,4 @@
-"""Memory that recompute, Pa and offload spare, and what they cost in time, beside torch and DeepSpeed.
+"""Memory that recompute, Pa and offload spare, and what they cost in time, compared with torch and DeepSpeed.
 
     python scripts/bench/memory.py [--launches 3] [--pairs 21] [--json] [--save]
 
@@ -7,7 +7,7 @@
     tp=2           two tensor ranks: ours with recompute, Pa, Pa+cpu, and optimizer state on the host; the plain model
                    spread with DTensor without and with torch.utils.checkpoint, and with DeepSpeed's checkpointing
                    (whole inputs, partitioned, partitioned and on the host). The reference is ours without. Our host is
-                   declared apart, as beside a GPU, so that every copy is made; DeepSpeed's copy to the host is none on
+                   declared apart, as with a GPU, so that every copy is made; DeepSpeed's copy to the host is none on
                    a CPU
 
 The model has 8 blocks of hidden size 512 with 8 heads, vocabulary 8,192 (untied), sequences of 256 tokens, micro-batch

@@ -1,4 +1,4 @@
-"""Every fused operation on the CPU beside the memory's speed, its specification and torch's own function.
+"""Every fused operation on the CPU compared with the memory's speed, its specification and torch's own function.
 
 One process, one thread; tensors of 24 MiB, so that two of them do not stay in a cache, and of 2 MiB, which do, as the
 residual stream of a small model does. Of each operation four things
@@ -51,7 +51,7 @@ def _group(title: str, dtype: str, mebibytes: int, kinds: Sequence[Kind], thread
 
 
 def pairs_of(dtype: str, calls: Collection[str]) -> list[Pair]:
-    """Return the rows of the table: each operation beside its limit, its specification, and torch's."""
+    """Return the rows of the table: each operation next to its limit, its specification, and torch's."""
     auto = choose("auto", torch.device("cpu"), DTYPES[dtype])
     names = [call for call in calls if LIMIT + call in calls]
     beside = {LIMIT: "the limit", SPECIFIED: "the specification", TORCH: "torch's"}

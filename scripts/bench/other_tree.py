@@ -1,4 +1,4 @@
-"""The engine of another checkout of this project, as systems of the same run beside those of this one.
+"""The engine of another checkout of this project, as systems of the same run next to those of this one.
 
 Their processes import megazero from there, and nothing of it from here before: torch takes the fused operations of one
 tree in a process. Only numbers and text go over, because the classes of two trees differ.
@@ -44,7 +44,7 @@ def pairs_of(names: Collection[str]) -> list[Pair]:
 
 
 def in_tree(tree: str, script: str, name: str, arguments: tuple, *place: int | str) -> Callable[[], float]:
-    """Build the system `name` of a script of another tree; `place` is what System.build gets behind its arguments.
+    """Build the system `name` of a script of another tree; `place` is what System.build gets after its arguments.
 
     Raises:
         SystemExit: a module is not in the tree, or the system is not in the module; the text is one line.

@@ -1,4 +1,4 @@
-"""Build our engine as the benchmarks run it: the same settings, weights and tokens as the systems beside it."""
+"""Build our engine as the benchmarks run it: the same settings, weights and tokens as the systems next to it."""
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta

@@ -1,7 +1,7 @@
-"""Training speed of pipeline parallelism over two ranks beside torch.distributed.pipelining, and beside its own bounds.
+"""Training speed of pipeline parallelism over two ranks compared with torch.distributed.pipelining, and its bounds.
 
     python scripts/bench/pipeline.py [--launches 3] [--pairs 21] [--json] [--save]
-    python scripts/bench/pipeline.py --only ours-gpipe ours-1f1b --before TREE    ours beside itself in another tree
+    python scripts/bench/pipeline.py --only ours-gpipe ours-1f1b --before TREE    ours next to itself in another tree
 
 The model: 7 blocks, hidden 512, 8 heads, vocabulary 8,192 untied (the head costs about as much as a block), sequence
 256; 8 micro-batches of one sequence. Stages: 4 blocks | 3 and the head; with two chunks 2 | 2 | 2 | 1 and the head.
@@ -69,7 +69,9 @@ COST_ROUNDS = 12
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=checkout, metavar="TREE", help="a checkout: each of ours beside its own there")
+    parser.add_argument(
+        "--before", type=checkout, metavar="TREE", help="a checkout: each of ours next to its own there"
+    )
     add_options(parser)
     options = parser.parse_args()
     return run(groups_of(options.only, options.before), options)
@@ -123,7 +125,7 @@ def our_step() -> Call:
 
 
 def one_of_two(rank: int, size: int, store: str) -> Call:
-    """Return the same step, alone, beside another process that does it too."""
+    """Return the same step, alone, in parallel with another process that does it too."""
     return our_step()
 
 

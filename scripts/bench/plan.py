@@ -1,11 +1,11 @@
-"""What `plan` says of a layout beside a real step of it on this machine: seconds, and bytes of the fullest rank.
+"""Compare `plan` with real steps of layouts on this machine: seconds, and bytes of the fullest rank.
 
     python scripts/bench/plan.py [--steps 9] [--only PATTERN ...] [--json] [--save]
 
-`megazero doctor --write` measures the machine, as many ranks at once as the layouts have, before the steps and behind
+`megazero doctor --write` measures the machine, as many ranks at once as the layouts have, before the steps and after
 them; of both the faster figures count. Each layout trains on real ranks of so many threads that all cores are used, on
 random tokens, twice, at least six seconds each: once through the list and once back. The seconds are the median of the
-steps of the faster run. Bytes are what the ledger holds and the most that a step allocates beside it
+steps of the faster run. Bytes are what the ledger holds and the most that a step allocates besides
 (`observe/allocations.py`), of the fullest rank. fp32, no dropout, our kernels.
 """
 
@@ -101,7 +101,7 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Compared:
-    """A layout's plan beside its real step: seconds, and bytes of the fullest rank.
+    """A layout's plan next to its real step: seconds, and bytes of the fullest rank.
 
     Attributes:
         foreign: the share of the machine's processors that other processes took meanwhile.

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 Call = Callable[[], float]
-_MEMORY, _STOP = "memory", "stop"  # orders beside the names of calls
+_MEMORY, _STOP = "memory", "stop"  # orders besides the names of calls
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class System:
         has_loss: what a call returns is a loss, to be compared with others'.
         times_itself: what a call returns are its seconds: what it prepares and clears away does not count.
         needs_script: whether its processes import the script that runs, as spawned ones do. `build` of a system that
-            does not lies in a module.
+            does not is in a module.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Training speed of one process beside the same model in plain torch.
+"""Training speed of one process compared with the same model in plain torch.
 
     python scripts/bench/single.py [--model small wide] [--threads 1 2] [--launches 3] [--pairs 21] [--json] [--save]
 

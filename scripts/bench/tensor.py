@@ -1,8 +1,8 @@
-"""Training speed of tensor parallelism over two ranks beside torch DTensor.
+"""Training speed of tensor parallelism over two ranks compared with torch DTensor.
 
     python scripts/bench/tensor.py [--model small wide] [--launches 3] [--pairs 21] [--json] [--save]
     python scripts/bench/tensor.py --only 'ours-tp2, *' 'ours-tp2-sequence, *' --before TREE
-       our engine beside itself in another checkout
+       our engine next to itself in another checkout
 
     small   8 layers, hidden 512, 8 heads, vocabulary 8,192 untied, sequence 256, micro-batch 4     33.7M parameters
     wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 2      130.4M
@@ -49,7 +49,9 @@ RANKS = 2
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, nargs="+", default=["small"])
-    parser.add_argument("--before", type=checkout, metavar="TREE", help="a checkout: each of ours beside its own there")
+    parser.add_argument(
+        "--before", type=checkout, metavar="TREE", help="a checkout: each of ours next to its own there"
+    )
     add_options(parser)
     options = parser.parse_args()
     return run((group_of(model, options.only, options.before) for model in options.model), options)

@@ -1,7 +1,7 @@
 """Compare the times of systems: ratios within a round, one value a launch, and an interval over launches.
 
 Machines are noisy in three ways: from one step to the next, over minutes, and from one start of the processes to the
-next (where memory lies, which core a thread got). Ratios are paired within a round, which takes out the minutes; the
+next (where memory is, which core a thread got). Ratios are paired within a round, which takes out the minutes; the
 median over a launch's rounds takes out single steps; what differs between launches is seen only by launching again. So
 the unit is the launch: of each, the median of the paired ratios; over launches the mean of their logarithms, with the
 95 % interval of Student's t. With three launches that interval is wide, and it should be.

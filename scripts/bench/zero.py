@@ -1,7 +1,7 @@
-"""Training speed and memory of ZeRO's stages over two ranks beside DDP, ZeroRedundancyOptimizer, FSDP and DeepSpeed.
+"""Compare ZeRO's stages over two ranks with DDP, ZeroRedundancyOptimizer, FSDP and DeepSpeed: speed and memory.
 
     python scripts/bench/zero.py [--model small wide] [--accumulation 1] [--launches 3] [--pairs 21] [--json] [--save]
-    python scripts/bench/zero.py --only 'ours-stage?' --before TREE   each stage beside itself in another checkout
+    python scripts/bench/zero.py --only 'ours-stage?' --before TREE   each stage next to itself in another checkout
 
     small   8 layers, hidden 512, 8 heads, vocabulary 8,192 tied, sequence 256, micro-batch 2      29.5M parameters
     wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 1     122.0M
@@ -55,7 +55,7 @@ Stage = Literal[0, 1, 2, 3]
 SIZES = {"small": (8, 512, 8, 2), "wide": (9, 1024, 16, 1)}  # layers, hidden, heads, micro-batch of a rank
 RANKS = 2
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
-TOGETHER = {"small": 6, "wide": 2}  # systems that run beside one reference and its copy
+TOGETHER = {"small": 6, "wide": 2}  # systems that run next to one reference and its copy
 REFERENCE = "plain torch, no exchange"
 
 
@@ -63,7 +63,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, nargs="+", default=["small"])
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--before", type=checkout, metavar="TREE", help="a checkout: each of ours beside its own there")
+    parser.add_argument(
+        "--before", type=checkout, metavar="TREE", help="a checkout: each of ours next to its own there"
+    )
     parser.add_argument("--gpu", action="store_true", help="the engine alone, 1.3B parameters in bf16")
     add_options(parser)
     options = parser.parse_args()

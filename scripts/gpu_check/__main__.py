@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def write(report: dict[str, Any], target: Path) -> None:
-    """Write a report to a file, and as tables beside it."""
+    """Write a report to a file, and as tables next to it."""
     target.write_text(json.dumps(finite(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     target.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
 

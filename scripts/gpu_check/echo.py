@@ -1,7 +1,7 @@
 """A grid of two ranks of which one is here: what it sends comes back to it through a communicator of NCCL.
 
 NCCL refuses two ranks on one GPU. So the communicator has one rank, and an operation between two is one of its own
-(`EchoGroup`). What that shows: NCCL's streams, events and launches beside the computation, the host's time for them,
+(`EchoGroup`). What that shows: NCCL's streams, events and launches next to the computation, the host's time for them,
 the monitor's queue, and what the exchange takes of the device's memory bandwidth. What it does not show: links, other
 ranks, sums. On a CPU the group copies.
 """

@@ -17,7 +17,7 @@ _ = schema  # defines the operations
 def obstacle(device: torch.device) -> Row | None:
     """Load the kernels; return a row that says why there are none, None where they are loaded.
 
-    A machine without a compiler and without a library that lies ready lacks them; all else is a fault.
+    A machine without a compiler and without a library that is ready lacks them; all else is a fault.
     """
     on_gpu = device.type == "cuda"
     try:

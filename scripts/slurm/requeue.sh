@@ -17,7 +17,7 @@ requeue_after_failure() {
     step=${step:-start}
     count=$(grep -c "^$step job $SLURM_JOB_ID " "$counts" 2> /dev/null)
     if [ "${count:-0}" -ge "$most" ]; then
-        echo "job $SLURM_JOB_ID has failed $((count + 1)) times behind the same checkpoint and is not started again ($counts)"
+        echo "job $SLURM_JOB_ID has failed $((count + 1)) times after the same checkpoint and is not started again ($counts)"
         return 1
     fi
     node=$(bad_node "$error")
@@ -31,7 +31,7 @@ requeue_after_failure() {
 # The node that an error's rank is on, as SLURM calls it, if there are enough others.
 bad_node() {
     local said node others
-    # The first rank in the line is the one to blame; behind the first semicolon are those who waited for it.
+    # The first rank in the line is the one to blame; after the first semicolon are those who waited for it.
     said=$(sed -nE 's/;.*//; s/^MZ-31[01] .* on ([A-Za-z0-9._-]+) \(pid [0-9]+\).*/\1/p' <<< "$1")
     for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
         [ "${said%%.*}" = "$node" ] || [ "$said" = "$node" ] || continue
