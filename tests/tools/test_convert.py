@@ -124,7 +124,7 @@ def test_in_and_out_again(tmp_path: Path, name: str, shards: str, capsys) -> Non
         ("deep", job_on(tensor=2, pipeline=2, accumulation=4)),
         *(
             pytest.param(flavour, layout, marks=pytest.mark.full)
-            for flavour in ("deep", "deep-untied")
+            for flavour in ("deep", "llama")
             for layout in (job_on(accumulation=4), job_on(tensor=2, pipeline=2, data=2, accumulation=4, stage=3))
         ),
     ],
