@@ -22,6 +22,7 @@ from megazero.model.block import Block
 from megazero.optim.adamw import AdamW
 from megazero.plan.job import Job
 from megazero.tools.certify.planted_calls import (
+    Where,
     after,
     before,
     block,
@@ -105,9 +106,9 @@ def _pieces(change: Callable[[Any], dict[str, float]]) -> Plant:
     return changed(itself, f"{_ADAM}._pieces", of_all)
 
 
-def scaled(by: float, *, everywhere: bool) -> Plant:
-    """Return the fault that multiplies the gradients of a block, or of all units, when they have been reduced."""
-    return before(units if everywhere else block, "gradients.end_reduce", lambda gradients: gradients.own.mul_(by))
+def _scaled(where: Where) -> Plant:
+    """Return the fault that multiplies the gradients of some units when they have been reduced."""
+    return before(where, "gradients.end_reduce", lambda gradients: gradients.own.mul_(1.04))
 
 
 def _late_bias_correction(rig: Rig) -> None:
@@ -266,9 +267,8 @@ _LATE_INPUTS = instead(_arenas, "put", _keep_the_one_before)
 _KEPT_SECOND = instead(block, "parameters.gathering.forget", lambda second, forget: None)
 _ADDED_TWICE = in_codes("gradients.summing", "dequantize_", _add_twice)
 _OTHER_SCALES = in_codes("parameters.gathering", "dequantize_", _swap_scales)
-_TRUNCATED, _LARGER_SCALES = (
-    in_codes("gradients.summing", "quantize_", wrong) for wrong in (_truncate, _enlarge_scales)
-)
+_TRUNCATED = in_codes("gradients.summing", "quantize_", _truncate)
+_LARGER_SCALES = in_codes("gradients.summing", "quantize_", _enlarge_scales)
 _LARGER_OWN = before(
     block,
     "gradients.summing._start_exchange",
@@ -297,6 +297,8 @@ FAULTS = (
     Fault("no-update", "one rank never updates its part of a block", SHARDED, _NO_UPDATE),
     Fault("lost-gradients", "one rank's gradients of a block are dropped", DATA, _LOST),
     Fault("rough-sums", "gradients are rounded to two bits before they are summed", DATA, _ROUGH),
+    Fault("scaled-block", "a block's reduced gradients are 4 % too large", DATA, _scaled(block)),
+    Fault("scaled-gradient", "all reduced gradients are 4 % too large", DATA, _scaled(units)),
     Fault("norm-of-fewer", "a unit is missing in the gradient norm", SHARDED, _NORM_OF_FEWER),
     Fault("other-weights", "one rank begins with other weights", DATA, _OTHER_WEIGHTS),
     Fault("stale-shards", "a block's updated shards are never gathered", DATA, _STALE),
