@@ -1,8 +1,7 @@
 """Report what a simulated rank found, as text, JSON, or a picture of its memory over a step."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -127,17 +126,10 @@ def _step(record: StepRecord) -> dict[str, Any]:
     ]
     return {
         "peak": {"total": highest.total, **_cause(highest), "bytes": dict(_sorted(highest)), "made": origins},
-        "activations": record.activations,
+        "activations": record.timeline.peak,
         "traffic": {axis: {p: asdict(sent) for p, sent in of.items()} for axis, of in record.traffic.items()},
         "timeline": timeline,
-        "operations": list(_operations(record)),
     }
-
-
-def _operations(record: StepRecord) -> Iterator[dict[str, Any]]:
-    """Yield the operations in order; equal ones behind each other are one, with their number."""
-    for operation, equal in groupby(record.operations):
-        yield asdict(operation) | {"times": len(list(equal))}
 
 
 def _places(grid: Grid) -> dict[str, dict[str, int]]:

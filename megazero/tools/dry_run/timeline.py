@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazero.comm.ledger import Ledger
 from megazero.observe.allocations import Allocations
 
 KEPT, WORKING = "activations kept", "activations working"
@@ -96,11 +97,6 @@ class MemoryTimeline(Allocations):
         """Set the place of what follows; None keeps the action."""
         self._place = AllocationSite(self._place.action if action is None else action, module)
 
-    @property
-    def place(self) -> AllocationSite:
-        """Return the place of the operation that runs now."""
-        return self._place
-
     def hold(self, category: str, size: int) -> None:
         """Count memory of the ledger that is about to be allocated."""
         self._counted.append(size)
@@ -159,6 +155,20 @@ class MemoryTimeline(Allocations):
             allocation.category or (WORKING if ends.get(number) == allocation.place.action else KEPT)
             for number, allocation in enumerate(self.allocations, 1)
         ]
+
+
+class RecordingLedger(Ledger):
+    """A ledger that also records memory into a timeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeline: MemoryTimeline | None = None
+
+    def hold(self, category: str, size: int) -> None:
+        """Count bytes of a category, on the timeline too."""
+        super().hold(category, size)
+        if self.timeline is not None:
+            self.timeline.hold(category, size)
 
 
 def _left(events: Sequence[tuple[int, AllocationSite, str]]) -> dict[int, None]:

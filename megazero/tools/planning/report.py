@@ -10,17 +10,6 @@ from megazero.plan.systems import OURS, UNCERTAINTY
 from megazero.tools.planning.job import Plan, as_json
 
 _BESIDE = 4  # pipeline ranks next to each other in a table
-# What a step computes the gradient of when a rank holds most, by the names of plan/peak.py.
-_GRADIENT_OF = {
-    "loss": "the loss",
-    "last norm": "the last norm",
-    "mask": "a dropout mask",
-    "down": "a feed-forward layer's second product",
-    "gelu": "a feed-forward layer's GELU",
-    "silu x up": "a feed-forward layer's SwiGLU",
-    "up": "a feed-forward layer's first product",
-    "norm": "a feed-forward layer's norm",
-}
 
 
 def as_text(plan: Plan) -> str:
@@ -85,8 +74,7 @@ def _memory(plan: Plan, found: Mapping[str, Any]) -> Iterator[str]:
             cells = "".join(f"{rank.held.get(category, 0) / 1e9:>10,.3f}" for rank in some)
             yield f"  {category.replace('_', ' '):<16}{cells}"
         yield f"  {'on the device':<16}" + "".join(f"{rank.peak / 1e9:>10,.3f}" for rank in some)
-    where = _GRADIENT_OF[plan.fullest.cause]
-    yield f"memory is highest in backward, while the fullest rank computes the gradient of {where}"
+    yield f"memory is highest in backward, while the fullest rank computes the gradient of the {plan.fullest.cause}"
     yield f"logits of a micro-batch, in the last rank's activations: {found['logits_bytes'] / 1e9:,.3f} GB"
     if made := found["communicators"]:
         yield f"{len(made)} communicators of NCCL on the fullest rank, which take estimated memory: not measured"
