@@ -11,7 +11,11 @@ from megazero.base.errors import UserError
 from megazero.checkpoint.manifest import FILE_NAME, FORMAT, File, Logical, Manifest, read_manifest, step_of
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.shard import BLOCK
+from megazero.config.flat import plain
+from megazero.config.schema import Config, resolved
+from megazero.config.stages import Course
 from megazero.run.history import saved_options
+from megazero.run.loading import check_same
 
 
 def manifest(**changes: Any) -> Manifest:
@@ -201,3 +205,12 @@ def test_an_option_that_is_younger_than_a_manifest_has_its_default() -> None:
     """So that a run of older code goes on: a new option's default computes what was computed before it."""
     options = saved_options(manifest())
     assert (options["model.layers"], options["model.qk_norm"], options["data.pack"]) == (2, "none", False)
+
+
+def test_another_shape_is_not_taken_by_permission() -> None:
+    """No `--allow-change` gives a tensor another shape."""
+    config = resolved(Config())
+    found = manifest(config=plain(config))
+    ours = found.model_copy(update={"tensors": {"a": Logical(shape=[3, 2], pieces=[])}})
+    with pytest.raises(UserError, match=r"a \[2, 3\] -> \[3, 2\]; resume with the config it was made with$"):
+        check_same(found, ours, Course(config), Path("step"))
