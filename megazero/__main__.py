@@ -140,7 +140,13 @@ def _schedule(options: argparse.Namespace) -> int:
     check_world(config, world)
     with doing("making the schedule"):
         found, schedule, timeline = report(job_of(config, world))
-    _draw(lambda path: draw(schedule, timeline, path), options)
+    if options.draw is not None:
+        try:
+            with doing("drawing"):
+                draw(schedule, timeline, options.draw)
+        except OSError as error:
+            do = "give another --draw"
+            raise UserError(405, f"{options.draw}: {error.strerror}", do, where="schedule") from None
     show(found, as_text(found, every=options.all), as_json=options.json)
     return 0
 
@@ -178,31 +184,18 @@ def _simulate(options: argparse.Namespace) -> int:
     config, name = load(options.config, options.overrides), name_of(options.config)
     if options.rank >= options.gpus:
         raise UserError(100, f"--rank {options.rank}: expected a rank of 0 to {options.gpus - 1}", where="simulate")
-    check_name(options.draw, "simulate")
     with doing("loading torch"):
         from megazero.builders.pipeline import check_world
         from megazero.tools.dry_run.dry_run import simulate
-        from megazero.tools.dry_run.report import as_json, as_text, draw
+        from megazero.tools.dry_run.report import as_json, as_text
     from megazero.tools.planning.micro_batch import gpu, with_micro
 
     config = with_micro(config, options.gpus, gpu(80 * 2**30) if options.device == "cuda" else None)
     check_world(config, options.gpus, f"--gpus {options.gpus}")
     found = simulate(config, options.rank, options.gpus, options.device)
-    _draw(lambda path: draw(found, name, path), options)
     told = found, name, options.device
     show(as_json(*told), as_text(*told), as_json=options.json)
     return 0
-
-
-def _draw(draw: Callable[[Path], object], options: argparse.Namespace) -> None:
-    """Draw into the file of --draw, if there is one. Raises UserError 405: it cannot be written."""
-    if options.draw is None:
-        return
-    try:
-        with doing("drawing"):
-            draw(options.draw)
-    except OSError as error:
-        raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where=options.verb) from None
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -275,7 +268,6 @@ def _add_planning(verbs: Any) -> None:
     simulate.add_argument("--gpus", type=ranks, required=True, help="ranks of the run")
     simulate.add_argument("--rank", type=_at_least(0, int), default=0, help="which of them")
     simulate.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="what they run on")
-    simulate.add_argument("--draw", type=Path, metavar="FILE", help="its memory over the steps, as .svg or .png")
     doctor = verbs.add_parser("doctor", help="measure this machine, and say what is missing")
     doctor.add_argument("--run", dest="run_folder", type=Path, default=Path("runs"), help="where runs are written")
     measure = "ranks that measure at once; one per GPU, else two"

@@ -1,11 +1,9 @@
-"""Report what a simulated rank found, as text, JSON, or a picture of its memory over a step."""
+"""Report what a simulated rank found, as text or JSON."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from megazero.base.picture import picture
 from megazero.base.terminal import WIDEST_TABLE, megabytes
 from megazero.comm.grid import Grid
 from megazero.comm.ledger import Sent
@@ -79,28 +77,6 @@ def as_json(found: Simulated, name: str, device: str) -> dict[str, Any]:
             "traffic": found.planned_traffic,
         },
     }
-
-
-def draw(found: Simulated, name: str, path: Path) -> None:
-    """Draw memory by category over both steps as an SVG or PNG, by the path's suffix. Raises OSError."""
-    steps = [list(record.timeline.stretches()) for record in (found.first, found.steady)]
-    moments = [stretch.highest for stretches in steps for stretch in stretches]
-    categories = list(dict.fromkeys(category for moment in moments for category in moment.bytes))
-    with picture(path, 12, 5) as figure:
-        axes = figure.add_subplot()
-        heights = [[moment.bytes.get(category, 0) / 1e9 for moment in moments] for category in categories]
-        axes.stackplot(range(len(moments)), heights, labels=categories, step="mid", linewidth=0)
-        axes.axvline(len(steps[0]) - 0.5, color="black", linewidth=0.6)
-        second = len(steps[0]), axes.get_ylim()[1]
-        axes.annotate("second step", second, (2, -8), textcoords="offset points", fontsize=8)
-        axes.set_xlim(-0.5, len(moments) - 0.5)
-        axes.set_xlabel("parts of the model, forward, backward, and the update")
-        axes.set_ylabel("GB")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(
-            f"{name}: memory of rank {found.grid['world'].rank} of {found.grid['world'].size}", fontsize=9, loc="left"
-        )
-        axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def as_planned(moment: MemoryMoment) -> int:
