@@ -155,14 +155,15 @@ def _plan(options: argparse.Namespace) -> int:
     from megazero.config.file import load
     from megazero.config.flat import flatten
     from megazero.config.stages import Course
+    from megazero.plan.systems import SYSTEMS
     from megazero.run.fitting import check_parts
-    from megazero.tools.planning.job import as_json, find, plan, search_as_json, system_of
+    from megazero.tools.planning.job import as_json, find, plan, search_as_json
     from megazero.tools.planning.machine_file import machine_of
     from megazero.tools.planning.micro_batch import with_micro
     from megazero.tools.planning.report import as_text, search_as_text
 
     config = load(options.config, options.overrides)
-    machine, system = machine_of(options.hardware), system_of(options.system)
+    machine, system = machine_of(options.hardware), SYSTEMS[options.system]
     if options.search:
         if (options.tokens, options.system) != (None, "ours"):
             raise UserError(100, "--tokens and --system are of one plan, not of a --search", where="plan")
@@ -259,8 +260,8 @@ def _add_planning(verbs: Any) -> None:
     plan.add_argument("--gpus", type=ranks, required=True, help="devices of the job")
     hardware = "v100-32gb, a100-80gb, h100-80gb, h200, b200, or a file as `doctor --write` writes it"
     plan.add_argument("--hardware", required=True, metavar="NAME|FILE.yaml", help=hardware)
-    systems = "what trains: ours (the default), megatron-2021, megatron-core, deepspeed, fsdp"
-    plan.add_argument("--system", metavar="NAME", default="ours", help=systems)
+    systems = ("ours", "megatron-2021", "megatron-core", "deepspeed", "fsdp")
+    plan.add_argument("--system", choices=systems, default="ours", help="what trains (default: ours)")
     plan.add_argument("--search", action="store_true", help="find the fastest layouts that fit instead")
     budget = "to train on: 300B, 5e9 (default: what the config's steps take)"
     plan.add_argument("--tokens", type=tokens, help=budget)

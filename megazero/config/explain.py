@@ -86,8 +86,7 @@ def _relations(key: str) -> Iterator[str]:
 
 def _type(field: FieldInfo) -> str:
     """Return the type as a user would say it: `integer >= 1`, `one | of | these`, `number or null`."""
-    bounds = [text for item in field.metadata for text in _bounds(item)]
-    return " ".join([_name(field.annotation), *bounds])
+    return _name(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation)
 
 
 def _name(annotation: Any) -> str:

@@ -129,7 +129,7 @@ FAULTS = [
     (["--hardware", "v1000"], "MZ-116 v1000"),
     (
         ["--hardware", "a100-80gb", "--system", "megatron"],
-        "MZ-100 plan: --system megatron: expected one of ours, megatron-2021, megatron-core, deepspeed, fsdp",
+        "MZ-100: argument --system: invalid choice: 'megatron' (choose from 'ours', ",
     ),
     (["--hardware", "a100-80gb", "--search", "--system", "fsdp"], "MZ-100 plan: --tokens and --system are of"),
     (["--hardware", "v100-32gb", "precision.dtype=fp64", "--gpus", "0"], "MZ-100"),
