@@ -9,7 +9,7 @@
     schedule   shows what every rank of a pipeline does in a step, and draws it
     plan       tells memory, traffic, time and cost of a job before it runs, and finds the fastest layout that fits
     doctor     measures this machine, and says what is missing
-    data       tells which text a step of a run saw, and in which steps a document was seen
+    data       tells which text a step of a run saw
     simulate   runs one rank of any number without data: its memory and what it sends, to the byte
     tokenizer, preprocess, inspect, merge   make token files of text, and check them (the commands of data_tools/)
 
