@@ -91,7 +91,7 @@ def check_plan(found: Simulated) -> None:
     An update's own working memory, which the formulas leave out, is the most only in models as small as these. Over
     sockets messages are kept until the step ends.
     """
-    most = max(as_planned(s.highest) for s in found.steady.timeline.stretches() if s.highest.place.action != "update")
+    most = max(as_planned(peak) for peak, _ in found.steady.timeline.stretches() if peak.place.action != "update")
     messages = sum(sent.bytes_sent for sent in found.steady.traffic.get("pipeline", {}).values())
     assert 0.97 * found.planned.peak <= most <= 1.03 * found.planned.peak + messages
     sent = {axis: {p: s.bytes_sent for p, s in of.items() if s.bytes_sent} for axis, of in found.steady.traffic.items()}
@@ -179,7 +179,7 @@ def test_many_micro_batches_need_what_the_formulas_say(options: tuple[str, ...])
     config = load("tiny", [*sizes, *options])
     for rank in (0, 7):
         found = simulate(config, rank, 8, "cuda")
-        moments = [s.highest for s in found.steady.timeline.stretches() if s.highest.place.action != "update"]
+        moments = [peak for peak, _ in found.steady.timeline.stretches() if peak.place.action != "update"]
         assert found.planned.peak == pytest.approx(max(map(as_planned, moments)), rel=0.03)
 
 

@@ -21,17 +21,7 @@ from megazero.memory.recompute import Recomputed
 from megazero.model.block import Block
 from megazero.optim.adamw import AdamW
 from megazero.plan.job import Job
-from megazero.tools.certify.planted_calls import (
-    Where,
-    after,
-    before,
-    block,
-    changed,
-    in_codes,
-    instead,
-    itself,
-    units,
-)
+from megazero.tools.certify.planted_calls import Where, after, before, block, changed, in_codes, instead, itself, units
 from megazero.tools.certify.tolerances import DECAY
 from megazero.tools.certify.training import Plant, Rig
 from megazero.zero.unit import Unit

@@ -92,13 +92,13 @@ def _step(record: StepRecord) -> dict[str, Any]:
     ]
     timeline = [
         {
-            "action": stretch.highest.place.action,
-            "part": stretch.highest.place.part,
-            "peak_bytes": stretch.highest.total,
-            "end_bytes": stretch.end,
-            "bytes": {category: size for category, size in stretch.highest.bytes.items() if size},
+            "action": peak.place.action,
+            "part": peak.place.part,
+            "peak_bytes": peak.total,
+            "end_bytes": end,
+            "bytes": {category: size for category, size in peak.bytes.items() if size},
         }
-        for stretch in record.timeline.stretches()
+        for peak, end in record.timeline.stretches()
     ]
     return {
         "peak": {"total": highest.total, **_cause(highest), "bytes": dict(_sorted(highest)), "made": origins},

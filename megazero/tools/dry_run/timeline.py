@@ -69,14 +69,6 @@ class MemoryMoment:
         return sum(self.bytes.values())
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """A part of the model in one action: its peak, and the bytes held at its end."""
-
-    highest: MemoryMoment
-    end: int
-
-
 class MemoryTimeline(Allocations):
     """A record of allocations while it is active.
 
@@ -116,11 +108,11 @@ class MemoryTimeline(Allocations):
         if number:
             self._events.append((-number, self._place, self._operation))
 
-    def stretches(self) -> Iterator[Stretch]:
-        """Yield the stretches of the step from its beginning to its end."""
+    def stretches(self) -> Iterator[tuple[MemoryMoment, int]]:
+        """Yield of each part of the model in one action, in their order, its peak and the bytes held at its end."""
         for _, moments in groupby(self._moments(), lambda moment: (moment.place.action, moment.place.part)):
             own = list(moments)
-            yield Stretch(max(own, key=lambda moment: moment.total), own[-1].total)
+            yield max(own, key=lambda moment: moment.total), own[-1].total
 
     def peak_live(self) -> tuple[MemoryMoment, list[Allocation]]:
         """Return the peak, and the allocations live then that the ledger does not count."""
