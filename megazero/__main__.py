@@ -22,6 +22,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from megazero.config.explain import as_json, as_text, explain
+    from megazero.config.explain import as_text, explain
     from megazero.config.file import is_file_name, load, shipped
     from megazero.config.schema import Config, resolved
 
@@ -110,7 +111,7 @@ def _explain(options: argparse.Namespace) -> int:
     config = load(options.config, given) if options.config else resolved(Config())
     shown = explain(config, selections[0] if selections else None)
     names = "" if selections else f"shipped configs, for --config: {', '.join(shipped())}"
-    show(as_json(shown), "\n".join([as_text(shown), names]).rstrip(), as_json=options.json)
+    show([asdict(option) for option in shown], "\n".join([as_text(shown), names]).rstrip(), as_json=options.json)
     return 0
 
 

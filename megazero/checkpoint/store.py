@@ -10,11 +10,14 @@ taken for a step, and the next owner of the run's folder removes them. There is 
 lists the folder, and verifies.
 """
 
+import re
 import shutil
 from pathlib import Path
 
 from megazero.base.files import flush_folder, replace_file
 from megazero.checkpoint.manifest import FILE_NAME, step_name, step_of
+
+_LEFT = re.compile(r"\.step_\d{8,}\.\w+\.(tmp|old)")
 
 
 class Store:
@@ -70,4 +73,5 @@ class Store:
     def reap(self) -> None:
         """Remove the remains of killed attempts; for the owner of the run's folder."""
         for path in self.folder.glob(".step_*"):
-            shutil.rmtree(path, ignore_errors=True)
+            if _LEFT.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)

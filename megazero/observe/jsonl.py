@@ -11,8 +11,8 @@ never holds half a line that a later row would run into.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -64,32 +64,20 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def drop_rows_after(path: Path, step: int, warn: Callable[[str], object]) -> dict[str, Any] | None:
+def drop_rows_after(path: Path, step: int) -> dict[str, Any] | None:
     """Remove the rows beyond `step`, and a torn last line, in one atomic replacement, before a run resumes.
 
-    A file that has nothing to remove is not touched. A job that was delayed while another took its folder over may
-    have written rows between the other's; those written later stay. Returns the last row, None if there is none.
-
-    Args:
-        warn: called about rows that were between others' in this way.
+    A file that has nothing to remove is not touched. Returns the last row, None if there is none.
 
     Raises:
         ValueError: a line is no row.
         OSError: the file cannot be read or replaced.
     """
-    kept: list[tuple[int, bytes]] = []
-    lost = 0
-    for row, line in _rows(path) if path.exists() else ():
-        if row["step"] > step:
-            break  # what follows is dropped, whatever it is
-        while kept and kept[-1][0] >= row["step"]:
-            kept.pop()
-            lost += 1
-        kept.append((row["step"], line))
-    if lost:
-        warn(f"{path}: {lost} row{'s' * (lost > 1)} of another job, between those of this run, left out")
-    lines = [line for _, line in kept]
-    if path.exists() and sum(map(len, lines)) != path.stat().st_size:
+    if not path.exists():
+        return None
+    # What follows the first row beyond is dropped, whatever it is.
+    lines = [line for _, line in takewhile(lambda pair: pair[0]["step"] <= step, _rows(path))]
+    if sum(map(len, lines)) != path.stat().st_size:
         replace_file(path, lines)
     return parse_object(lines[-1]) if lines else None
 

@@ -61,7 +61,9 @@ def plant(
     config = changed(config, _SUITED | {"model.dropout": config.model.dropout or 0.1})
     alone = alone_of(config)
     for dtype in dtypes:
-        own = _in(config, dtype)
+        # Sums over ranks are in a dtype of their own only where they can be.
+        reduced = {} if dtype in ("fp32", "bf16") else {"zero.reduce_dtype": None}
+        own = changed(config, {"precision.dtype": dtype} | reduced)
         admits, summed = admission(own), own.zero.reduce_dtype is not None
         allowed = {fault: fault.layout(alone) for fault in faults if fault.can_be(alone, dtype, summed=summed)}
         if refused := next((layout for layout in allowed.values() if not admits(layout)), None):
@@ -73,12 +75,6 @@ def plant(
             yield _nothing(list(map(certificate.row, dict.fromkeys(layouts.values()))), dtype)
         for fault in (fault for fault in layouts if fault.name in chosen):
             yield _found(fault, certificate.row(layouts[fault], fault.plant), dtype)
-
-
-def _in(config: Config, dtype: str) -> Config:
-    """Return the config in another precision; sums over ranks are in a dtype of their own only where they can be."""
-    reduced = {} if dtype in ("fp32", "bf16") else {"zero.reduce_dtype": None}
-    return changed(config, {"precision.dtype": dtype} | reduced)
 
 
 def _nothing(rows: Sequence[Row], dtype: str) -> Planted:
