@@ -47,7 +47,6 @@ from megazero.tools.dry_run.idle_disk import IdleDisk
 from megazero.tools.dry_run.timeline import MemoryTimeline, RecordingLedger
 
 CPU = torch.device("cpu")
-Traffic = dict[str, dict[str, Sent]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class StepRecord:
     """
 
     timeline: MemoryTimeline
-    traffic: Traffic
+    traffic: dict[str, dict[str, Sent]]
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,14 @@ def as_text(plan: Plan) -> str:
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-_SEARCHED = (
-    "a search chooses parallel, pipeline, stage, micro-batch, recompute and offload itself; shown is what of them is "
-    "another than in the config"
-)
-
-
 def search_as_text(found: Mapping[str, Any], given: Mapping[str, object]) -> str:
     """Return the best layouts of a search, from its JSON object.
 
     Args:
         given: the config's options by name; of a layout those are shown that are others.
     """
-    lines = [f"{found['tried']} layouts tried; {_SEARCHED}", "", UNCERTAINTY, ""]
+    chosen = "a search chooses parallel, pipeline, stage, micro-batch, recompute and offload itself; shown is what of "
+    lines = [f"{found['tried']} layouts tried; {chosen}them is another than in the config", "", UNCERTAINTY, ""]
     lines += ["the fastest that fit:", "   a step   of each device    MFU  data ranks"]
     for one in found["best"]:
         rate = f"{one['step_s']:9.3f} s  {one['tflops_per_device']:6.1f} TFLOP/s  {one['mfu']:5.1%}"

@@ -31,16 +31,10 @@ def look(config: Config, name: str) -> None:
     if folder.path.exists() or config.checkpoint.resume not in ("none", "auto"):
         return
     tokenizer = None if data.tokenizer is None else open_tokenizer(data.tokenizer, config.model.vocab)
-    for path in _paths(config):
+    paths = [data.train, data.valid, *(each.path for each in data.validation or ())]
+    paths += [source.path for source in Course(config).sources() or ()]
+    for path in (path for path in paths if isinstance(path, str)):
         refuse_missing(path)
         origin = require_tokenizer(path, tokenizer)
         if not mask_path(path).exists():
             require_mask(origin, None, Path(path))
-
-
-def _paths(config: Config) -> list[str]:
-    """Return the path of every data set that a config names."""
-    data = config.data
-    paths = [data.train, data.valid] + [each.path for each in data.validation or ()]
-    paths += [source.path for source in Course(config).sources() or ()]
-    return [path for path in paths if isinstance(path, str)]
