@@ -9,7 +9,7 @@
     schedule   shows what every rank of a pipeline does in a step, and draws it
     plan       tells memory, traffic, time and cost of a job before it runs, and finds the fastest layout that fits
     doctor     measures this machine, and says what is missing
-    data       tells which text a step of a run saw, and in which steps a document was seen
+    data       tells which text a step of a run saw
     simulate   runs one rank of any number without data: its memory and what it sends, to the byte
     tokenizer, preprocess, inspect, merge   make token files of text, and check them (the commands of data_tools/)
 
@@ -22,6 +22,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from megazero.config.explain import as_json, as_text, explain
+    from megazero.config.explain import as_text, explain
     from megazero.config.file import is_file_name, load, shipped
     from megazero.config.schema import Config, resolved
 
@@ -110,7 +111,7 @@ def _explain(options: argparse.Namespace) -> int:
     config = load(options.config, given) if options.config else resolved(Config())
     shown = explain(config, selections[0] if selections else None)
     names = "" if selections else f"shipped configs, for --config: {', '.join(shipped())}"
-    show(as_json(shown), "\n".join([as_text(shown), names]).rstrip(), as_json=options.json)
+    show([asdict(option) for option in shown], "\n".join([as_text(shown), names]).rstrip(), as_json=options.json)
     return 0
 
 
@@ -140,7 +141,13 @@ def _schedule(options: argparse.Namespace) -> int:
     check_world(config, world)
     with doing("making the schedule"):
         found, schedule, timeline = report(job_of(config, world))
-    _draw(lambda path: draw(schedule, timeline, path), options)
+    if options.draw is not None:
+        try:
+            with doing("drawing"):
+                draw(schedule, timeline, options.draw)
+        except OSError as error:
+            do = "give another --draw"
+            raise UserError(405, f"{options.draw}: {error.strerror}", do, where="schedule") from None
     show(found, as_text(found, every=options.all), as_json=options.json)
     return 0
 
@@ -149,14 +156,15 @@ def _plan(options: argparse.Namespace) -> int:
     from megazero.config.file import load
     from megazero.config.flat import flatten
     from megazero.config.stages import Course
+    from megazero.plan.systems import SYSTEMS
     from megazero.run.fitting import check_parts
-    from megazero.tools.planning.job import as_json, find, plan, search_as_json, system_of
+    from megazero.tools.planning.job import as_json, find, plan, search_as_json
     from megazero.tools.planning.machine_file import machine_of
     from megazero.tools.planning.micro_batch import with_micro
     from megazero.tools.planning.report import as_text, search_as_text
 
     config = load(options.config, options.overrides)
-    machine, system = machine_of(options.hardware), system_of(options.system)
+    machine, system = machine_of(options.hardware), SYSTEMS[options.system]
     if options.search:
         if (options.tokens, options.system) != (None, "ours"):
             raise UserError(100, "--tokens and --system are of one plan, not of a --search", where="plan")
@@ -178,31 +186,18 @@ def _simulate(options: argparse.Namespace) -> int:
     config, name = load(options.config, options.overrides), name_of(options.config)
     if options.rank >= options.gpus:
         raise UserError(100, f"--rank {options.rank}: expected a rank of 0 to {options.gpus - 1}", where="simulate")
-    check_name(options.draw, "simulate")
     with doing("loading torch"):
         from megazero.builders.pipeline import check_world
         from megazero.tools.dry_run.dry_run import simulate
-        from megazero.tools.dry_run.report import as_json, as_text, draw
+        from megazero.tools.dry_run.report import as_json, as_text
     from megazero.tools.planning.micro_batch import gpu, with_micro
 
     config = with_micro(config, options.gpus, gpu(80 * 2**30) if options.device == "cuda" else None)
     check_world(config, options.gpus, f"--gpus {options.gpus}")
     found = simulate(config, options.rank, options.gpus, options.device)
-    _draw(lambda path: draw(found, name, path), options)
     told = found, name, options.device
     show(as_json(*told), as_text(*told), as_json=options.json)
     return 0
-
-
-def _draw(draw: Callable[[Path], object], options: argparse.Namespace) -> None:
-    """Draw into the file of --draw, if there is one. Raises UserError 405: it cannot be written."""
-    if options.draw is None:
-        return
-    try:
-        with doing("drawing"):
-            draw(options.draw)
-    except OSError as error:
-        raise UserError(405, f"{options.draw}: {error.strerror}", "give another --draw", where=options.verb) from None
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -266,8 +261,8 @@ def _add_planning(verbs: Any) -> None:
     plan.add_argument("--gpus", type=ranks, required=True, help="devices of the job")
     hardware = "v100-32gb, a100-80gb, h100-80gb, h200, b200, or a file as `doctor --write` writes it"
     plan.add_argument("--hardware", required=True, metavar="NAME|FILE.yaml", help=hardware)
-    systems = "what trains: ours (the default), megatron-2021, megatron-core, deepspeed, fsdp"
-    plan.add_argument("--system", metavar="NAME", default="ours", help=systems)
+    systems = ("ours", "megatron-2021", "megatron-core", "deepspeed", "fsdp")
+    plan.add_argument("--system", choices=systems, default="ours", help="what trains (default: ours)")
     plan.add_argument("--search", action="store_true", help="find the fastest layouts that fit instead")
     budget = "to train on: 300B, 5e9 (default: what the config's steps take)"
     plan.add_argument("--tokens", type=tokens, help=budget)
@@ -275,7 +270,6 @@ def _add_planning(verbs: Any) -> None:
     simulate.add_argument("--gpus", type=ranks, required=True, help="ranks of the run")
     simulate.add_argument("--rank", type=_at_least(0, int), default=0, help="which of them")
     simulate.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="what they run on")
-    simulate.add_argument("--draw", type=Path, metavar="FILE", help="its memory over the steps, as .svg or .png")
     doctor = verbs.add_parser("doctor", help="measure this machine, and say what is missing")
     doctor.add_argument("--run", dest="run_folder", type=Path, default=Path("runs"), help="where runs are written")
     measure = "ranks that measure at once; one per GPU, else two"

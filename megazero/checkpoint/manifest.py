@@ -180,27 +180,13 @@ def read_part(path: Path) -> WrittenShard:
 
 
 def _contradictions(manifest: Manifest, folder: Path) -> Iterator[str]:
-    """Yield what would make a reader look outside a file, leave an element unread, or go on from another state."""
+    """Yield what would make a reader look outside a file, leave an element unread, or take one step for another."""
     if manifest.block != BLOCK:
         yield f"block {manifest.block}"
-    state = manifest.kinds[1:]
-    if manifest.kinds[:1] != [WEIGHT] or len({*manifest.kinds}) < len(manifest.kinds):
-        yield f"kinds {manifest.kinds}"
-    if state and manifest.progress is None:
-        yield f"kinds {manifest.kinds} in weights without a run"
-    for index, file in enumerate(manifest.files):
-        if len(file.blocks) != -(-file.size // BLOCK):
-            yield f"{file.name} of {file.size:,} bytes has {len(file.blocks)} hashes"
-        if file.name != shard_name(index):
-            yield f"file {index} is called {file.name}"
     for name in manifest.tensors:
         yield from _wrong_pieces(manifest, name)
     if (named := step_of(folder)) is not None and named != manifest.step:
         yield f"the folder is called step {named}, the manifest is of step {manifest.step}"
-    if manifest.progress is not None:
-        yield from _wrong_progress(manifest, manifest.progress)
-    elif manifest.step > 0:
-        yield f"weights without a run are of step 0, this one is {manifest.step}"
 
 
 def _wrong_pieces(manifest: Manifest, name: str) -> Iterator[str]:
@@ -219,15 +205,6 @@ def _wrong_pieces(manifest: Manifest, name: str) -> Iterator[str]:
         end = stop
     if end != logical.numel:
         yield f"{name} has {end} of {logical.numel} elements"
-
-
-def _wrong_progress(manifest: Manifest, progress: Progress) -> Iterator[str]:
-    step = manifest.step
-    if progress.updates + progress.skipped != step:
-        yield f"{progress.updates} updates and {progress.skipped} skipped steps make no {step} steps"
-    batch, varies = manifest.config.get("batch.global"), manifest.history or manifest.config.get("stages")
-    if type(batch) is not int or (progress.next_sample != step * batch and not varies):
-        yield f"{step} steps of {batch} samples do not end at sample {progress.next_sample}"
 
 
 def step_of(path: Path) -> int | None:

@@ -6,7 +6,6 @@ that fits it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megazero.base.errors import UserError
 from megazero.config.nearest import nearest
@@ -109,10 +108,3 @@ def is_permitted(key: str, given: Sequence[str]) -> bool:
 def _inside(key: str, known: Sequence[str]) -> list[str]:
     """Return the options that a key names: itself, or those of a section."""
     return [each for each in known if each == key or each.startswith(f"{key}.")]
-
-
-def in_json(value: Any) -> Any:
-    """Return a value of a config in JSON's types, without what is null inside."""
-    if isinstance(value, dict):
-        return {key: in_json(inner) for key, inner in value.items() if inner is not None}
-    return [in_json(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -6,7 +6,7 @@ shows that config's values. Does not import torch.
 
 import types
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -21,7 +21,7 @@ from megazero.config.schema import Config
 
 @dataclass(frozen=True)
 class Option:
-    """One option as shown: `value` is the given config's, `built` the values a run may start with (None: all)."""
+    """One option as shown: `value` is the given config's."""
 
     key: str
     type: str
@@ -47,10 +47,6 @@ def explain(config: Config, selection: str | None) -> list[Option]:
         hint = nearest(selection, option_keys()) if selection is not None else ""
         raise UserError(104, f"no option or section {selection}", hint, where="explain")
     return options
-
-
-def as_json(options: list[Option]) -> list[dict[str, Any]]:
-    return [asdict(option) for option in options]
 
 
 def as_text(options: list[Option]) -> str:
@@ -86,8 +82,7 @@ def _relations(key: str) -> Iterator[str]:
 
 def _type(field: FieldInfo) -> str:
     """Return the type as a user would say it: `integer >= 1`, `one | of | these`, `number or null`."""
-    bounds = [text for item in field.metadata for text in _bounds(item)]
-    return " ".join([_name(field.annotation), *bounds])
+    return _name(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation)
 
 
 def _name(annotation: Any) -> str:

@@ -169,16 +169,14 @@ def _line(tree: CommentedMap, key: Any) -> str:
 
 def _override(text: str, source: _Source) -> None:
     key, equals, value = text.partition("=")
-    if not equals or ("." not in key and key not in option_keys()):
+    if not equals or ("." not in key and key not in option_keys()) or key.count(".") > _DEEPEST:
         known = [option for option in option_keys() if equals and option.rpartition(".")[2] == key]
         hint = f"did you mean {known[0]}={value:.40}?" if known else ""
-        raise UserError(108, f"'{text}' is not section.key=value", hint, where="command line")
+        raise UserError(108, f"'{text:.80}' is not section.key=value", hint, where=_COMMAND_LINE)
     try:
         parsed = _plain(parse_yaml(value), "", "", {})
     except Exception:  # as in _read
         raise UserError(108, f"'{value}' is not a YAML value", where=f"command line, {key}") from None
-    if key.count(".") > _DEEPEST:
-        raise UserError(108, f"'{text[:40]}…' is not section.key=value", where="command line")
     *sections, last = key.split(".")
     target = source.values
     for section in sections:

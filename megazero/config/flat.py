@@ -18,6 +18,11 @@ def flatten(config: BaseModel) -> dict[str, Any]:
     return dict(_flatten(config.model_dump(by_alias=True), ""))
 
 
+def plain(config: BaseModel) -> dict[str, Any]:
+    """Return the value of every option by its "section.key", in JSON's types."""
+    return {key: _in_json(value) for key, value in flatten(config).items()}
+
+
 def option_keys() -> list[str]:
     """Return every option's dotted key."""
     return list(flatten(Config()))
@@ -57,3 +62,10 @@ def _flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _in_json(value: Any) -> Any:
+    """Return a value of a config in JSON's types, without what is null inside."""
+    if isinstance(value, dict):
+        return {key: _in_json(inner) for key, inner in value.items() if inner is not None}
+    return [_in_json(inner) for inner in value] if isinstance(value, list | tuple) else value

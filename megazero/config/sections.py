@@ -27,7 +27,7 @@ class Section(BaseModel):
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
 
-# A part of metrics' keys: so short, and so plain, that a row of a hundred sources and sets is still a line of 64 KiB.
+# A part of metrics' keys: short and plain.
 IN_NAMES = "A-Za-z0-9 _.,+=@:~-"  # characters, as a regular expression's set has them
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=f"^[{IN_NAMES}]+$")]
 

@@ -151,11 +151,6 @@ class Course:
         """Return how many tokens that many steps consume."""
         return self._before(steps).tokens_at(steps)
 
-    def step_of(self, sample: int) -> int:
-        """Return the step, from 1, of a sample."""
-        part = [part for part in self.parts if part.samples <= sample][-1]
-        return part.first + (sample - part.samples) // part.config.batch.global_ + 1
-
     def sources(self) -> list[Source] | None:
         """Return every source of the config as it is and of its stages, by name; None: it has `data.train`."""
         stages = [effective(self.config, stage) for stage in self.config.stages or ()]

@@ -146,14 +146,6 @@ class TokenStream:
             found.append((number, max(start, begin) - begin, min(stop, end) - max(start, begin)))
         return found
 
-    def span(self, document: int) -> tuple[int, int] | None:
-        """Return where a document of the file begins and ends in the stream; None: it is empty, or not chosen."""
-        block = self._block(document // BLOCK)
-        at = int(np.searchsorted(block.numbers, document))
-        if at == len(block.numbers) or block.numbers[at] != document or block.starts[at] == block.starts[at + 1]:
-            return None
-        return int(block.starts[at]), int(block.starts[at + 1])
-
     def _make(self, number: int) -> Block:
         numbers, first_tokens, ends = _chosen(self.dataset, self._side, number)
         starts = np.empty(len(numbers) + 1, np.int64)

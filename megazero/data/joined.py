@@ -112,13 +112,6 @@ class JoinedDataset(TokenDataset):
         k = int(np.searchsorted(self._documents_before, document, side="right")) - 1
         return self.shards[k], document - int(self._documents_before[k])
 
-    def document_of(self, shard: str, document: int) -> int | None:
-        """Return the number of a document of a shard among those of all; None: there is none."""
-        k = self.names.index(shard) if shard in self.names else None
-        if k is None or document >= self.shards[k].num_documents:
-            return None
-        return int(self._documents_before[k]) + document
-
 
 def _raise_descriptor_limit() -> None:
     """Raise the soft limit on open files, which is 1,024 on many systems, to the hard one."""

@@ -5,7 +5,7 @@ A sample id names a source and the number of the sample among that source's (int
 sample is, is a pure function of its id, at O(1) for any number of sources.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,6 @@ from megazero.data.batch import MicroBatch
 from megazero.data.interleave import Interleaving
 from megazero.data.sampler import window_of
 from megazero.data.windows import WindowDataset, micro_batch
-
-_SCANNED = 1 << 20  # samples that are looked at together
 
 
 @dataclass(frozen=True)
@@ -92,19 +90,6 @@ class Mixture:
             sources[own], numbers[own] = self._orders[k].of(samples[own] - self._firsts[k])
             numbers[own] += self._before[k][sources[own]]
         return sources, window_of(numbers, self._num_windows[sources], self._seeds[sources])
-
-    def samples_of(self, source: int, windows: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield (sample id, window) of the samples in [first, end) that are some windows of a source, by its place.
-
-        It looks at every sample of the source, a million in about a second.
-        """
-        for phase, stop in zip(self.phases, [*self._firsts[1:].tolist(), end], strict=True):
-            begin, stop = max(first, phase.first), min(stop, end)
-            for start in range(begin, stop, _SCANNED) if phase.weights[source] else ():
-                samples = np.arange(start, min(start + _SCANNED, stop))
-                sources, found = self.locate(samples)
-                for at in np.flatnonzero((sources == source) & np.isin(found, windows)).tolist():
-                    yield int(samples[at]), int(found[at])
 
     def micro_batches(self, samples: np.ndarray) -> list[MicroBatch]:
         """Return samples [micro-batches, rows] as micro-batches. Raises UserError 205: bad ids."""

@@ -77,13 +77,6 @@ class WindowDataset:
         placed = map(self.stream.placed, self.packing.documents(window))
         return [(start, min(stop, start + self.seq_len)) for _, start, stop in placed]
 
-    def windows_of(self, start: int, stop: int) -> list[int]:
-        """Return the windows whose input has a part of the document that is tokens [start, stop) of the stream."""
-        if self.packing is None:
-            return list(range(start // self.seq_len, min((stop - 1) // self.seq_len + 1, self.num_windows)))
-        place = int(self.stream.read(start, start + 1)[1][0])
-        return [window for window in range(self.num_windows) if place in self.packing.documents(window)]
-
     def read(self, window: int) -> WindowTokens:
         """Return the tokens of a window, checked."""
         if self.packing is None:

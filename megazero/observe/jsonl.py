@@ -10,10 +10,9 @@ never holds half a line that a later row would run into.
 """
 
 import json
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from itertools import count, pairwise
+from collections.abc import Iterator, Mapping
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from megazero.base.files import replace_file
 from megazero.base.reading import open_regular, parse_object
 from megazero.observe.numbers import Value, finite
 from megazero.observe.sinks import Sink
-
-_LINE_BYTES = 64 << 10
 
 
 def encode(row: Mapping[str, Value]) -> bytes:
@@ -67,32 +64,20 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def drop_rows_after(path: Path, step: int, warn: Callable[[str], object]) -> dict[str, Any] | None:
+def drop_rows_after(path: Path, step: int) -> dict[str, Any] | None:
     """Remove the rows beyond `step`, and a torn last line, in one atomic replacement, before a run resumes.
 
-    A file that has nothing to remove is not touched. A job that was delayed while another took its folder over may
-    have written rows between the other's; those written later stay. Returns the last row, None if there is none.
-
-    Args:
-        warn: called about rows that were between others' in this way.
+    A file that has nothing to remove is not touched. Returns the last row, None if there is none.
 
     Raises:
         ValueError: a line is no row.
         OSError: the file cannot be read or replaced.
     """
-    kept: list[tuple[int, bytes]] = []
-    lost = 0
-    for row, line in _rows(path) if path.exists() else ():
-        if row["step"] > step:
-            break  # what follows is dropped, whatever it is
-        while kept and kept[-1][0] >= row["step"]:
-            kept.pop()
-            lost += 1
-        kept.append((row["step"], line))
-    if lost:
-        warn(f"{path}: {lost} row{'s' * (lost > 1)} of another job, between those of this run, left out")
-    lines = [line for _, line in kept]
-    if path.exists() and sum(map(len, lines)) != path.stat().st_size:
+    if not path.exists():
+        return None
+    # What follows the first row beyond is dropped, whatever it is.
+    lines = [line for _, line in takewhile(lambda pair: pair[0]["step"] <= step, _rows(path))]
+    if sum(map(len, lines)) != path.stat().st_size:
         replace_file(path, lines)
     return parse_object(lines[-1]) if lines else None
 
@@ -100,33 +85,14 @@ def drop_rows_after(path: Path, step: int, warn: Callable[[str], object]) -> dic
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
     """Yield each row and its line. Raises ValueError: a line is no row."""
     with open_regular(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
-        for number in count(1):
-            line = file.readline(_LINE_BYTES + 1)
-            if not line.endswith(b"\n") and len(line) <= _LINE_BYTES:
-                return  # the end, or a torn line
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):  # torn
+                return
             try:
-                yield _checked(line), line
+                row = parse_object(line.rstrip(b"\n"))
+                step = row.get("step")
+                if type(step) is not int or not 0 < step < 2**31:
+                    raise ValueError(f"expected a step, got {step!r:.40}")
             except ValueError as error:
                 raise ValueError(f"line {number:,}: {error}") from None
-
-
-def _checked(line: bytes) -> dict[str, Any]:
-    """Return the row of a line; raises ValueError if it is none."""
-    if len(line) > _LINE_BYTES:
-        raise ValueError(f"expected at most {_LINE_BYTES:,} bytes, got more")
-    row = parse_object(line.rstrip(b"\n"))
-    step = row.get("step")
-    if type(step) is not int or not 0 < step < 2**31:
-        raise ValueError(f"expected a step, got {step!r:.40}")
-    for key, value in row.items():
-        values = value.values() if isinstance(value, dict) else (value,)
-        if not all(map(_is_number, values)):
-            raise ValueError(f"{key!r:.40} is no number: {value!r:.40}")
-    return row
-
-
-def _is_number(value: object) -> bool:
-    """Return True for a value that a row may hold: None, a finite number (not JSON's 1e999), an integer of 64 bits."""
-    if type(value) is int:
-        return abs(value) < 2**63
-    return value is None or (type(value) is float and math.isfinite(value))
+            yield row, line

@@ -15,9 +15,7 @@ interval's seconds are the device's too. `Recorder.row` has the keys in order, d
 
 import resource
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -104,36 +102,6 @@ def scalars(row: Mapping[str, Value]) -> dict[str, Number]:
         else:
             found[key] = value
     return found
-
-
-class Interval:
-    """Steps and training seconds since the last logged row.
-
-    Starts its clock when made. `clock` gives monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin a new interval now."""
-        self.steps = 0
-        self._began = self._clock()
-
-    @contextmanager
-    def excluded(self) -> Iterator[None]:
-        """Exclude the time spent inside from training time: `with interval.excluded(): validate()`."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            self._began += self._clock() - began
-
-    @property
-    def seconds(self) -> float:
-        """Return the training seconds so far, more than 0: a clock may be too coarse to see one tiny step."""
-        return max(self._clock() - self._began, 1e-9)
 
 
 class Smoothed:

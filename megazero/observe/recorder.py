@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 from megazero.comm.ledger import Ledger
 from megazero.observe.allocations import Allocations
-from megazero.observe.metrics import Interval, Smoothed, Work, memory_peak_bytes, validated
+from megazero.observe.metrics import Smoothed, Work, memory_peak_bytes, validated
 from megazero.observe.numbers import Value
 from megazero.observe.phases import PhaseSeconds
 from megazero.observe.profile import Profile
@@ -38,13 +38,13 @@ class Recorder:
     ):
         self._sinks, self._profile, self._work, self._ledger = sinks, profile, work, ledger
         self._counted, self._phases = counted, phases
-        self._interval, self._smoothed = Interval(), Smoothed()
-        self._sent = self._steps = 0
+        self._smoothed, self._sent, self._steps = Smoothed(), 0, 0
+        self._restart()
 
     def start(self) -> None:
         """Start the clock of the first step: what was built before is not training time."""
         self._sinks.start()
-        self._interval.restart()
+        self._restart()
         self._phases.take()
 
     @contextmanager
@@ -60,11 +60,16 @@ class Recorder:
             self._ledger.hold("activations", -counted.peak)
             self._counted(counted.peak)
         self._sent = self._ledger.bytes_sent - before
-        self._interval.steps += 1
+        self._interval += 1
 
-    def paused(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
         """Exclude the time spent inside from training time."""
-        return self._interval.excluded()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._began += time.perf_counter() - began
 
     def row(self, done: int, numbers: Mapping[str, Value]) -> dict[str, Value]:
         """Return the row of step number `done` (from 1): its numbers, and the rates of the interval that it ends.
@@ -72,7 +77,7 @@ class Recorder:
         time is in seconds since 1970, tokens are those consumed since the start of the run, comm_bytes those that this
         rank sent in the step, seconds the host's by phase (`phases.py`).
         """
-        steps, seconds = self._interval.steps, self._interval.seconds
+        steps, seconds = self._interval, max(time.perf_counter() - self._began, 1e-9)  # a clock may be too coarse
         tokens = steps * self._work.tokens_per_step
         row: dict[str, Value] = {"step": done, "time": time.time(), "tokens": self._work.tokens(done), **numbers}
         row |= self._work.rates(steps, tokens, seconds, self._smoothed.add(steps, tokens, seconds))
@@ -91,9 +96,13 @@ class Recorder:
         if isinstance(before, dict):
             seconds = {phase: (before.get(phase) or 0.0) + more for phase, more in seconds.items()}
         self._sinks.row(validated({**row, "seconds": {**seconds}}, scores))
-        self._interval.restart()
+        self._restart()
 
     def close(self) -> None:
         """Write out what is left; safe to call twice."""
         self._profile.close()
         self._sinks.close()
+
+    def _restart(self) -> None:
+        """Begin a new interval now: the steps and training seconds since the last row."""
+        self._interval, self._began = 0, time.perf_counter()

@@ -73,10 +73,7 @@ class PassTimes:
     def plus(self, other: "PassTimes") -> "PassTimes":
         """Return the sum of two."""
         return PassTimes(
-            self.forward + other.forward,
-            self.input + other.input,
-            self.weight + other.weight,
-            self.again + other.again,
+            self.forward + other.forward, self.input + other.input, self.weight + other.weight, self.again + other.again
         )
 
 

@@ -57,13 +57,9 @@ def ranks_in_node(job: Job, axis: str, devices: int) -> int:
     if job.ranks <= devices:
         return axis_size(job, axis)
     across = job.tensor * job.data
-    strides = {
-        "tensor": 1,
-        "shard": job.tensor,
-        "data": job.tensor,
-        "replica": job.tensor * (job.secondary_ranks or job.shard),
-    }
-    stride = {**strides, "pipeline": across, "ends": across * (job.pipeline - 1), "world": 1}[axis]
+    strides = {"tensor": 1, "shard": job.tensor, "data": job.tensor, "pipeline": across, "world": 1}
+    strides |= {"replica": job.tensor * (job.secondary_ranks or job.shard), "ends": across * (job.pipeline - 1)}
+    stride = strides[axis]
     size, together = axis_size(job, axis), max(1, devices // stride)
     if together >= size and devices % (size * stride):
         return max(1, size // 2)
@@ -104,8 +100,6 @@ class Links:
 
     def message(self, size: float) -> float:
         """Return the seconds of a message to the next rank of the pipeline."""
-        if not size:
-            return 0.0
         return size / self.bandwidth("pipeline") + self._latency("pipeline")
 
     def _together(self, axis: str) -> int:

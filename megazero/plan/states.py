@@ -94,10 +94,7 @@ class UnitSize:
 
 @cache  # a search asks for equal parts thousands of times
 def units(
-    shape: Shape,
-    tensor: int,
-    parts: tuple[range, ...] | None = None,
-    alignment: int = ALIGNMENT,
+    shape: Shape, tensor: int, parts: tuple[range, ...] | None = None, alignment: int = ALIGNMENT
 ) -> Sequence[UnitSize]:
     """Return the units of some parts of the model's path (0 the embedding, the last the head), in forward order.
 

@@ -75,7 +75,8 @@ class System:
             again = 3 if job.sequence else 1
             result["tensor"]["block forward"] = forward * (2 * times) // (times + again)
         if self.splits_messages and not job.sequence and job.tensor > 1:
-            result |= {"pipeline": {what: _split(job, what, size) for what, size in result.get("pipeline", {}).items()}}
+            for what in result.get("pipeline", {}).keys() & {"activations", "gradients"}:  # scalars are not split
+                result["pipeline"][what] //= job.tensor
         return {axis: purposes for axis, purposes in result.items() if purposes}
 
 
@@ -91,8 +92,3 @@ def _scores(job: Job, rank: int) -> int:
         return each
     _, most = liveness(job, rank)
     return each * sum(most[stage] * job.blocks(parts) for stage, parts in job.layers.of_rank(rank).items())
-
-
-def _split(job: Job, purpose: str, size: int) -> int:
-    """Return the bytes of a pipeline message's part; scalars are not split."""
-    return size // job.tensor if purpose in ("activations", "gradients") else size

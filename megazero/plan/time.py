@@ -62,7 +62,8 @@ def step_time(job: Job, machine: Machine, system: System = OURS) -> StepTime:
     sums = _sums(job, links, compute, block, system)
     first, last = _blocks(job)
     busy, work = _busiest(job, compute, block, sums, first, last)
-    mean = _mean(job, compute, block, sums)
+    whole = block.plus(sums).times(job.shape.layers).plus(compute.head()).plus(compute.embedding())
+    mean = whole.times(1 / job.pipeline)  # over all pipeline ranks
     m = job.micro_batches
     bubble = waits(job, mean)
     share = Share(job, first, True, job.pipeline == 1)
@@ -174,12 +175,6 @@ def _busiest(
     busy, count = (end, last) if at_end else (begin, first)
     waits = sums.times(count)
     return busy, busy.forward + busy.backward - busy.again - waits.forward - waits.input
-
-
-def _mean(job: Job, compute: Compute, block: PassTimes, sums: PassTimes) -> PassTimes:
-    """Return the times of one micro-batch on a pipeline rank, the mean over all ranks."""
-    whole = block.plus(sums).times(job.shape.layers).plus(compute.head()).plus(compute.embedding())
-    return whole.times(1 / job.pipeline)
 
 
 def _data(

@@ -16,6 +16,7 @@ from megazero.base.errors import FailedElsewhere, UserError
 from megazero.builders.assemble import DTYPES, Built, build, feeds_of, precision_of
 from megazero.builders.pipeline import model_shape
 from megazero.builders.upload import Upload
+from megazero.checkpoint.manifest import Manifest
 from megazero.checkpoint.save import ShardState
 from megazero.comm.grid import Axis
 from megazero.comm.home import PagedHome
@@ -44,7 +45,7 @@ from megazero.optim.learning_rate import LearningRate
 from megazero.plan.hardware import peak_flops
 from megazero.plan.layers import flops_per_token
 from megazero.run.attention import repeat_bits, settle_attention
-from megazero.run.checkpointing import CheckpointMetadata, about_run, checkpoints_of, holdings_of
+from megazero.run.checkpointing import about_run, checkpoints_of, holdings_of
 from megazero.run.data import RunData, open_data, refuse_overlap, refuse_repeats
 from megazero.run.disks import open_disks
 from megazero.run.ledger_file import write_ledger
@@ -64,7 +65,7 @@ class Ready(NamedTuple):
     """A trainer, what checkpoints say of it, tensors to fill from one, the device's kernels, its plan, disks, data."""
 
     trainer: Trainer
-    about: CheckpointMetadata
+    about: Manifest
     holdings: list[ShardState]
     ops: Operations
     planned: Planned

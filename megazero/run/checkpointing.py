@@ -8,11 +8,7 @@ import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from collections.abc import Callable
 
 from megazero.base.errors import UserError
 from megazero.base.files import flush_file
@@ -22,12 +18,9 @@ from megazero.checkpoint.pieces import ShardState, holding_of
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.retention import retire
 from megazero.checkpoint.save import Checkpoints
-from megazero.checkpoint.shard import BLOCK, NAMES
+from megazero.checkpoint.shard import BLOCK, DTYPES, NAMES
 from megazero.checkpoint.store import Store
-from megazero.comm.grid import Grid
-from megazero.config.changes import in_json
-from megazero.config.flat import flatten
-from megazero.config.schema import Config
+from megazero.config.flat import plain
 from megazero.config.stages import Course
 from megazero.model.parameter import whole_shapes
 from megazero.observe.sinks import warn
@@ -44,75 +37,44 @@ def holdings_of(built: Built, *, saves: bool) -> list[ShardState]:
     return [holding_of(unit, state[unit], numel, saves=saves) for unit in units]
 
 
-@dataclass(frozen=True)
-class CheckpointMetadata:
-    """The part of the manifest that is the same in every checkpoint of a run.
-
-    Attributes:
-        id: of the run.
-        shapes: the whole shape of every parameter.
-        dtype: the type of the optimizer's parameters and state.
-        kinds: of values: the weight, and the optimizer's state.
-        data: the digest of what the run reads.
-        tokenizer: the digest of the tokenizer's file; None for no tokenizer.
-        history: of the options that were changed when the run went on (`run/history.py`).
-    """
-
-    id: str
-    config: Config
-    grid: Grid
-    shapes: Mapping[str, list[int]]
-    dtype: torch.dtype
-    kinds: tuple[str, ...]
-    data: str
-    tokenizer: str | None
-    history: list[dict[str, Any]] = field(default_factory=list)
-
-    def manifest(self, step: int, progress: Progress, parts: Sequence[WrittenShard]) -> Manifest:
-        """Return the whole manifest of a step, of what all ranks have written."""
-        config, grid = self.config, self.grid
-        assert config.zero.stage is not None, "a resolved config"
-        sizes = {name: grid[name].size for name in ("tensor", "pipeline", "data")}
-        return Manifest(
-            format=FORMAT,
-            run=self.id,
-            step=step,
-            grid={**sizes, "stage": config.zero.stage},
-            dtype=NAMES[self.dtype],
-            kinds=list(self.kinds),
-            tensors=with_pieces({name: Logical(shape=s, pieces=[]) for name, s in self.shapes.items()}, parts),
-            block=BLOCK,
-            files=[part.shard for part in parts],
-            progress=progress,
-            random={"seed": config.run.seed, "of": "seed, step, sample, layer, site and position; no state"},
-            identity={"data": self.data, "tokenizer": self.tokenizer},
-            config=plain(config),
-            software=SOFTWARE,
-            history=self.history,
-        )
-
-
-def about_run(run: Run, start: Start, built: Built, data: str, tokenizer: str | None) -> CheckpointMetadata:
-    """Return what every manifest of this run says alike.
+def about_run(run: Run, start: Start, built: Built, data: str, tokenizer: str | None) -> Manifest:
+    """Return what every manifest of this run says alike, as a manifest of no step.
 
     Args:
         data, tokenizer: digests of what the run reads; None for no tokenizer.
     """
-    dtype, kinds = built.engine.units[0].masters.dtype, (WEIGHT, *built.engine.optimizer.STATE)
-    history = list(start.history)
+    config, history = run.config, list(start.history)
     if start.data not in (None, data):  # others than before the start, which `--allow-change` lets be
         history.append({"step": start.at, "key": "data", "from": start.data, "to": data})
-    shapes = whole_shapes(built.model)
-    return CheckpointMetadata(start.run, run.config, run.grid, shapes, dtype, kinds, data, tokenizer, history)
+    assert config.zero.stage is not None, "a resolved config"
+    sizes = {name: run.grid[name].size for name in ("tensor", "pipeline", "data")}
+    return Manifest(
+        format=FORMAT,
+        run=start.run,
+        step=0,
+        grid={**sizes, "stage": config.zero.stage},
+        dtype=NAMES[built.engine.units[0].masters.dtype],
+        kinds=[WEIGHT, *built.engine.optimizer.STATE],
+        tensors={name: Logical(shape=shape, pieces=[]) for name, shape in whole_shapes(built.model).items()},
+        block=BLOCK,
+        files=[],
+        progress=None,
+        random={"seed": config.run.seed, "of": "seed, step, sample, layer, site and position; no state"},
+        identity={"data": data, "tokenizer": tokenizer},
+        config=plain(config),
+        software=SOFTWARE,
+        history=history,
+    )
 
 
-def checkpoints_of(run: Run, start: Start, built: Built, about: CheckpointMetadata) -> Checkpoints:
+def checkpoints_of(run: Run, start: Start, built: Built, about: Manifest) -> Checkpoints:
     """Return what saves this rank's part of the run; rank 0 commits."""
     store = Store(run.folder.checkpoints, start.word)
     options, log = run.config.checkpoint, logging.getLogger("megazero")
 
     def conclude(step: int, progress: Progress, parts: list[WrittenShard]) -> None:
-        manifest = about.manifest(step, progress, parts)
+        written = {"tensors": with_pieces(about.tensors, parts), "files": [part.shard for part in parts]}
+        manifest = about.model_copy(update={"step": step, "progress": progress, **written})
         _require_ours(run, step)
         with contextlib.suppress(OSError):
             flush_file(run.folder.metrics)  # after a power cut too, the rows before a step are there if the step is
@@ -152,7 +114,7 @@ def _require_ours(run: Run, step: int) -> None:
         raise UserError(421, loss, do, where=path, step=step)
 
 
-def check_space(run: Run, about: CheckpointMetadata) -> None:
+def check_space(run: Run, about: Manifest) -> None:
     """Refuse a run whose checkpoints would not fit: it would find out when it has something to lose.
 
     Raises:
@@ -160,7 +122,7 @@ def check_space(run: Run, about: CheckpointMetadata) -> None:
         OSError: the disk does not answer.
     """
     elements = sum(math.prod(shape) for shape in about.shapes.values())
-    one = elements * len(about.kinds) * about.dtype.itemsize
+    one = elements * len(about.kinds) * DTYPES[about.dtype].itemsize
     folder, several = run.folder.checkpoints, run.config.checkpoint.every is not None
     several = several or len(Course(run.config, about.history).parts) > 1
     needed = one * (2 if several else 1)
@@ -168,8 +130,3 @@ def check_space(run: Run, about: CheckpointMetadata) -> None:
         what = f"expected room for {needed / 1e9:.3g} GB of checkpoints ({one / 1e9:.3g} GB each)"
         what += f", got {free / 1e9:.3g} GB"
         raise UserError(403, what, "free space there, or give another run.dir", where=folder)
-
-
-def plain(config: Config) -> dict[str, Any]:
-    """Return the config flat, in JSON's types."""
-    return {key: in_json(value) for key, value in flatten(config).items()}

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megazero.checkpoint.manifest import Manifest
-from megazero.config.changes import in_json, is_permitted, row_of
-from megazero.config.flat import flatten
+from megazero.config.changes import is_permitted, row_of
+from megazero.config.flat import plain
 from megazero.config.schema import Config
 
 # Options of which other values have other samples, or the same ones in another order.
@@ -42,8 +42,8 @@ def changes_of(manifest: Manifest, config: Config, allowed: Sequence[str] | None
         allowed: options and sections; None: all.
     """
     theirs = saved_options(manifest)
-    for key, value in flatten(config).items():
-        before, after = in_json(theirs.get(key)), in_json(value)
+    for key, after in plain(config).items():
+        before = theirs.get(key)
         may = not row_of(key).on_resume if allowed is None else is_permitted(key, allowed)
         if key == "model.seq_len" and config.model.position == "learned":
             may = False
@@ -52,8 +52,8 @@ def changes_of(manifest: Manifest, config: Config, allowed: Sequence[str] | None
 
 
 def saved_options(manifest: Manifest) -> dict[str, Any]:
-    """Return the flat config with which a step was saved; an option that is younger than the step has its default."""
-    return flatten(Config()) | manifest.config
+    """Return the flat config with which a step was saved, of the options of today; younger ones have their defaults."""
+    return {key: manifest.config.get(key, default) for key, default in plain(Config()).items()}
 
 
 def changed_since(found: Manifest | None, history: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:

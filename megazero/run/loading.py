@@ -22,15 +22,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megazero.base.errors import UserError
 from megazero.checkpoint.manifest import Manifest
-from megazero.checkpoint.shard import DTYPES, NAMES
 from megazero.config.changes import FREE, row_of
-from megazero.config.schema import Config
 from megazero.config.stages import Course
-from megazero.run.checkpointing import CheckpointMetadata, plain
 from megazero.run.history import changed_since, differences, held_out, saved_options
 from megazero.run.resume import Start
 from megazero.train.trainer import Trainer
@@ -47,59 +42,59 @@ def taken(manifest: Manifest, load: str) -> str:
     return "weights" if manifest.progress is None else load
 
 
-def check_same(manifest: Manifest, about: CheckpointMetadata, where: Path, load: str = "all") -> None:
+def check_same(found: Manifest, ours: Manifest, course: Course, where: Path, load: str = "all") -> None:
     """Refuse a checkpoint of another model, or what is to be taken of it, of other data or another optimizer.
+
+    Args:
+        ours: what every manifest of this run says alike (`about_run`).
+        course: of this run.
 
     Raises:
         UserError: 412, with what differs, the checkpoint's value first.
     """
-    if manifest.progress is None and load == "optimizer":
+    if found.progress is None and load == "optimizer":
         raise UserError(412, "holds weights alone, no moments", "give checkpoint.load=weights", where=where)
-    load = taken(manifest, load)
-    if load != "weights" and manifest.kinds != list(about.kinds):
-        what = f"expected the state {list(about.kinds)} of this optimizer, got {manifest.kinds}"
+    load = taken(found, load)
+    if load != "weights" and found.kinds != ours.kinds:
+        what = f"expected the state {ours.kinds} of this optimizer, got {found.kinds}"
         raise UserError(412, what, "give checkpoint.load=weights", where=where)
-    other = _others(manifest, about, load)
-    grows = new_rows(manifest, about.config) > 0
-    grown, do = (
-        grows and load == "weights",
-        f"resume with the config it was made with{_permission(other, about.config)}",
-    )
-    if grown:
+    other = _others(found, ours, load)
+    grows = new_rows(found, ours) > 0
+    if grown := grows and load == "weights":
         del other["model.vocab"]
-    if not other and (name := manifest.other_shape(_with_rows_of(manifest, about) if grown else about.shapes)):
-        other = {name: (manifest.shapes.get(name), about.shapes.get(name))}
-    if not other and not _fits(manifest.dtype, about.dtype, load):
-        other = {"dtype": (manifest.dtype, NAMES[about.dtype])}
+    what, do = "is not of this model", "load it with the model it was made with"
+    if load == "all":
+        what, do = "is not of this run", f"resume with the config it was made with{_permission(other, ours.config)}"
+    if not other and (name := found.other_shape(_with_rows_of(found, ours) if grown else ours.shapes)):
+        other = {name: (found.shapes.get(name), ours.shapes.get(name))}
+    widened = load != "all" and (found.dtype, ours.dtype) == ("F32", "F64")  # without rounding
+    if not other and found.dtype != ours.dtype and not widened:
+        other = {"dtype": (found.dtype, ours.dtype)}
     if other:
-        what = "is not of this run" if load == "all" else "is not of this model"
-        do = do if load == "all" else "load it with the model it was made with"
         do += ", or begin a run with checkpoint.load=weights, where a vocabulary may grow" if grows != grown else ""
         raise UserError(412, f"{what} (its -> this): {_some(other)}", do, where=where)
-    consumed = Course(about.config, about.history).samples(manifest.step)
-    if load == "all" and manifest.progress is not None and manifest.progress.next_sample != consumed:
-        what = f"has consumed {manifest.progress.next_sample:,} samples, with these options it would be {consumed:,}"
+    consumed = course.samples(found.step)
+    if load == "all" and found.progress is not None and found.progress.next_sample != consumed:
+        what = f"has consumed {found.progress.next_sample:,} samples, with these options it would be {consumed:,}"
         raise UserError(412, what, "resume with the config it was made with", where=where)
 
 
-def _others(manifest: Manifest, about: CheckpointMetadata, load: str) -> dict[str, tuple[Any, Any]]:
+def _others(found: Manifest, ours: Manifest, load: str) -> dict[str, tuple[Any, Any]]:
     """Return what is another than in a checkpoint and must not be, by its place: (its value, this run's)."""
-    theirs, ours = saved_options(manifest), plain(about.config)
-    changed = {change["key"] for change in changed_since(manifest, about.history)}
-    found = differences({key: theirs.get(key) for key in ours}, ours)
-    found = {place: pair for place, pair in found.items() if _option_of(place) not in changed}
-    other = {place: pair for place, pair in found.items() if _must_stay(place, load, about.config)}
+    changed = {change["key"] for change in changed_since(found, ours.history)}
+    options = differences(saved_options(found), ours.config)
+    options = {place: pair for place, pair in options.items() if _option_of(place) not in changed}
+    other = {place: pair for place, pair in options.items() if _must_stay(place, load, ours.config)}
     if load == "all":
-        digests = {"data": about.data, "tokenizer": about.tokenizer}
-        identity = {key: (manifest.identity.get(key), own) for key, own in digests.items()}
-        other |= {key: pair for key, pair in identity.items() if pair[0] != pair[1] and key not in changed}
-        if "data" in other and (mix := {place: pair for place, pair in found.items() if _mixes(place, pair)}):
+        identity = differences(found.identity, ours.identity)
+        other |= {key: pair for key, pair in identity.items() if key not in changed}
+        if "data" in other and (mix := {place: pair for place, pair in options.items() if _mixes(place, pair)}):
             del other["data"]
             other |= mix
     return other
 
 
-def _must_stay(place: str, load: str, config: Config) -> bool:
+def _must_stay(place: str, load: str, config: Mapping[str, Any]) -> bool:
     """Return whether an option must be as in the checkpoint; what is trained on is a matter of the data's digest."""
     if load != "all":  # moments are means of squares by betas
         betas = load == "optimizer" and place == "optimizer.betas"
@@ -121,31 +116,31 @@ def _option_of(place: str) -> str:
     return place.partition("[")[0]
 
 
-def _permission(places: Iterable[str], config: Config) -> str:
-    """Return how the options of some places may be others, in words; "" where one may not."""
-    keys = set(map(_option_of, places)) - {"data"}
-    fixed = {"tokenizer"} | ({"model.seq_len"} if config.model.position == "learned" else set())
-    if keys & fixed or any(row_of(key).on_resume for key in keys):
+def _permission(places: Iterable[str], config: Mapping[str, Any]) -> str:
+    """Return how the options of some places may be others, in words; "" where one may not, or there are none."""
+    options = set(map(_option_of, places))
+    keys, fixed = options - {"data"}, {"tokenizer"}
+    fixed |= {"model.seq_len"} if config["model.position"] == "learned" else set()
+    if not options or keys & fixed or any(row_of(key).on_resume for key in keys):
         return ""
     return f", or take it by --allow-change {','.join(sorted(keys or {'data'}))}"
 
 
-def new_rows(manifest: Manifest, config: Config) -> int:
+def new_rows(found: Manifest, ours: Manifest) -> int:
     """Return the rows of a vocabulary that a checkpoint lacks: tokens that it knows none of."""
-    known = manifest.config.get("model.vocab")
-    return config.model.vocab - known if type(known) is int else 0
+    known = found.config.get("model.vocab")
+    return ours.config["model.vocab"] - known if type(known) is int else 0
 
 
-def _with_rows_of(manifest: Manifest, about: CheckpointMetadata) -> dict[str, list[int]]:
+def _with_rows_of(found: Manifest, ours: Manifest) -> dict[str, list[int]]:
     """Return the shapes of this model with the rows of a checkpoint's vocabulary."""
-    ours = about.config.model.vocab
-    theirs = ours - new_rows(manifest, about.config)
+    more, fewer = ours.config["model.vocab"], found.config["model.vocab"]
 
     def shape(name: str, own: list[int]) -> list[int]:
-        grown = own[:1] == [ours] and manifest.shapes.get(name, [])[:1] == [theirs]
-        return [theirs, *own[1:]] if grown else own
+        grown = own[:1] == [more] and found.shapes.get(name, [])[:1] == [fewer]
+        return [fewer, *own[1:]] if grown else own
 
-    return {name: shape(name, own) for name, own in about.shapes.items()}
+    return {name: shape(name, own) for name, own in ours.shapes.items()}
 
 
 def begin(trainer: Trainer, found: Manifest, start: Start, owed: Mapping[str, Any] | None) -> None:
@@ -163,44 +158,37 @@ def begin(trainer: Trainer, found: Manifest, start: Start, owed: Mapping[str, An
         trainer.begin(age)
 
 
-def described(found: Manifest, start: Start, about: CheckpointMetadata) -> str:
+def described(found: Manifest, start: Start, ours: Manifest) -> str:
     """Return what the run's first line says of where it begins."""
     path, load = start.store.path(found.step), taken(found, start.load)
     if load == "optimizer":
         return f", beginning with weights and moments of {path}"
     if load == "weights":
-        rows = new_rows(found, about.config)
+        rows = new_rows(found, ours)
         fresh = f" and initial values in {rows:,} new rows of the vocabulary" if rows else ""
         return f", beginning with the weights of {path}{fresh}"
-    said = "" if found.progress is None else changes(found, about.config)
+    said = "" if found.progress is None else changes(found, ours.config)
     return f", going on from {path}" + (f" with {said}" if said else "")
 
 
-def doubt(found: Manifest, start: Start, about: CheckpointMetadata) -> str | None:
+def doubt(found: Manifest, start: Start, ours: Manifest) -> str | None:
     """Return a warning where weights are taken whose tokens meant something else; None: there is no sign of it."""
-    theirs, ours = found.identity.get("tokenizer"), about.tokenizer
-    if taken(found, start.load) == "all" or None in (theirs, ours) or theirs == ours:
+    digests = found.identity.get("tokenizer"), ours.identity["tokenizer"]
+    if taken(found, start.load) == "all" or None in digests or digests[0] == digests[1]:
         return None
     return f"{start.store.path(found.step)}: its tokenizer is another than data.tokenizer: the same ids mean other text"
 
 
-def changes(manifest: Manifest, config: Config) -> str:
+def changes(found: Manifest, config: Mapping[str, Any]) -> str:
     """Return what is allowed to be another than when the checkpoint was written, and is; "" for nothing."""
-    unused = () if config.schedule.decay == "wsd" else ("schedule.cooldown",)
-    found = differences(saved_options(manifest), plain(config))
-    said = [key for key in found if any(fnmatch(key, name) for name in _SAID) and key not in unused]
-    return _some({key: found[key] for key in said})
+    unused = () if config["schedule.decay"] == "wsd" else ("schedule.cooldown",)
+    said = differences(saved_options(found), config).items()
+    return _some({k: v for k, v in said if any(fnmatch(k, name) for name in _SAID) and k not in unused})
 
 
-def _free(config: Config) -> set[str]:
+def _free(config: Mapping[str, Any]) -> set[str]:
     """Return the options of a model that its weights do not depend on."""
-    return {"model.dropout"} | ({"model.seq_len"} if config.model.position == "rotary" else set())
-
-
-def _fits(theirs: str, ours: torch.dtype, load: str) -> bool:
-    """Return whether values are loaded without rounding; a run that goes on has the same dtype."""
-    found = DTYPES[theirs]
-    return found == ours or (load != "all" and (found, ours) == (torch.float32, torch.float64))
+    return {"model.dropout"} | ({"model.seq_len"} if config["model.position"] == "rotary" else set())
 
 
 def _some(found: Mapping[str, tuple[Any, Any]]) -> str:

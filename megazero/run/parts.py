@@ -144,8 +144,8 @@ def _loaded(run: Run, start: Start, ready: Ready) -> Manifest | None:
     kernels = dict.fromkeys((ready.ops.name, ready.trainer.engine.ops.name))  # the device's, and the update's
     names = run.gather(" and ".join(kernels))
     run.agree(lambda: check_kernels(names))
-    about = ready.about
-    return load(run, start, ready.holdings, lambda manifest, where: check_same(manifest, about, where, start.load))
+    about, course = ready.about, Course(run.config, ready.about.history)
+    return load(run, start, ready.holdings, lambda found, where: check_same(found, about, course, where, start.load))
 
 
 def _announce(run: Run, start: Start, part: Part, ready: Ready, found: Manifest | None) -> dict[str, Any] | None:

@@ -163,12 +163,12 @@ def owed_row(metrics: Path, found: Manifest | None, *, own: bool, validates: boo
     step, progress = (found.step, found.progress) if found and own else (0, None)
     row = progress.row if progress else None
     try:
-        last = drop_rows_after(metrics, step, warn)
+        last = drop_rows_after(metrics, step)
         if row is None or last is None or last["step"] != step:
             return row
         if not validates or valid_losses(last):
             return None
-        drop_rows_after(metrics, step - 1, warn)
+        drop_rows_after(metrics, step - 1)
         return row
     except ValueError as error:
         do = "repair or remove the line, or the file"

@@ -8,7 +8,6 @@ from megazero.base.command_line import at_least
 from megazero.base.doing import ACTIVITIES, doing
 from megazero.base.errors import UserError
 from megazero.base.stop_signals import handle, restore
-from megazero.base.terminal import width
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 def _compare(config: Any, options: argparse.Namespace) -> int:
     from megazero.tools.certify.certify import certify
     from megazero.tools.certify.layouts import layouts_of, pairs_missed, sample_of, with_one_process
-    from megazero.tools.certify.report import as_json, narrow_table, table
+    from megazero.tools.certify.report import as_json, table
 
     with doing("choosing layouts"):
         allowed = layouts_of(config, options.max_ranks)
@@ -59,8 +58,8 @@ def _compare(config: Any, options: argparse.Namespace) -> int:
     for row in certify(config, compared, options.steps):
         rows.append(row)
         tell(f"{len(rows)}/{len(compared)} {row.layout}: {row.fault or row.summary}")
-    shape, told = table if width() is None else narrow_table, (rows, config, options.steps)
-    show(as_json(*told), shape(*told), as_json=options.json)
+    told = rows, config, options.steps
+    show(as_json(*told), table(*told), as_json=options.json)
     return 1 if any(row.fault for row in rows) else 0
 
 

@@ -1,11 +1,10 @@
-"""Find which text a step of a run saw, and in which steps a document was seen: both by the functions that chose it.
+"""Find which text a step of a run saw, by the functions that chose it.
 
-Nothing of it is recorded while a run trains. A step's samples name windows, and windows documents; the way back asks
-every sample so far for its window. Both read the run's config.yaml and the token files that it names.
+Nothing of it is recorded while a run trains. A step's samples name windows, and windows documents. It reads the run's
+config.yaml and the token files that it names.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,10 @@ from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.config.schema import Config
 from megazero.config.stages import Course
-from megazero.data.joined import JoinedDataset
 from megazero.data.mixture import Source
 from megazero.data.sampler import index_of
-from megazero.data.token_dataset import TokenDataset
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
-from megazero.observe.jsonl import read_rows
-from megazero.run.data import RunData, open_data, sources_of
+from megazero.run.data import open_data
 from megazero.run.folder import RunFolder
 from megazero.run.history import changes_of
 from megazero.run.resume import manifests
@@ -61,69 +57,14 @@ def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, 
     return [
         {"sample": sample} | part
         for sample, source, window in zip(samples.tolist(), chosen, windows, strict=True)
-        for part in _parts(source, window, tokenizer=tokenizer)
+        for part in _parts(source, window, tokenizer)
     ]
 
 
-def steps_of(folder: RunFolder, document: int, name: str | None, shard: str | None = None) -> list[dict[str, Any]]:
-    """Return in which of the steps done so far a document was read, by step.
-
-    Each is {step, sample, source, shard, document, offset, tokens}: which part of it was in that sample.
-
-    Args:
-        document: its number in the token files.
-        name: of the source; may be None where there is one.
-        shard: that holds it, where the source is a folder.
-
-    Raises:
-        UserError: 113, no run is there; 100, no such source or document; 122, the document is not trained on.
-    """
-    folder.require_run()
-    config = load(str(folder.config))
-    done, eras, found = _done(folder), _course(folder, config).eras(), list[dict[str, Any]]()
-    known = [course for _, course in eras if name in [source.name for source in sources_of(course)]]
-    newest = open_data((course := known[-1] if name is not None and known else eras[-1][1]).config, course)
-    stream = newest.mixture.sources[_source(newest, name)].windows.stream
-    document = _numbered(stream.dataset, document, shard)
-    if stream.span(document) is None:
-        what = f"document {document} is not trained on: it is empty, or held out by data.valid"
-        raise UserError(122, what, where=stream.dataset.prefix)
-    ends = [*(first for first, _ in eras[1:]), done]
-    for (first, course), end in zip(eras, ends, strict=True):
-        places = _places(course, name, stream.dataset.prefix) if first < end else []
-        data = newest if course is newest.course or not places else open_data(course.config, course)
-        for place in places:
-            found += _sights(data, document, place, course.samples(first), course.samples(min(end, done)))
-    return sorted(found, key=lambda each: (each["sample"], each["offset"]))
-
-
-def _sights(data: RunData, document: int, source: int, first: int, end: int) -> Iterator[dict[str, Any]]:
-    """Yield each part of a document that samples `first` to `end` have read.
-
-    Args:
-        source: its place.
-    """
-    for mixture in data.mixtures.values():
-        chosen = mixture.sources[source]
-        span = chosen.windows.stream.span(document)
-        assert span is not None, "the document is trained on"
-        for sample, window in mixture.samples_of(source, chosen.windows.windows_of(*span), first, end):
-            for part in _parts(chosen, window, document):
-                yield {"step": data.course.step_of(sample), "sample": sample} | part
-
-
-def _parts(
-    source: Source, window: int, only: int | None = None, *, tokenizer: Tokenizer | None = None
-) -> Iterator[dict[str, Any]]:
-    """Yield the documents of a window's input, {source, shard, document, offset, tokens}, with `text` by a tokenizer.
-
-    Args:
-        only: this document; None: all.
-    """
+def _parts(source: Source, window: int, tokenizer: Tokenizer | None) -> Iterator[dict[str, Any]]:
+    """Yield the documents of a window's input, with `text` where there is a tokenizer."""
     stream, dataset = source.windows.stream, source.windows.stream.dataset
     for document, offset, tokens in (part for span in source.windows.spans(window) for part in stream.parts(*span)):
-        if only not in (None, document):
-            continue
         shard, number = dataset.shard_of(document)
         found: dict[str, Any] = {"source": source.name, "shard": None if shard is dataset else shard.prefix.name}
         found |= {"document": number, "offset": offset, "tokens": tokens}
@@ -145,30 +86,8 @@ def _course(folder: RunFolder, config: Config) -> Course:
     return Course(config, [*manifest.history, *changes_of(manifest, config, None)])
 
 
-def _numbered(dataset: TokenDataset, document: int, shard: str | None) -> int:
-    """Return the number of a document among those of its source. Raises UserError 100: no such shard or document."""
-    joined = isinstance(dataset, JoinedDataset)
-    if joined != (shard is not None):
-        what = f"has {len(dataset.names):,} shards, --shard is missing" if joined else "is no folder, leave --shard out"
-        raise UserError(100, f"{dataset.prefix} {what}", where="data")
-    number = dataset.document_of(shard, document) if joined and shard is not None else document
-    if number is None or number >= dataset.num_documents:
-        what = f"--document {document}: {dataset.prefix} has {dataset.num_documents:,} documents, "
-        raise UserError(100, f"{what}or no such shard", where="data")
-    return number
-
-
-def _places(course: Course, name: str | None, files: Path) -> list[int]:
-    """Return the places of the sources that are these files: the one of that name, or all where that is not one."""
-    sources = sources_of(course)
-    same = [place for place, source in enumerate(sources) if Path(source.path).resolve() == files.resolve()]
-    return [place for place in same if sources[place].name == name] or same
-
-
 def as_text(found: list[dict[str, Any]]) -> str:
     """Return what was found as a table, texts by their beginning; names only where there are some."""
-    if not found:
-        return "in no step so far"
     heads = tuple(head for head in found[0] if head != "text" and any(each[head] is not None for each in found))
     lines = in_columns([heads, *(tuple(_shown(each[head]) for head in heads) for each in found)])
     texts = ["", *(_shown(each.get("text", "")) for each in found)]
@@ -194,20 +113,3 @@ def _of_rank(folder: RunFolder, config: Config, rank: int) -> list[int]:
     data_rank, micro_batches = rank // grid["tensor"] % grid["data"], batch.global_ // (batch.rows * grid["data"])
     rows = range(batch.rows)
     return [index_of(data_rank, m, row, grid["data"], batch.rows) for m in range(micro_batches) for row in rows]
-
-
-def _source(data: RunData, name: str | None) -> int:
-    names = [source.name for source in data.mixture.sources]
-    if name is None and len(names) == 1:
-        return 0
-    if name not in names:
-        known = ", ".join(str(each) for each in names)
-        what = "--source is missing" if name is None else f"--source {name}: no such source"
-        raise UserError(100, f"{what}; expected one of {known}", where="data")
-    return names.index(name)
-
-
-def _done(folder: RunFolder) -> int:
-    """Return how many steps the run has logged or saved."""
-    rows = read_rows(folder.metrics) if folder.metrics.exists() else []
-    return max([0, *(row["step"] for row in rows[-1:]), *Store(folder.checkpoints).steps()[:1]])

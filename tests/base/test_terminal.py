@@ -13,7 +13,7 @@ import pytest
 from megazero.base import terminal
 from megazero.config.file import load
 from megazero.tools.certify.certify import Row
-from megazero.tools.certify.report import narrow_table
+from megazero.tools.certify.report import table
 from megazero.tools.doctor.doctor import Diagnosis, as_text
 from megazero.tools.doctor.finding import Finding
 from tests.layouts import job_on
@@ -76,7 +76,7 @@ def test_tables_of_certify_and_doctor_fit_too() -> None:
     measures = ("loss", "gradient norm", "first gradients", "weights", "first moment", "update", "size of updates")
     row = Row(layout=layout, bitwise=False, times={"loss": 0.5}, worst=dict.fromkeys(measures, 1.2e-13))
     fine = Row(layout=job_on(), bitwise=True, times={"loss": 0.0})
-    lines = narrow_table([row, fine], load("tiny", ["batch.micro=1"]), 4).splitlines()
+    lines = table([row, fine], load("tiny", ["batch.micro=1"]), 4).splitlines()
     assert max(map(len, lines)) <= COLUMNS and "1e-13" in lines[-3]
     found = Diagnosis({"machine": [Finding("load", "many words " * 20, "absent", "do " * 40)]}, "not measured")
     lines = terminal.fitted(as_text(found), COLUMNS).splitlines()

@@ -16,17 +16,13 @@ from megazero.checkpoint.save import ShardState
 from megazero.checkpoint.shard import DTYPES
 from megazero.checkpoint.store import Store
 from megazero.comm.grid import Grid
+from megazero.config.stages import Course
 from megazero.data.sampler import index_of, sample_id
 from megazero.extensions.homes import HOMES
 from megazero.launcher.signals import Signals
 from megazero.launcher.world import World
 from megazero.plan.job import Job
-from megazero.run.checkpointing import (
-    CheckpointMetadata,
-    about_run,
-    checkpoints_of,
-    holdings_of,
-)
+from megazero.run.checkpointing import about_run, checkpoints_of, holdings_of
 from megazero.run.folder import RunFolder
 from megazero.run.loading import check_same
 from megazero.run.lock import RunLock
@@ -51,8 +47,8 @@ class Saving:
             self.folder.create(lock, resume=True)
         run = Run(config, self.grid, CPU, self.folder, lock, Signals(), planner(World(0, 1, 0)), HOMES)
         start = Start("word", "run", str(self.folder.checkpoints))
-        self.about: CheckpointMetadata = about_run(run, start, rank.built, "some data", None)
-        self.lock = lock
+        self.about = about_run(run, start, rank.built, "some data", None)
+        self.lock, self.course = lock, Course(config)
         self.checkpoints = checkpoints_of(run, start, rank.built, self.about)
 
     def save(self, done: int) -> None:
@@ -114,7 +110,7 @@ def load_all(
             store,
             [step],
             holdings,
-            check=lambda manifest, where, about=saving.about: check_same(manifest, about, where),
+            check=lambda manifest, where, saving=saving: check_same(manifest, saving.about, saving.course, where),
             world=rank.grid["world"],
             device=CPU,
             damaged=lambda step, fault: None,

@@ -37,8 +37,7 @@ def test_parts_of_a_run() -> None:
 
     found = by_hand(config, 10, batch_of)
     assert [(course.samples(step), course.tokens(step)) for step in range(10)] == found
-    for step, (first, _) in enumerate(found):
-        assert [course.step_of(sample) for sample in (first, first + batch_of(step)[0] - 1)] == [step + 1] * 2
+    for step in range(10):
         assert course.part(step).first <= step < course.part(step).end
     assert [course.trained(done).name for done in (0, 2, 3, 6, 10)] == [rows[n][0] for n in (0, 0, 1, 1, 3)]
     assert course.parts[1].config.optimizer.betas == (0.8, 0.9)

@@ -49,7 +49,6 @@ def test_shards_are_one_data_set(folder: Path) -> None:
             assert dataset.read(start, stop).tolist() == list(range(1, 13))[start:stop]
     assert [dataset.locate(token) for token in (0, 5, 6, 11)] == [(0, 0), (2, 1), (3, 0), (4, 3)]
     assert dataset.shard_of(4) == (dataset.shards[1], 1) and dataset.shard_of(2) == (dataset.shards[0], 2)
-    assert [dataset.document_of(*each) for each in (("b", 1), ("b", 2), ("c", 0))] == [4, None, None]
     windows, _ = open_datasets(folder, None, 5, 100, False)
     assert [windows.read(k).tokens.tolist() for k in range(2)] == [[1, 2, 3, 4, 5, 6], [6, 7, 8, 9, 10, 11]]
 

@@ -57,15 +57,14 @@ def test_every_window_of_a_source_once_per_epoch(sources: list[tuple[int, int]],
 @given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(any), min_size=1, max_size=4), st.data())
 @settings(max_examples=10)
 def test_phases_go_on_where_a_source_was(weights: list[list[int]], data: st.DataObject):
-    """Shares are exact in each phase, no window comes twice in an epoch, and each sample is found again."""
+    """Shares are exact in each phase, and no window comes twice in an epoch."""
     sizes = [11, 17, 40]
     lengths = [data.draw(st.integers(1, 30)) for _ in weights]
     firsts = [sum(lengths[:number]) for number in range(len(weights))]
     sources = mixture(sizes, [1, 1, 1]).sources
     found = Mixture(sources, [Phase(first, tuple(each)) for first, each in zip(firsts, weights, strict=True)])
     total = firsts[-1] + 60
-    ids = np.arange(total)
-    of, windows = found.locate(ids)
+    of, windows = found.locate(np.arange(total))
     for first, end, each in zip(firsts, [*firsts[1:], total], weights, strict=True):
         for source, weight in enumerate(each):
             counts = np.cumsum(of[first:end] == source) * sum(each)
@@ -75,10 +74,6 @@ def test_phases_go_on_where_a_source_was(weights: list[list[int]], data: st.Data
         for start in range(0, len(own), size):
             epoch = own[start : start + size].tolist()
             assert len(set(epoch)) == len(epoch)
-    first, end = sorted(data.draw(st.lists(st.integers(0, total), min_size=2, max_size=2)))
-    for source, wanted in enumerate(([0, 3], [1], [])):
-        of_them = (of == source) & np.isin(windows, wanted) & (ids >= first) & (ids < end)
-        assert [*found.samples_of(source, wanted, first, end)] == [*zip(ids[of_them], windows[of_them], strict=True)]
     for end in (0, *firsts, total):
         assert found.counts(end).tolist() == np.bincount(of[:end], minlength=3).tolist()
 

@@ -5,12 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.base.errors import UserError
 from megazero.data.documents import TokenStream
 from megazero.data.packing import Packing
 from megazero.data.windows import WindowDataset
 from tests.chosen import Chosen
-from tests.data.conftest import Make
 from tests.data.test_loss_mask import write
 
 
@@ -86,28 +84,3 @@ def test_a_window_is_whole_documents_and_padding(tmp_path) -> None:
             assert not valid[at + length - 1]
             at += length
     assert sorted(seen) == [document for document in chosen if lengths[document] >= 2]
-
-
-def test_where_a_document_is(make_dataset: Make) -> None:
-    dataset = make_dataset([[k] * length for k, length in enumerate((5, 12, 1, 3, 8))])
-    windows = WindowDataset(TokenStream(dataset, Chosen(np.array([0, 1, 2, 4]))), 10, 100, True, pack=True)
-    for document in (0, 1, 4):
-        span = windows.stream.span(document)
-        assert span is not None
-        (window,) = windows.windows_of(*span)
-        parts = [part for each in windows.spans(window) for part in windows.stream.parts(*each)]
-        assert (document, 0, min(10, span[1] - span[0])) in parts
-    assert windows.windows_of(*windows.stream.span(2)) == []  # type: ignore[misc]
-
-
-def test_nothing_to_pack(make_dataset: Make) -> None:
-    dataset = make_dataset([[1], [2], [3]])
-    with pytest.raises(UserError, match=r"MZ-207 .*: expected a document of at least 2 tokens, got 3 in 3 documents"):
-        WindowDataset(TokenStream(dataset, Chosen(np.arange(3))), 8, 10, True, pack=True)
-
-
-def test_an_id_outside_the_vocabulary_is_named(make_dataset: Make) -> None:
-    dataset = make_dataset([[1, 2, 3], [4, 50, 6]])
-    windows = WindowDataset(TokenStream(dataset, Chosen(np.arange(2))), 8, 10, True, pack=True)
-    with pytest.raises(UserError, match=r"MZ-205 .*: token 1 of document 1 is 50, expected 0 <= id < 10"):
-        windows.read(0)

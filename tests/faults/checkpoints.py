@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 
-from megazero.checkpoint.manifest import FILE_NAME, read_manifest
+from megazero.checkpoint.manifest import FILE_NAME
 from megazero.checkpoint.store import Store
 from megazero.observe.jsonl import JsonlSink
 from megazero.optim.adamw import AdamW
@@ -278,26 +278,6 @@ def _(site: Site) -> list[str]:
 def _(site: Site) -> list[str]:
     site.step.rename(Store(site.run / "checkpoints").path(5))
     return site.resume()
-
-
-def _reseal(site: Site, **progress: object) -> list[str]:
-    """As somebody would who knows how to compute the digest."""
-    found = read_manifest(site.step)
-    assert found.progress is not None
-    changed = found.model_copy(update={"progress": found.progress.model_copy(update=progress)})
-    (site.step / FILE_NAME).write_bytes(changed.to_bytes())
-    return site.resume()
-
-
-@fault(
-    "a manifest with another progress and the right digest",
-    f"warning: MZ-410 {STEP}/{FILE_NAME}: contradicts itself: 1000000 updates and 0 skipped steps make no 4 steps; …; "
-    "going on from an older step",
-    SINCE,
-    0,
-)
-def _(site: Site) -> list[str]:
-    return _reseal(site, updates=1_000_000)
 
 
 @fault("a FIFO for a manifest", f"warning: MZ-410 {STEP}/{FILE_NAME}: …expected a regular file, got a FIFO…", SINCE, 0)

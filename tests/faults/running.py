@@ -9,8 +9,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from megazero.data.choice import Side
-from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.windows import WindowDataset
 from megazero.optim.adamw import AdamW
 from megazero.pipeline.stage import Stage
@@ -141,16 +139,6 @@ def _(site: Site) -> list[str]:
     path = site.run / "config.yaml"
     path.write_text(path.read_text().replace("hidden: 40", "hidden: 48"))
     return ["generate", "--run", str(site.run), "--prompt", "a"]
-
-
-@fault(
-    "when a document was seen that is not trained on",
-    "MZ-122 …train: document … is not trained on: it is empty, or held out by data.valid",
-    code=2,
-)
-def _(site: Site) -> list[str]:
-    held_out = Side(0.1, valid=True).numbers(0, IndexedDataset(site.data.train).num_documents)
-    return ["data", "--run", str(site.run), "--document", str(held_out[0])]
 
 
 @fault("an import of nothing", "MZ-414 …config.json: cannot be read: …; a folder of safetensors is needed")

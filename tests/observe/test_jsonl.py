@@ -68,15 +68,15 @@ def test_resume_cuts_later_rows_and_a_torn_tail(tmp_path):
     rows = [{"step": step, "loss": step / 3} for step in range(1, 8)]
     path.write_bytes(b"".join(encode(row) for row in rows) + b'{"step": 8, "lo')
     kept = b"".join(encode(row) for row in rows[:5])
-    drop_rows_after(path, 5, pytest.fail)
+    drop_rows_after(path, 5)
     assert path.read_bytes() == kept
-    drop_rows_after(path, 5, pytest.fail)
+    drop_rows_after(path, 5)
     assert path.read_bytes() == kept
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_resume_without_a_file_is_nothing(tmp_path):
-    drop_rows_after(tmp_path / "metrics.jsonl", 3, pytest.fail)
+    drop_rows_after(tmp_path / "metrics.jsonl", 3)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -84,7 +84,7 @@ def test_broken_line_in_the_middle_is_an_error_and_changes_nothing(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(ValueError, match="Unterminated"):
-        drop_rows_after(path, 1, pytest.fail)
+        drop_rows_after(path, 1)
     assert path.read_bytes() == b'{"step": 1}\n{"st\n{"step": 3}\n'
 
 
@@ -96,24 +96,11 @@ def test_failed_replacement_leaves_the_old_file_alone(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["folder"]
 
 
-def test_rows_of_a_job_that_was_held_up_are_left_out(tmp_path):
-    """It wrote one between those of the job that has taken the folder over; the later ones are the run's."""
-    path = tmp_path / "metrics.jsonl"
-    said = []
-    path.write_bytes(b"".join(encode({"step": step, "loss": loss}) for step, loss in STRAY))
-    assert drop_rows_after(path, 5, said.append) == {"step": 5, "loss": 0.5}
-    assert read_rows(path) == [{"step": step, "loss": step / 10} for step in range(1, 6)]
-    assert said == [f"{path}: 1 row of another job, between those of this run, left out"]
-
-
-STRAY = [(1, 0.1), (2, 0.2), (5, 9.9), (3, 0.3), (4, 0.4), (5, 0.5), (6, 0.6)]
-
-
 def test_what_is_beyond_the_step_is_not_read(tmp_path):
     """A power cut leaves zero bytes there; and what a held-up job has written there is dropped, whatever it is."""
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(encode({"step": step}) for step in (1, 2, 3, 1)) + b"\0" * 40 + b"\n")
-    assert drop_rows_after(path, 2, pytest.fail) == {"step": 2}
+    assert drop_rows_after(path, 2) == {"step": 2}
     assert read_rows(path) == [{"step": 1}, {"step": 2}]
 
 
@@ -125,14 +112,9 @@ def test_what_is_beyond_the_step_is_not_read(tmp_path):
         (b'{"step": true}', "expected a step, got True"),
         (b'{"step": 0}', "expected a step, got 0"),
         (b'{"step": 1e999}', "expected a step, got inf"),
-        (b'{"step": 3, "loss": 1e999}', "'loss' is no number: inf"),
-        (b'{"step": 3, "loss": "low"}', "'loss' is no number: 'low'"),
-        (b'{"step": 3, "loss": [1]}', "'loss' is no number"),
-        (b'{"step": 3, "loss": {"a": "b"}}', "'loss' is no number"),
         (b'{"step": 3, "loss": NaN}', "NaN is not a number of JSON"),
         (b'{"step": 3, "loss": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
         (b'{"step": ' + b"[" * 9000, "nested too deeply"),
-        (b'{"step": 3, "x": "' + b"y" * (64 << 10) + b'"}', "expected at most 65,536 bytes"),
         (b"\xff\xfe", "not JSON"),
         (b"", "not JSON"),
     ],
@@ -141,4 +123,4 @@ def test_a_line_that_is_no_row_is_named(tmp_path, line, what):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 4}\n')
     with pytest.raises(ValueError, match="line 2: .*" + re.escape(what)):
-        drop_rows_after(path, 9, pytest.fail)
+        drop_rows_after(path, 9)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megazero.comm.ledger import Ledger
-from megazero.observe.metrics import HALF_LIFE, Interval, Smoothed, Work, memory_peak_bytes, validated
+from megazero.observe.metrics import HALF_LIFE, Smoothed, Work, memory_peak_bytes, validated
 from megazero.observe.numbers import Value
 from megazero.observe.phases import PhaseSeconds
 from megazero.observe.profile import Profile
@@ -62,25 +62,6 @@ def test_rates_are_their_equations(steps, tokens, seconds, flops_per_token, num_
     assert found["tokens_per_second"] * seconds == pytest.approx(tokens)
     assert found["tflops_per_device"] * 1e12 * num_devices * seconds == pytest.approx(tokens * flops_per_token)
     assert found["mfu"] * 989 == pytest.approx(found["tflops_per_device"])
-
-
-def test_interval_leaves_out_what_is_not_training():
-    now = [0.0]
-    interval = Interval(lambda: now[0])
-    for seconds in (2.0, 4.0):
-        now[0] += seconds
-        interval.steps += 1
-    with interval.excluded():
-        now[0] += 100.0
-    assert (interval.steps, interval.seconds) == (2, 6.0)
-    interval.restart()
-    now[0] += 1.0
-    assert (interval.steps, interval.seconds) == (0, 1.0)
-
-
-def test_interval_of_a_coarse_clock_is_finite():
-    interval = Interval(lambda: 0.0)
-    assert interval.seconds > 0 and interval.seconds < 1
 
 
 def test_smoothed_speed_is_a_mean_by_length_that_forgets():

@@ -76,11 +76,6 @@ def test_sources_and_batch_that_change(tiny_data: TinyData, paths, run: Path, ca
         assert list(dict.fromkeys(piece["sample"] for piece in found)) == list(samples)
         names = [["first", "second", "third"][source] for source, _ in taken[samples.start : samples.stop]]
         assert [next(p["source"] for p in found if p["sample"] == sample) for sample in samples] == names
-        piece = found[0]
-        asked = ["--document", str(piece["document"]), "--source", piece["source"], "--json"]
-        assert main(["data", "--run", str(run), *asked]) == 0
-        sights = json.loads(capsys.readouterr().out)
-        assert {"step": step} | {key: piece[key] for key in piece if key != "text"} in sights
 
 
 def test_a_source_whose_files_are_gone(tiny_data: TinyData, paths, run: Path, tmp_path: Path) -> None:

@@ -163,9 +163,6 @@ def test_which_documents_a_step_saw(tuning: Tuning, alone: RunFolder, tmp_path: 
     found = json.loads(capsys.readouterr().out)
     expected = [document for each in documents_of(tuning, tmp_path, 1) for document in each]
     assert [part["document"] for part in found] == expected and all(part["offset"] == 0 for part in found)
-    document = expected[0]
-    assert main(["data", "--run", str(alone.path), "--document", str(document), "--json"]) == 0
-    assert 2 in [part["step"] for part in json.loads(capsys.readouterr().out)]
 
 
 def test_a_run_without_packing_is_another(tuning: Tuning, alone: RunFolder) -> None:

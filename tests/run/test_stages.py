@@ -135,7 +135,3 @@ def test_what_is_said_and_kept(tiny_data: TinyData, staged, tmp_path: Path, caps
     assert main(["data", "--run", str(folder), "--step", "7", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {part["source"] for part in found} <= {"second", "third"}
-    part = found[0]
-    arguments = ["--document", str(part["document"]), "--source", part["source"], "--json"]
-    assert main(["data", "--run", str(folder), *arguments]) == 0
-    assert {"step": 7} | {key: part[key] for key in part if key != "text"} in json.loads(capsys.readouterr().out)

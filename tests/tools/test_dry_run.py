@@ -23,9 +23,8 @@ from megazero.kernels.select import choose
 from megazero.observe.allocations import Allocations
 from megazero.plan.job import Job
 from megazero.tools.dry_run.dry_run import Simulated, simulate, two_steps
-from megazero.tools.dry_run.recording import RecordingLedger
 from megazero.tools.dry_run.report import as_planned
-from megazero.tools.dry_run.timeline import by_origin
+from megazero.tools.dry_run.timeline import RecordingLedger, by_origin
 from megazero.tools.training.launch import launch
 from megazero.zero.placement import Precision
 from tests.layouts import CPU, SHAPES, Wires, config_of, disks_of, ids, job_on, pairwise, rewired
@@ -81,7 +80,7 @@ def simulated(rank: int, layout: Job, wires: Wires, flavour: str, dtype: str) ->
         found = two_steps(config_of(layout, SHAPES[flavour], DTYPES[dtype]), grid, ops, host, "cpu")
     held = found.ledger.bytes_as_dict()
     activations = held.pop("activations")["peak"]
-    assert activations == found.steady.activations
+    assert activations == found.steady.timeline.peak
     check_plan(found)
     return {"bytes": held, "traffic": found.ledger.traffic_as_dict(), "activations": activations}
 
@@ -92,7 +91,7 @@ def check_plan(found: Simulated) -> None:
     An update's own working memory, which the formulas leave out, is the most only in models as small as these. Over
     sockets messages are kept until the step ends.
     """
-    most = max(as_planned(s.highest) for s in found.steady.timeline.stretches() if s.highest.place.action != "update")
+    most = max(as_planned(peak) for peak, _ in found.steady.timeline.stretches() if peak.place.action != "update")
     messages = sum(sent.bytes_sent for sent in found.steady.traffic.get("pipeline", {}).values())
     assert 0.97 * found.planned.peak <= most <= 1.03 * found.planned.peak + messages
     sent = {axis: {p: s.bytes_sent for p, s in of.items() if s.bytes_sent} for axis, of in found.steady.traffic.items()}
@@ -180,7 +179,7 @@ def test_many_micro_batches_need_what_the_formulas_say(options: tuple[str, ...])
     config = load("tiny", [*sizes, *options])
     for rank in (0, 7):
         found = simulate(config, rank, 8, "cuda")
-        moments = [s.highest for s in found.steady.timeline.stretches() if s.highest.place.action != "update"]
+        moments = [peak for peak, _ in found.steady.timeline.stretches() if peak.place.action != "update"]
         assert found.planned.peak == pytest.approx(max(map(as_planned, moments)), rel=0.03)
 
 
@@ -216,7 +215,7 @@ def test_what_repeats_is_counted_as_often(
         assert short.micro_batches == whole.micro_batches == whole.simulated
         assert short.simulated < whole.simulated or config.pipeline.schedule == "gpipe"
         for one, other in ((short.first, whole.first), (short.steady, whole.steady)):
-            assert (one.traffic, one.activations) == (other.traffic, other.activations)
+            assert (one.traffic, one.timeline.peak) == (other.traffic, other.timeline.peak)
             (peak, live), (whole_peak, whole_live) = one.timeline.peak_live(), other.timeline.peak_live()
             assert peak == whole_peak and sorted(by_origin(live)) == sorted(by_origin(whole_live))
         assert short.ledger.traffic == whole.ledger.traffic and short.ledger.bytes == whole.ledger.bytes
@@ -268,10 +267,8 @@ SMALL = ["--config", "tiny", "--gpus", "8", "--rank", "7", "model.layers=2", "mo
 SMALL += ["parallel.tensor=2", "parallel.pipeline=2", "memory.recompute=full", "precision.dtype=bf16", "batch.micro=1"]
 
 
-def test_what_the_verb_shows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    picture = tmp_path / "memory.svg"
-    found = by_the_verb(capsys, *SMALL, "--draw", picture)
-    assert picture.read_text(encoding="utf-8").count("<svg") == 1
+def test_what_the_verb_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    found = by_the_verb(capsys, *SMALL)
     assert found["axes"]["pipeline"] == {"rank": 1, "size": 2} and found["gpus"] == 8
     for step in (found["first"], found["steady"]):
         peak, timeline = step["peak"], step["timeline"]
@@ -279,8 +276,6 @@ def test_what_the_verb_shows(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         assert peak["action"].startswith("backward of micro-batch") and peak["operation"].startswith("aten.")
         assert {part["part"] for part in timeline} >= {"blocks.1", "head"}
         assert timeline[-1]["action"] == "update"
-        sent = sum(operation["bytes_sent"] * operation["times"] for operation in step["operations"])
-        assert sent == sum(sent["bytes_sent"] for purposes in step["traffic"].values() for sent in purposes.values())
     made = sum(origin["bytes"] for origin in found["steady"]["peak"]["made"])
     held = found["steady"]["peak"]["bytes"]
     assert made == held["activations working"] + held["activations kept"] == found["steady"]["activations"]
@@ -299,9 +294,8 @@ def test_commands_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(command.split()) == 0 and "activations" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong", [["--rank", "8"], ["--draw", "memory.gif"]])
-def test_what_cannot_be_simulated(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *SMALL, *wrong]) == 2
+def test_what_cannot_be_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *SMALL, "--rank", "8"]) == 2
     assert capsys.readouterr().err.startswith("MZ-100 simulate: ")
 
 

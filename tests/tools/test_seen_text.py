@@ -55,18 +55,6 @@ def test_a_step_is_what_the_loader_reads(run: RunFolder, tiny_data: TinyData, st
     assert asked(capsys, run, "--step", str(step), "--rank", "0") == found
 
 
-def test_the_way_back_finds_every_sight_of_a_document(run: RunFolder, capsys) -> None:
-    sights: dict[tuple[str, int], list[dict]] = {}
-    for step in range(1, 21):
-        for part in asked(capsys, run, "--step", str(step)):
-            del part["text"]
-            sights.setdefault((part["source"], part["document"]), []).append({"step": step} | part)
-    assert max(len({part["step"] for part in parts}) for parts in sights.values()) >= 4, "some were read again"
-    for (source, document), parts in list(sights.items())[::9]:
-        found = asked(capsys, run, "--document", str(document), "--source", source)
-        assert found == sorted(parts, key=lambda part: (part["sample"], part["offset"]))
-
-
 def test_text_for_people(run: RunFolder, capsys) -> None:
     capsys.readouterr()
     assert main(["data", "--run", str(run.path), "--step", "3"]) == 0
@@ -78,28 +66,13 @@ def test_text_for_people(run: RunFolder, capsys) -> None:
     ("words", "line"),
     [
         (["--step", "21"], "MZ-100 data: --step 21: the run has 20 steps"),
-        (["--step", "1", "--document", "1"], "MZ-100: argument --document: not allowed with argument --step"),
-        ([], "MZ-100: one of the arguments --step --document is required"),
         (["--step", "1", "--rank", "1"], "MZ-100 data: --rank 1: the run has 1 ranks"),
-        (["--step", "1", "--source", "first"], "MZ-100 data: --source goes with --document"),
-        (["--document", "1", "--rank", "0"], "MZ-100 data: --rank goes with --step"),
-        (["--document", "1"], "MZ-100 data: --source is missing; expected one of first, second, third"),
-        (["--document", "1", "--source", "x"], "MZ-100 data: --source x: no such source; expected one of first"),
-        (["--document", "9999", "--source", "first"], "MZ-100 data: --document 9999: "),
     ],
 )
 def test_refusals(run: RunFolder, words: list[str], line: str, capsys) -> None:
     assert main(["data", "--run", str(run.path), *words]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(line) and err.count("\n") == 1
-
-
-def test_held_out_documents_are_not_trained_on(run: RunFolder, capsys) -> None:
-    data = open_data(load(str(run.config)))
-    held_out = data.validation["second"].stream
-    document, _ = held_out.locate(0)
-    assert main(["data", "--run", str(run.path), "--document", str(document), "--source", "second"]) == 2
-    assert "MZ-122" in capsys.readouterr().err
 
 
 def test_no_run(tmp_path: Path, capsys) -> None:

@@ -30,7 +30,7 @@ from megazero.launcher.spawn import run_local
 from megazero.launcher.world import World
 from megazero.plan.job import Job
 from megazero.tools.certify.codes import codes_apart
-from megazero.tools.certify.comparison import Compared, compare_all
+from megazero.tools.certify.comparison import Compared, compare
 from megazero.tools.certify.layouts import alone_of, one_process
 from megazero.tools.certify.rank import Results, load_results, write_results
 from megazero.tools.certify.tolerances import Tolerance, tolerance_of
@@ -88,7 +88,7 @@ class Certificate:
         model, bits = self._config.model, (layout.parameter_bits, layout.gradient_bits)
         assert model.kv_heads is not None, "a resolved config"
         codes = codes_apart(ranks, *bits, feedback=layout.error_feedback) if any(bits) else ()
-        found = compare_all(ranks, expected, (model.heads, model.kv_heads), tolerance_for(self._config, layout), codes)
+        found = compare(ranks, expected, (model.heads, model.kv_heads), tolerance_for(self._config, layout), codes)
         return Row(layout=layout, **vars(found))
 
     def one_process(self, delayed: bool) -> Results:

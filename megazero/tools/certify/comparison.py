@@ -91,35 +91,25 @@ class Compared:
     times: Mapping[str, float] = field(default_factory=dict)
 
 
-def compare(ranks: Sequence[Results], alone: Results, heads: Heads, tolerance: Tolerance) -> Compared:
-    """Compare what all ranks computed with one process, whose every tensor is whole."""
-    computed = list(_computed(ranks, alone, heads, tolerance))
-    return _compared(computed, {}, _first_beyond(computed))
-
-
-def compare_all(
+def compare(
     ranks: Sequence[Results], alone: Results, heads: Heads, tolerance: Tolerance, codes: Iterable[Difference] = ()
 ) -> Compared:
-    """Compare all that a certificate compares.
+    """Compare all ranks with one process, whose every tensor is whole.
 
     Args:
         codes: the differences of what was sent as integers.
     """
-    computed = list(_computed(ranks, alone, heads, tolerance))
+    found = list(_computed(ranks, alone, heads, tolerance))
     exact = {"samples": wrong_sample(ranks, alone), "skipped steps": wrong_skip(ranks, alone)}
-    lines = [*exact.values(), _first_beyond(computed)]
-    exact["held once"] = not_held_once(ranks)
-    held: list[Difference] = []
-    if exact["held once"] is None:
+    lines = [*exact.values(), _first_beyond(found)]
+    exact["held once"], held = not_held_once(ranks), list[Difference]()
+    if exact["held once"] is None and alone.held:
         state = _assembled(ranks)
         exact["replicas"] = stale_replica(ranks, state["weight"])
         held += _held(state, _assembled([alone]), alone.shapes, heads, tolerance)
     held += codes
     lines += [exact["held once"], exact.get("replicas"), *(each.line for each in held if each.beyond)]
-    return _compared(computed + held, exact, next((line for line in lines if line), None))
-
-
-def _compared(found: Sequence[Difference], exact: Mapping[str, str | None], fault: str | None) -> Compared:
+    found += held
     worst: dict[str, Difference] = {}
     for each in found:
         before = worst.setdefault(each.measure, each)
@@ -129,6 +119,7 @@ def _compared(found: Sequence[Difference], exact: Mapping[str, str | None], faul
     worst.pop(_EARLIER, None)
     times = {measure: each.times for measure, each in worst.items()}
     times |= {measure: math.inf if line else 0.0 for measure, line in exact.items()}
+    fault = next((line for line in lines if line), None)
     return Compared(bitwise, fault, {measure: each.value for measure, each in worst.items()}, times)
 
 

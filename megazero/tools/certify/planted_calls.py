@@ -4,13 +4,12 @@ A plant names it by objects of the rig (`itself`, `units`, `block`) and the path
 there is an error: the layout does not have it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from megazero.tools.certify.codes import call_before
 from megazero.tools.certify.training import Plant, Rig
 from megazero.zero.unit import Unit
 
@@ -32,40 +31,36 @@ def block(rig: Rig) -> list[Unit]:
     return [unit for unit in units(rig) if unit.layout.name == "blocks.0"]
 
 
-def _found(rig: Rig, where: Where, path: str) -> Iterator[tuple[Any, str]]:
-    """Yield (object, the last name of the path in it) for each object that the path is taken from."""
+def _put(where: Where, path: str, other: Callable[[Any, Any], object]) -> Plant:
+    """Return the fault that puts `other(holder, value)` in the place of a value."""
     way, _, name = path.rpartition(".")
-    return ((attrgetter(way)(each) if way else each, name) for each in where(rig))
+
+    def plant(rig: Rig) -> None:
+        for each in where(rig):
+            holder = attrgetter(way)(each) if way else each
+            object.__setattr__(holder, name, other(holder, getattr(holder, name)))  # of frozen ones too
+
+    return plant
 
 
 def changed(where: Where, path: str, change: Callable[[Any], object]) -> Plant:
     """Return the fault that puts `change(value)` in the place of a value."""
-
-    def plant(rig: Rig) -> None:
-        for holder, name in _found(rig, where, path):
-            object.__setattr__(holder, name, change(getattr(holder, name)))  # of frozen ones too
-
-    return plant
+    return _put(where, path, lambda _, value: change(value))
 
 
 def instead(where: Where, path: str, wrong: Callable[..., Any]) -> Plant:
     """Return the fault that calls `wrong(holder, right, *arguments)` instead of a method `right(*arguments)`."""
-
-    def plant(rig: Rig) -> None:
-        for holder, name in _found(rig, where, path):
-            object.__setattr__(holder, name, partial(wrong, holder, getattr(holder, name)))
-
-    return plant
+    return _put(where, path, lambda holder, right: partial(wrong, holder, right))
 
 
 def before(where: Where, path: str, wrong: Callable[..., Any]) -> Plant:
     """Return the fault that calls `wrong(holder, *arguments)` before each call of a method."""
 
-    def plant(rig: Rig) -> None:
-        for holder, name in _found(rig, where, path):
-            call_before(holder, name, partial(wrong, holder))
+    def both(holder: object, right: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        wrong(holder, *given, **options)
+        return right(*given, **options)
 
-    return plant
+    return instead(where, path, both)
 
 
 def after(where: Where, path: str, wrong: Callable[..., Any]) -> Plant:

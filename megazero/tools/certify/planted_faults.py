@@ -21,16 +21,7 @@ from megazero.memory.recompute import Recomputed
 from megazero.model.block import Block
 from megazero.optim.adamw import AdamW
 from megazero.plan.job import Job
-from megazero.tools.certify.planted_calls import (
-    after,
-    before,
-    block,
-    changed,
-    in_codes,
-    instead,
-    itself,
-    units,
-)
+from megazero.tools.certify.planted_calls import Where, after, before, block, changed, in_codes, instead, itself, units
 from megazero.tools.certify.tolerances import DECAY
 from megazero.tools.certify.training import Plant, Rig
 from megazero.zero.unit import Unit
@@ -105,9 +96,9 @@ def _pieces(change: Callable[[Any], dict[str, float]]) -> Plant:
     return changed(itself, f"{_ADAM}._pieces", of_all)
 
 
-def scaled(by: float, *, everywhere: bool) -> Plant:
-    """Return the fault that multiplies the gradients of a block, or of all units, when they have been reduced."""
-    return before(units if everywhere else block, "gradients.end_reduce", lambda gradients: gradients.own.mul_(by))
+def _scaled(where: Where) -> Plant:
+    """Return the fault that multiplies the gradients of some units when they have been reduced."""
+    return before(where, "gradients.end_reduce", lambda gradients: gradients.own.mul_(1.04))
 
 
 def _late_bias_correction(rig: Rig) -> None:
@@ -266,9 +257,8 @@ _LATE_INPUTS = instead(_arenas, "put", _keep_the_one_before)
 _KEPT_SECOND = instead(block, "parameters.gathering.forget", lambda second, forget: None)
 _ADDED_TWICE = in_codes("gradients.summing", "dequantize_", _add_twice)
 _OTHER_SCALES = in_codes("parameters.gathering", "dequantize_", _swap_scales)
-_TRUNCATED, _LARGER_SCALES = (
-    in_codes("gradients.summing", "quantize_", wrong) for wrong in (_truncate, _enlarge_scales)
-)
+_TRUNCATED = in_codes("gradients.summing", "quantize_", _truncate)
+_LARGER_SCALES = in_codes("gradients.summing", "quantize_", _enlarge_scales)
 _LARGER_OWN = before(
     block,
     "gradients.summing._start_exchange",
@@ -297,6 +287,8 @@ FAULTS = (
     Fault("no-update", "one rank never updates its part of a block", SHARDED, _NO_UPDATE),
     Fault("lost-gradients", "one rank's gradients of a block are dropped", DATA, _LOST),
     Fault("rough-sums", "gradients are rounded to two bits before they are summed", DATA, _ROUGH),
+    Fault("scaled-block", "a block's reduced gradients are 4 % too large", DATA, _scaled(block)),
+    Fault("scaled-gradient", "all reduced gradients are 4 % too large", DATA, _scaled(units)),
     Fault("norm-of-fewer", "a unit is missing in the gradient norm", SHARDED, _NORM_OF_FEWER),
     Fault("other-weights", "one rank begins with other weights", DATA, _OTHER_WEIGHTS),
     Fault("stale-shards", "a block's updated shards are never gathered", DATA, _STALE),
@@ -323,5 +315,5 @@ FAULTS = (
     Fault("inverted-residuals", "rounding errors of codes are subtracted from the next gradients", FED_BACK, _INVERTED),
     Fault("not-delayed", "a delayed update is published at once", DELAYED, _AT_ONCE),
     Fault("held-twice", "a piece of a parameter is held twice", DATA, _TWICE),
-    Fault("held-by-nobody", "an element is held by nobody", DATA, _NOT_HELD),
+    Fault("held-by-nobody", "an element is held by no rank", DATA, _NOT_HELD),
 )

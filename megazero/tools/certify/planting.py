@@ -2,8 +2,7 @@
 
 The faults are planted into a model of the config's shape with dropout and tied embeddings, on a batch of four
 micro-batches. A fault is found where something is beyond its tolerance; of those for which the certificate's settings
-were chosen, ten times beyond it. Of a reduction that is scaled by 1 + x, the smallest x = 2^-k that is found is looked
-for.
+were chosen, ten times beyond it.
 """
 
 import math
@@ -16,13 +15,11 @@ from megazero.builders.job import changed
 from megazero.config.schema import Config
 from megazero.tools.certify.certify import Certificate, Row
 from megazero.tools.certify.layouts import admission, alone_of
-from megazero.tools.certify.planted_faults import DATA, DTYPES, FAULTS, Fault, scaled
+from megazero.tools.certify.planted_faults import DTYPES, FAULTS, Fault
 
 # Dropout, a tied head and documents, and four micro-batches.
 _SUITED = {"model.tie_embeddings": True, "batch.global_": 4, "batch.micro": 1, "data.mask_eod": True}
-_SMALLEST = 47  # of the scales that are tried, 2^-47
-NOTHING, SCALES = "nothing", {"scaled-block": False, "scaled-gradient": True}
-_SCALED = {False: "a block's reduced gradients times 1 + x", True: "all reduced gradients times 1 + x"}
+NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,6 @@ class Planted:
         what, layout: those of the fault.
         measure: by which it shows most; "" for none.
         times: its tolerance; infinite where nothing may differ.
-        scale: the smallest x of 1 + x that was found; None: of another fault, or none was.
         right: all that had to be found was found, and nothing else.
     """
 
@@ -44,12 +40,11 @@ class Planted:
     measure: str
     times: float
     right: bool
-    scale: float | None = None
 
 
 def names() -> list[str]:
     """Return the names of everything that can be planted."""
-    return [NOTHING, *(fault.name for fault in FAULTS), *SCALES]
+    return [NOTHING, *(fault.name for fault in FAULTS)]
 
 
 def plant(
@@ -66,7 +61,9 @@ def plant(
     config = changed(config, _SUITED | {"model.dropout": config.model.dropout or 0.1})
     alone = alone_of(config)
     for dtype in dtypes:
-        own = _in(config, dtype)
+        # Sums over ranks are in a dtype of their own only where they can be.
+        reduced = {} if dtype in ("fp32", "bf16") else {"zero.reduce_dtype": None}
+        own = changed(config, {"precision.dtype": dtype} | reduced)
         admits, summed = admission(own), own.zero.reduce_dtype is not None
         allowed = {fault: fault.layout(alone) for fault in faults if fault.can_be(alone, dtype, summed=summed)}
         if refused := next((layout for layout in allowed.values() if not admits(layout)), None):
@@ -78,15 +75,6 @@ def plant(
             yield _nothing(list(map(certificate.row, dict.fromkeys(layouts.values()))), dtype)
         for fault in (fault for fault in layouts if fault.name in chosen):
             yield _found(fault, certificate.row(layouts[fault], fault.plant), dtype)
-        for name, everywhere in SCALES.items():
-            if name in chosen:
-                yield _smallest(certificate, name, everywhere, dtype)
-
-
-def _in(config: Config, dtype: str) -> Config:
-    """Return the config in another precision; sums over ranks are in a dtype of their own only where they can be."""
-    reduced = {} if dtype in ("fp32", "bf16") else {"zero.reduce_dtype": None}
-    return changed(config, {"precision.dtype": dtype} | reduced)
 
 
 def _nothing(rows: Sequence[Row], dtype: str) -> Planted:
@@ -100,21 +88,6 @@ def _found(fault: Fault, row: Row, dtype: str) -> Planted:
     measure, times = _most(row)
     right = row.fault is not None and bool(row.times) and times >= fault.least
     return Planted(fault.name, fault.what, str(row.layout), dtype, measure, times, right)
-
-
-def _smallest(certificate: Certificate, name: str, everywhere: bool, dtype: str) -> Planted:
-    """Return the smallest scale that is found, by bisection over powers of two."""
-    found, missed = 0, _SMALLEST + 1  # exponents; 1 + 1 is found if anything is
-    best, layout = ("", 0.0), DATA(certificate.alone)
-    while missed - found > 1:
-        middle = (found + missed) // 2
-        row = certificate.row(layout, scaled(1 + 2.0**-middle, everywhere=everywhere))
-        if row.fault is None:
-            missed = middle
-        else:
-            found, best = middle, _most(row)
-    scale = 2.0**-found if found else None
-    return Planted(name, _SCALED[everywhere], str(layout), dtype, *best, scale is not None, scale)
 
 
 def _most(row: Row) -> tuple[str, float]:
@@ -141,8 +114,6 @@ def table(found: Sequence[Planted], steps: int) -> str:
 
 
 def _cell(found: Planted) -> str:
-    if found.fault in SCALES:
-        return f"x = 2^{math.log2(found.scale):.0f} ({found.measure})" if found.scale is not None else "MISSED"
     how = f"{found.measure}, " + ("exact" if math.isinf(found.times) else f"{found.times:.2g}")
     if found.right:
         return how if found.fault != NOTHING else f"none, at most {found.times:.2g} ({found.measure})"

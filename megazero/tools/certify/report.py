@@ -1,4 +1,4 @@
-"""Show the rows of a certificate: as Markdown, in 60 columns for a terminal, and for programs."""
+"""Show the rows of a certificate: as text in 60 columns, and for programs."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ from megazero.base.terminal import WIDEST_TABLE, wrapped
 from megazero.config.schema import Config
 from megazero.tools.certify.certify import Row, tolerance_for
 
-# Of each column of numbers: its name, its heading in Markdown, its measures, its tolerance.
+# Of each column of numbers: its name, its measures, its tolerance.
 _COLUMNS = (
-    ("loss", "loss", ("loss",), "loss"),
-    ("norm", "gradient norm", ("gradient norm",), "norm"),
-    ("gradients", "first gradients", ("first gradients",), "gradients"),
-    ("weights", "weights", ("weights",), "weights"),
-    ("moments", "moments", ("first moment", "second moment"), "states"),
-    ("update", "update", ("update",), "states"),
-    ("size", "its size", ("size of updates",), "sizes"),
+    ("loss", ("loss",), "loss"),
+    ("norm", ("gradient norm",), "norm"),
+    ("gradients", ("first gradients",), "gradients"),
+    ("weights", ("weights",), "weights"),
+    ("moments", ("first moment", "second moment"), "states"),
+    ("update", ("update",), "states"),
+    ("size", ("size of updates",), "sizes"),
 )
 _SHOWN = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
 _SHOWN += ("schedule", "chunks", "recompute", "partition", "parameter_bits", "gradient_bits", "error_feedback")
@@ -26,24 +26,19 @@ _AWAY = {"cpu": "host", "nvme": "disk"}  # where kept block inputs rest, in JSON
 
 
 def table(rows: Sequence[Row], config: Config, steps: int) -> str:
-    """Return the rows as a table in Markdown."""
-    lines = [
-        _said(rows, config, steps),
-        "",
-        _cells("layout", "ranks", "bitwise equal", *(column[1] for column in _COLUMNS), "beyond its tolerance"),
-        "|---" * (len(_COLUMNS) + 4) + "|",
-        _cells("*tolerance*", "", "", *_allowed(config), ""),
-    ]
-    lines += [_cells(str(row.layout), str(row.layout.ranks), *_shown(row, 1), row.fault or "") for row in rows]
-    return "\n".join(lines)
-
-
-def narrow_table(rows: Sequence[Row], config: Config, steps: int) -> str:
-    """Return the rows for a terminal: under each layout its numbers, in 60 columns."""
-    lines = [*wrapped(_said(rows, config, steps), WIDEST_TABLE), "", "layout"]
-    lines += [_line("same bits", *(column[0] for column in _COLUMNS)), _line("allowed", *_allowed(config))]
+    """Return the rows as text: under each layout its numbers, in 60 columns."""
+    number, most = sum(row.layout.ranks > 1 for row in rows), tolerance_for(config)
+    said = f"{number} layouts, {steps} steps in {config.precision.dtype}, against one process, and this against an "
+    said += "independent reference: relative differences"
+    if any(tolerance_for(config, row.layout) != most for row in rows):
+        said += "; layouts with integers or 16-bit sums have wider tolerances"
+    allowed = (f"{getattr(most, column[2]):.0e}" for column in _COLUMNS)
+    lines = [*wrapped(said, WIDEST_TABLE), "", "layout"]
+    lines += [_line("same bits", *(column[0] for column in _COLUMNS)), _line("allowed", *allowed)]
     for row in rows:
-        lines += [f"{row.layout}, {row.layout.ranks} ranks", _line(*_shown(row, 0))]
+        bitwise = "yes" if row.bitwise else "no" if row.times else ""
+        numbers = (f"{value:.0e}" if value else "0" for value in _numbers(row).values())
+        lines += [f"{row.layout}, {row.layout.ranks} ranks", _line(bitwise, *numbers)]
         lines += [f"  BEYOND ITS TOLERANCE: {row.fault}"] if row.fault else []
     return "\n".join(lines)
 
@@ -64,36 +59,9 @@ def _values(row: Row) -> dict[str, Any]:
 
 def _numbers(row: Row) -> dict[str, float]:
     """Return the largest relative difference of each column."""
-    return {column[0]: max(row.worst.get(measure, 0.0) for measure in column[2]) for column in _COLUMNS}
-
-
-def _shown(row: Row, digits: int) -> list[str]:
-    """Return whether all bits are equal, and the number of each column."""
-    bitwise = "yes" if row.bitwise else "no" if row.times else ""
-    return [bitwise, *(f"{value:.{digits}e}" if value else "0" for value in _numbers(row).values())]
-
-
-def _allowed(config: Config) -> list[str]:
-    """Return the tolerance of each column."""
-    return [f"{getattr(tolerance_for(config), column[3]):.0e}" for column in _COLUMNS]
-
-
-def _cells(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+    return {column[0]: max(row.worst.get(measure, 0.0) for measure in column[1]) for column in _COLUMNS}
 
 
 def _line(first: str, *numbers: str) -> str:
     columns = zip(_COLUMNS, numbers, strict=True)
     return f"{first:>9}" + "".join(f"{number:>{max(len(column[0]), 5) + 1}}" for column, number in columns)
-
-
-def _said(rows: Sequence[Row], config: Config, steps: int) -> str:
-    """Return the sentence above a table."""
-    number, most = sum(row.layout.ranks > 1 for row in rows), tolerance_for(config)
-    odd = any(tolerance_for(config, row.layout) != most for row in rows)
-    return (
-        f"{number} layouts, {steps} steps in {config.precision.dtype}, against one process, and this against an "
-        "independent reference: relative differences"
-        + "; layouts with integers or 16-bit sums have wider tolerances"
-        * odd
-    )

@@ -200,12 +200,11 @@ def tolerance_of(
         reduced: gradients are summed over ranks in 16 bits, and wider otherwise: what that adds comes on top.
         parameter_bits, gradient_bits: of what is sent between shard ranks as integers: the same.
     """
-    inf = float("inf")
     own = {
         "fp64": Tolerance(LOSS_FP64, GRADIENT_FP64, GRADIENT_FP64, WEIGHTS_FP64, WEIGHTS_FP64, WEIGHTS_FP64),
         "fp32": Tolerance(LOSS_FP32, GRADIENT_FP32, GRADIENT_FP32, WEIGHTS_FP32, WEIGHTS_FP32, WEIGHTS_FP32),
-        "bf16": Tolerance(LOSS_16_BITS, NORM_16_BITS, inf, inf, STATES_BF16, SIZES_BF16),
-        "fp16": Tolerance(LOSS_16_BITS / 8, NORM_16_BITS / 8, inf, inf, STATES_FP16, SIZES_FP16),
+        "bf16": Tolerance(LOSS_16_BITS, NORM_16_BITS, math.inf, math.inf, STATES_BF16, SIZES_BF16),
+        "fp16": Tolerance(LOSS_16_BITS / 8, NORM_16_BITS / 8, math.inf, math.inf, STATES_FP16, SIZES_FP16),
     }[dtype]
     more = [REDUCED] * reduced
     more += [PARAMETER_CODES[parameter_bits]] if parameter_bits else []

@@ -25,15 +25,7 @@ from megazero.checkpoint.shard import BLOCK, FLOATS, NAMES, key_of, plan_shard, 
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
 from megazero.config.schema import Model
-from megazero.tools.convert.hugging_face import (
-    HEAD,
-    ROLES,
-    Link,
-    config_from_theirs,
-    family_of,
-    is_no_parameter,
-    links,
-)
+from megazero.tools.convert.hugging_face import HEAD, ROLES, Link, config_from_theirs, family_of, is_no_parameter, links
 
 _Files = Mapping[str, bytes]  # contents by names
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"

@@ -1,4 +1,4 @@
-"""Find the GPUs that torch can compute on, and how ranks of several hosts reach each other: interfaces and RDMA ports.
+"""Find the GPUs that torch can compute on, and how fast ranks of several hosts reach each other.
 
 Looking for GPUs touches them: only after all ranks have been forked.
 """
@@ -14,7 +14,6 @@ import torch
 
 from megazero.base.this_copy import here
 from megazero.launcher.environment import interfaces_named
-from megazero.launcher.store import address_of
 from megazero.plan.hardware import peak_flops
 from megazero.tools.doctor.finding import Finding, amount
 
@@ -43,32 +42,11 @@ def gpus() -> Iterator[Finding]:
         yield Finding(f"GPU {index}", text, values=values)
 
 
-def interfaces() -> Iterator[Finding]:
-    """Yield the interfaces with an address, and which of them gloo and NCCL are set to use."""
-    outside = 0
-    for _, name in socket.if_nameindex():
-        try:
-            address = address_of(name)
-        except OSError:  # it has none
-            continue
-        rate = interface_rate(name)
-        outside += not address.startswith("127.")
-        text = f"{address}, {amount(rate, 'B/s') if rate else 'rate unknown'}"
-        yield Finding(f"interface {name}", text, values={"bandwidth": rate} if rate else {})
-    if named := interfaces_named():
-        yield Finding("interface chosen", ", ".join(f"{name}={value}" for name, value in named.items()))
-    elif outside > 1:
-        do = "between hosts set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the fast one"
-        yield Finding("interface chosen", f"none of {outside}", "absent", do)
-
-
-def rdma(root: Path = _RDMA) -> Iterator[Finding]:
-    """Yield the active RDMA ports with their rates."""
-    ports = rdma_ports(root)
-    if not ports:
-        yield Finding("RDMA", "no active port; other hosts are reached by TCP")
-    for name, rate in ports.items():
-        yield Finding(f"RDMA {name}", amount(rate, "B/s"), values={"bandwidth": rate})
+def network() -> Iterator[Finding]:
+    """Yield the rate to other hosts, and which interfaces gloo and NCCL are set to use."""
+    rate, named = network_rate(), ", ".join(f"{name}={value}" for name, value in interfaces_named().items())
+    text = f"{amount(rate, 'B/s') if rate else 'rate unknown'}; {named or 'no interface chosen (NCCL_SOCKET_IFNAME)'}"
+    yield Finding("to other hosts", text, values={"bandwidth": rate} if rate else {})
 
 
 def network_rate() -> float | None:

@@ -73,7 +73,7 @@ def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
         from megazero.tools.doctor import devices
 
         checks["devices"] = {"GPUs": devices.gpus, "speeds": lambda: speeds}
-        checks["network"] = {"interfaces": devices.interfaces, "RDMA": devices.rdma}
+        checks["network"] = {"network": devices.network}
         disk["direct I/O"] = partial(host.direct, run_folder)
     parts = {
         part: [found for name, check in of.items() for found in examine(name, check, needed=name in _NEEDED)]

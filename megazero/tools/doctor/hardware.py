@@ -70,11 +70,8 @@ def findings_of(measured: Measured) -> Iterator[Finding]:
             )
             yield Finding(name, f"{', '.join(words)} ({each})", values=figures)
     for name, why in measured.faults.items():
-        yield (
-            Finding(name, why, "absent", "sockets do as well, and slower")
-            if name == SHARED
-            else Finding(name, why, "unknown")
-        )
+        do = "sockets do as well, and slower" if name == SHARED else ""
+        yield Finding(name, why, "absent" if do else "unknown", do)
 
 
 def threads_of(count: float) -> str:

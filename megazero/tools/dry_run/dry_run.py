@@ -44,11 +44,9 @@ from megazero.plan.traffic import traffic
 from megazero.run.planned import fuses
 from megazero.schedules.actions import Action, B, F, W
 from megazero.tools.dry_run.idle_disk import IdleDisk
-from megazero.tools.dry_run.recording import Operation, RecordingLedger
-from megazero.tools.dry_run.timeline import MemoryTimeline
+from megazero.tools.dry_run.timeline import MemoryTimeline, RecordingLedger
 
 CPU = torch.device("cpu")
-Traffic = dict[str, dict[str, Sent]]
 
 
 @dataclass(frozen=True)
@@ -56,16 +54,12 @@ class StepRecord:
     """The record of one step.
 
     Attributes:
-        timeline: its memory.
-        operations: what was sent, in order.
+        timeline: its memory; its peak are the activations of a run's ledger.
         traffic: totals by axis and purpose, as the ledger counts them.
-        activations: the most bytes of a step's own, as a run's ledger has them.
     """
 
     timeline: MemoryTimeline
-    operations: list[Operation]
-    traffic: Traffic
-    activations: int
+    traffic: dict[str, dict[str, Sent]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ class Simulated:
         first, steady: the first step, in which buffers are made that stay, and the second, which every later one is
             like.
         micro_batches: of a step.
-        simulated: the number of them that timelines and operations have; the last ones are the last of the step.
+        simulated: the number of them that timelines have; the last ones are the last of the step.
         ledger: the ledger after both steps.
         planned, planned_traffic: the memory and traffic of this rank by the formulas of plan/ (docs/planning.md).
     """
@@ -159,7 +153,7 @@ def two_steps(
     first, steady = records = [step(index, number) for index in range(2)]
     if left_out:
         fewer = step(2, number - period)
-        assert fewer.activations == steady.activations, "micro-batches that are left out need no more memory"
+        assert fewer.timeline.peak == steady.timeline.peak, "micro-batches that are left out need no more memory"
         ledger.traffic = deepcopy(steady.traffic)
         ledger.repeat(fewer.traffic, -1)
         of_period = ledger.traffic
@@ -169,8 +163,8 @@ def two_steps(
     ledger.traffic = before
     for record in records:
         ledger.repeat(record.traffic, 1)
-    ledger.hold("activations", steady.activations)
-    ledger.hold("activations", -steady.activations)
+    ledger.hold("activations", steady.timeline.peak)
+    ledger.hold("activations", -steady.timeline.peak)
     planned = memory(job, pipeline.rank, fused=fuses(ops))
     sent = traffic(job, pipeline.rank, grid["shard"].rank)
     return Simulated(grid, first, steady, job.micro_batches, number, ledger, planned, sent)
@@ -206,7 +200,7 @@ def _step(
     progress: Doing,
 ) -> StepRecord:
     """Simulate one step as the trainer takes it. The ledger's traffic is then that of this step alone."""
-    ledger.traffic, ledger.operations = {}, []
+    ledger.traffic = {}
     batches = [_batch(config) for _ in range(micro_batches)]
     held = {category: held.now for category, held in ledger.bytes.items() if not category.startswith((HOST, DISK))}
     timeline = ledger.timeline = MemoryTimeline(held)
@@ -225,7 +219,7 @@ def _step(
     ledger.timeline = None
     for hook in hooks:
         hook.remove()
-    return StepRecord(timeline, ledger.operations, ledger.traffic, timeline.peak)
+    return StepRecord(timeline, ledger.traffic)
 
 
 def _batch(config: Config) -> MicroBatch:

@@ -1,12 +1,9 @@
-"""Report what a simulated rank found, as text, JSON, or a picture of its memory over a step."""
+"""Report what a simulated rank found, as text or JSON."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from megazero.base.picture import picture
 from megazero.base.terminal import WIDEST_TABLE, megabytes
 from megazero.comm.grid import Grid
 from megazero.comm.ledger import Sent
@@ -82,28 +79,6 @@ def as_json(found: Simulated, name: str, device: str) -> dict[str, Any]:
     }
 
 
-def draw(found: Simulated, name: str, path: Path) -> None:
-    """Draw memory by category over both steps as an SVG or PNG, by the path's suffix. Raises OSError."""
-    steps = [list(record.timeline.stretches()) for record in (found.first, found.steady)]
-    moments = [stretch.highest for stretches in steps for stretch in stretches]
-    categories = list(dict.fromkeys(category for moment in moments for category in moment.bytes))
-    with picture(path, 12, 5) as figure:
-        axes = figure.add_subplot()
-        heights = [[moment.bytes.get(category, 0) / 1e9 for moment in moments] for category in categories]
-        axes.stackplot(range(len(moments)), heights, labels=categories, step="mid", linewidth=0)
-        axes.axvline(len(steps[0]) - 0.5, color="black", linewidth=0.6)
-        second = len(steps[0]), axes.get_ylim()[1]
-        axes.annotate("second step", second, (2, -8), textcoords="offset points", fontsize=8)
-        axes.set_xlim(-0.5, len(moments) - 0.5)
-        axes.set_xlabel("parts of the model, forward, backward, and the update")
-        axes.set_ylabel("GB")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(
-            f"{name}: memory of rank {found.grid['world'].rank} of {found.grid['world'].size}", fontsize=9, loc="left"
-        )
-        axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-
-
 def as_planned(moment: MemoryMoment) -> int:
     """Return the bytes of the categories that a plan has."""
     return sum(size for category, size in moment.bytes.items() if category not in NOT_PLANNED)
@@ -117,27 +92,20 @@ def _step(record: StepRecord) -> dict[str, Any]:
     ]
     timeline = [
         {
-            "action": stretch.highest.place.action,
-            "part": stretch.highest.place.part,
-            "peak_bytes": stretch.highest.total,
-            "end_bytes": stretch.end,
-            "bytes": {category: size for category, size in stretch.highest.bytes.items() if size},
+            "action": peak.place.action,
+            "part": peak.place.part,
+            "peak_bytes": peak.total,
+            "end_bytes": end,
+            "bytes": {category: size for category, size in peak.bytes.items() if size},
         }
-        for stretch in record.timeline.stretches()
+        for peak, end in record.timeline.stretches()
     ]
     return {
         "peak": {"total": highest.total, **_cause(highest), "bytes": dict(_sorted(highest)), "made": origins},
-        "activations": record.activations,
+        "activations": record.timeline.peak,
         "traffic": {axis: {p: asdict(sent) for p, sent in of.items()} for axis, of in record.traffic.items()},
         "timeline": timeline,
-        "operations": list(_operations(record)),
     }
-
-
-def _operations(record: StepRecord) -> Iterator[dict[str, Any]]:
-    """Yield the operations in order; equal ones behind each other are one, with their number."""
-    for operation, equal in groupby(record.operations):
-        yield asdict(operation) | {"times": len(list(equal))}
 
 
 def _places(grid: Grid) -> dict[str, dict[str, int]]:

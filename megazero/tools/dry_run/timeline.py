@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazero.comm.ledger import Ledger
 from megazero.observe.allocations import Allocations
 
 KEPT, WORKING = "activations kept", "activations working"
@@ -68,14 +69,6 @@ class MemoryMoment:
         return sum(self.bytes.values())
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """A part of the model in one action: its peak, and the bytes held at its end."""
-
-    highest: MemoryMoment
-    end: int
-
-
 class MemoryTimeline(Allocations):
     """A record of allocations while it is active.
 
@@ -96,11 +89,6 @@ class MemoryTimeline(Allocations):
         """Set the place of what follows; None keeps the action."""
         self._place = AllocationSite(self._place.action if action is None else action, module)
 
-    @property
-    def place(self) -> AllocationSite:
-        """Return the place of the operation that runs now."""
-        return self._place
-
     def hold(self, category: str, size: int) -> None:
         """Count memory of the ledger that is about to be allocated."""
         self._counted.append(size)
@@ -120,11 +108,11 @@ class MemoryTimeline(Allocations):
         if number:
             self._events.append((-number, self._place, self._operation))
 
-    def stretches(self) -> Iterator[Stretch]:
-        """Yield the stretches of the step from its beginning to its end."""
+    def stretches(self) -> Iterator[tuple[MemoryMoment, int]]:
+        """Yield of each part of the model in one action, in their order, its peak and the bytes held at its end."""
         for _, moments in groupby(self._moments(), lambda moment: (moment.place.action, moment.place.part)):
             own = list(moments)
-            yield Stretch(max(own, key=lambda moment: moment.total), own[-1].total)
+            yield max(own, key=lambda moment: moment.total), own[-1].total
 
     def peak_live(self) -> tuple[MemoryMoment, list[Allocation]]:
         """Return the peak, and the allocations live then that the ledger does not count."""
@@ -159,6 +147,20 @@ class MemoryTimeline(Allocations):
             allocation.category or (WORKING if ends.get(number) == allocation.place.action else KEPT)
             for number, allocation in enumerate(self.allocations, 1)
         ]
+
+
+class RecordingLedger(Ledger):
+    """A ledger that also records memory into a timeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeline: MemoryTimeline | None = None
+
+    def hold(self, category: str, size: int) -> None:
+        """Count bytes of a category, on the timeline too."""
+        super().hold(category, size)
+        if self.timeline is not None:
+            self.timeline.hold(category, size)
 
 
 def _left(events: Sequence[tuple[int, AllocationSite, str]]) -> dict[int, None]:

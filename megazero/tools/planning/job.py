@@ -24,7 +24,7 @@ from megazero.plan.links import split_by_node
 from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.memory import RankMemory, planned
 from megazero.plan.search import Found, Search, fits, savings, search, usable
-from megazero.plan.systems import OURS, SYSTEMS, TIME_ERROR, UNCERTAINTY, System
+from megazero.plan.systems import OURS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import traffic
 from megazero.tools.planning.micro_batch import with_micro
@@ -111,17 +111,6 @@ def allowed_by_rules(config: Config) -> Callable[[Job], bool]:
     """Return a function that says whether the rules of options allow the config to be laid out as a job is."""
     values = flatten(config)
     return lambda layout: not broken_rules(values | options_of(layout))
-
-
-def system_of(name: str) -> System:
-    """Return the system of that name.
-
-    Raises:
-        UserError: 100, there is none.
-    """
-    if name not in SYSTEMS:
-        raise UserError(100, f"--system {name}: expected one of {', '.join(SYSTEMS)}", where="plan")
-    return SYSTEMS[name]
 
 
 def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = None, system: System = OURS) -> Plan:

@@ -10,17 +10,6 @@ from megazero.plan.systems import OURS, UNCERTAINTY
 from megazero.tools.planning.job import Plan, as_json
 
 _BESIDE = 4  # pipeline ranks next to each other in a table
-# What a step computes the gradient of when a rank holds most, by the names of plan/peak.py.
-_GRADIENT_OF = {
-    "loss": "the loss",
-    "last norm": "the last norm",
-    "mask": "a dropout mask",
-    "down": "a feed-forward layer's second product",
-    "gelu": "a feed-forward layer's GELU",
-    "silu x up": "a feed-forward layer's SwiGLU",
-    "up": "a feed-forward layer's first product",
-    "norm": "a feed-forward layer's norm",
-}
 
 
 def as_text(plan: Plan) -> str:
@@ -30,19 +19,14 @@ def as_text(plan: Plan) -> str:
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-_SEARCHED = (
-    "a search chooses parallel, pipeline, stage, micro-batch, recompute and offload itself; shown is what of them is "
-    "another than in the config"
-)
-
-
 def search_as_text(found: Mapping[str, Any], given: Mapping[str, object]) -> str:
     """Return the best layouts of a search, from its JSON object.
 
     Args:
         given: the config's options by name; of a layout those are shown that are others.
     """
-    lines = [f"{found['tried']} layouts tried; {_SEARCHED}", "", UNCERTAINTY, ""]
+    chosen = "a search chooses parallel, pipeline, stage, micro-batch, recompute and offload itself; shown is what of "
+    lines = [f"{found['tried']} layouts tried; {chosen}them is another than in the config", "", UNCERTAINTY, ""]
     lines += ["the fastest that fit:", "   a step   of each device    MFU  data ranks"]
     for one in found["best"]:
         rate = f"{one['step_s']:9.3f} s  {one['tflops_per_device']:6.1f} TFLOP/s  {one['mfu']:5.1%}"
@@ -85,8 +69,7 @@ def _memory(plan: Plan, found: Mapping[str, Any]) -> Iterator[str]:
             cells = "".join(f"{rank.held.get(category, 0) / 1e9:>10,.3f}" for rank in some)
             yield f"  {category.replace('_', ' '):<16}{cells}"
         yield f"  {'on the device':<16}" + "".join(f"{rank.peak / 1e9:>10,.3f}" for rank in some)
-    where = _GRADIENT_OF[plan.fullest.cause]
-    yield f"memory is highest in backward, while the fullest rank computes the gradient of {where}"
+    yield f"memory is highest in backward, while the fullest rank computes the gradient of the {plan.fullest.cause}"
     yield f"logits of a micro-batch, in the last rank's activations: {found['logits_bytes'] / 1e9:,.3f} GB"
     if made := found["communicators"]:
         yield f"{len(made)} communicators of NCCL on the fullest rank, which take estimated memory: not measured"

@@ -8,7 +8,7 @@ import pytest
 
 from megazero.launcher.environment import interfaces_named
 from megazero.tools.doctor import devices
-from megazero.tools.doctor.devices import gpus, interface_rate, interfaces, network_rate, rdma, rdma_ports
+from megazero.tools.doctor.devices import gpus, interface_rate, network, network_rate, rdma_ports
 
 
 def port(root: Path, name: str, state: str, rate: str) -> None:
@@ -23,9 +23,7 @@ def test_active_ports_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     port(tmp_path, "mlx5_1/ports/1", "4: ACTIVE", "2.5 Gb/sec (1X SDR)")
     port(tmp_path, "mlx5_2/ports/1", "1: DOWN", "400 Gb/sec (4X NDR)")
     assert rdma_ports(tmp_path) == {"mlx5_0/1": 25e9, "mlx5_1/1": 0.3125e9}
-    assert [finding.text for finding in rdma(tmp_path)] == ["25 GB/s", "312 MB/s"]
-    (none,) = rdma(tmp_path / "none")
-    assert none.text.startswith("no active port")
+    assert rdma_ports(tmp_path / "none") == {}
     monkeypatch.setattr(devices, "_RDMA", tmp_path)
     assert network_rate() == 25.3125e9
 
@@ -38,21 +36,15 @@ def test_rate_of_an_interface(tmp_path: Path, text: str | None, rate: float | No
     assert interface_rate("eth0", tmp_path) == rate
 
 
-def test_several_interfaces_want_a_choice(monkeypatch: pytest.MonkeyPatch):
-    def address(name: str) -> str:
-        if name == "down0":
-            raise OSError(99, "Cannot assign requested address")
-        return {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}[name]
-
-    monkeypatch.setattr(devices, "address_of", address)
-    names = ["lo", "eth0", "ib0", "down0"]
-    monkeypatch.setattr(devices.socket, "if_nameindex", lambda: list(enumerate(names)))
+def test_the_network_has_a_rate_and_a_choice(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "rdma_ports", lambda root: {"mlx5_0/1": 25e9})
     monkeypatch.setattr(devices, "interfaces_named", dict)
-    found = list(interfaces())
-    assert [finding.name for finding in found] == [f"interface {name}" for name in ("lo", "eth0", "ib0", "chosen")]
-    assert found[-1].state == "absent" and "NCCL_SOCKET_IFNAME" in found[-1].do
+    (found,) = network()
+    assert found.text.startswith("25 GB/s; no interface chosen") and found.values == {"bandwidth": 25e9}
+    monkeypatch.setattr(devices, "rdma_ports", lambda root: {})
+    monkeypatch.setattr(devices, "interface_rate", lambda name: None)
     monkeypatch.setattr(devices, "interfaces_named", lambda: {"GLOO_SOCKET_IFNAME": "ib0"})
-    assert list(interfaces())[-1].text == "GLOO_SOCKET_IFNAME=ib0"
+    assert [each.text for each in network()] == ["rate unknown; GLOO_SOCKET_IFNAME=ib0"]
 
 
 def test_variables_that_name_an_interface():
