@@ -239,10 +239,6 @@ class Sharded(WholeValues):
         self._watch = (every, out) if every else None
         self._listen()
 
-    def describe(self) -> str:
-        """Return a table of the parts: parameters, and the bytes of each kind that rest on this rank."""
-        return self._assembly.describe()
-
 
 def _places(module: nn.Module) -> dict[tuple[nn.Module, str], int]:
     """Return the id of every parameter of a module by its owner and attribute."""
