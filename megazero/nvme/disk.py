@@ -69,12 +69,13 @@ class Disk(PagedHome):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="disk")
         self._sent: deque[Future[None]] = deque()
         self._files: list[UnnamedFile] = []
-        try:
-            for folder in folders:
-                self._files.append(_opened(folder))
-        except UserError:
-            self.close()
-            raise
+        for folder in folders:
+            try:
+                self._files.append(UnnamedFile(folder))
+            except OSError as error:
+                self.close()
+                what = f"nothing can be written there: {error.strerror}"
+                raise UserError(601, what, "give another zero.offload.path", where=folder) from None
 
     @property
     def direct(self) -> bool:
@@ -251,12 +252,3 @@ class Disk(PagedHome):
         offset = self._sizes[disk]
         self._sizes[disk] += padded(numel * itemsize)
         return Piece(self._files[disk], offset, numel * itemsize, self.window * itemsize)
-
-
-def _opened(folder: Path) -> UnnamedFile:
-    """Return a new file in a folder. Raises UserError: 601, nothing can be written there."""
-    try:
-        return UnnamedFile(folder)
-    except OSError as error:
-        what = f"nothing can be written there: {error.strerror}"
-        raise UserError(601, what, "give another zero.offload.path", where=folder) from None

@@ -1,6 +1,7 @@
 """Open the disks of a rank, with as many blocks in flight as serve them best; say how fast a disk is."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -31,12 +32,10 @@ def open_disk(folders: Sequence[Path], ledger: Ledger, memory: int, device: torc
 
     depth, block, said = DEPTH, BLOCK, ""
     try:
-        try:
+        with suppress(OSError):  # no room, or nothing can be written: opening it says so
             found = measure.best_speed(folders[0], _MEASURED, _SECONDS)
             depth, block = found.depth, found.block
             said = f" (read {found.read / 1e9:.2f}, written {found.write / 1e9:.2f} GB/s)"
-        except OSError:  # no room, or nothing can be written: opening it says so
-            pass
         queue = DiskQueue(depth=depth, block=block)
     except (BuildError, OSError) as error:
         do = "run megazero doctor, which says what is missing"
