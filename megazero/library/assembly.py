@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import UserError
-from megazero.comm.grid import Axis, Grid
+from megazero.comm.grid import Grid
 from megazero.kernels.operations import Operations
 from megazero.library.adopt import Memory
 from megazero.library.calls import Calls
@@ -219,11 +219,6 @@ class Assembly:
     def meet(self, call: str) -> None:
         """Wait until all ranks have come to a call, one of `values.CALLS`. Raises UserError 502, 507."""
         self.values.meet(self.memory.axes, call)
-
-    @property
-    def world(self) -> Axis:
-        """Return all ranks."""
-        return self.grid["world"]
 
     @property
     def stage(self) -> int:

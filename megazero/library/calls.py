@@ -146,7 +146,8 @@ class Calls:
         if part.running:  # called by itself: its parameters are there
             return forward(*arguments, **named)
         values, wants = self.values, torch.is_grad_enabled()
-        values.require_not_lent()
+        if values.lent is not None:
+            raise UserError(502, "the module was called inside of `gathered`", "leave that context first")
         self.join()
         self.follow()
         values.begin(part, forward=not self.in_backward)
@@ -161,7 +162,8 @@ class Calls:
                 for x in tensors_in(outputs):
                     before_backward(x, call.begin_backward)
             # A part that returns its own parameter, or a view of it, stays gathered: the caller may read it.
-            keeps = part.sharded and any(values.unit_of(x) in part.units for x in tensors_in(outputs))
+            given = (x for x in tensors_in(outputs) if part.sharded and x.layout == torch.strided)
+            keeps = any(values.storages.get(x.untyped_storage()._cdata) in part.units for x in given)
             return outputs
         finally:
             part.running = False

@@ -78,7 +78,7 @@ class Sharded(WholeValues):
 
     def __init__(self, assembly: Assembly, cast: Callable[[Any], Any]):
         super().__init__(assembly)
-        self._cast, self.rank, self.ranks = cast, assembly.world.rank, assembly.world.size
+        self._cast, self.rank, self.ranks = cast, self._world.rank, self._world.size
         self._watch: tuple[int, TextIO] | None = None
         self._known = _places(self.module)  # its parts and tables hold these parameters
         self._skipped = torch.zeros((), dtype=torch.int64, device=assembly.values.device)
