@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megazero.base.machine import cgroup_limits, free_memory, share
+from megazero.extensions.homes import HOMES
 from megazero.tools.doctor.finding import amount, duration
 from megazero.tools.doctor.host import direct, disk, limits
 
@@ -88,6 +89,6 @@ def test_a_disk_that_has_no_direct_reads_is_told(tmp_path: Path, monkeypatch: py
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megazero.nvme.measure.best_speed", refuse)
+    monkeypatch.setattr("megazero.extensions.homes.HOMES", {"nvme": HOMES["nvme"]._replace(speed=refuse)})
     (found,) = direct(tmp_path)
     assert found.state == "unknown" and "No space left on device" in found.text
