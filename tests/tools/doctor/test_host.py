@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.base.machine import cgroup_limits, free_memory, share
+from megazero.base.machine import cgroup_limits, free_memory, job_memory
 from megazero.extensions.homes import HOMES
 from megazero.tools.doctor.finding import amount, duration
 from megazero.tools.doctor.host import direct, disk, limits
@@ -31,14 +31,12 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 def test_limits_of_cgroups(tmp_path: Path, listing: str, files: dict[str, str], expected):
     root = tree(tmp_path, {"proc/self/cgroup": listing, "proc/meminfo": "MemTotal: 8 kB\nMemFree: 1 kB\n"} | files)
     assert cgroup_limits(tmp_path / "proc/self/cgroup", root) == expected
-    whole = share(tmp_path / "proc", root)
-    assert whole.memory == min(8192, expected[1] or 8192)
-    assert whole.cores == min(share().cores, expected[0] or share().cores)
+    assert job_memory(tmp_path / "proc", root) == min(8192, expected[1] or 8192)
 
 
 def test_no_listing_is_no_limit(tmp_path: Path):
     assert cgroup_limits(tmp_path / "none", tmp_path) == (None, None)
-    assert 0 < free_memory() <= share().memory
+    assert 0 < free_memory() <= job_memory()
 
 
 def test_limit_of_a_process_is_told(monkeypatch: pytest.MonkeyPatch):
