@@ -23,9 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megazero.base.atomic import writing
 from megazero.base.errors import UserError
-from megazero.base.files import flush, flush_folder, temporary_name
+from megazero.base.files import flush, flush_folder, temporary_name, writing
 from megazero.base.reading import looked_up
 from megazero.base.this_copy import here
 from megazero.data.data_file import DataFile

@@ -12,8 +12,8 @@ from pathlib import Path
 from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from megazero.base.atomic import write_atomically
 from megazero.base.errors import UserError
+from megazero.base.files import write_atomically
 from megazero.base.reading import read_file
 from megazero.data.loss_mask import mask_path
 from megazero.data.token_dataset import TokenDataset

@@ -23,7 +23,7 @@ import torch
 from megazero.base.errors import UserError
 from megazero.comm.collectives import all_gather
 from megazero.comm.grid import Axis
-from megazero.comm.transport.exchange import MismatchError
+from megazero.comm.transport.exchange import CollectiveError
 from megazero.library.parts import Part
 from megazero.zero.gather import Gather
 from megazero.zero.placement import UnitAxes
@@ -51,7 +51,9 @@ def in_lockstep(own: int) -> Iterator[None]:
     """
     try:
         yield
-    except MismatchError as error:
+    except CollectiveError as error:
+        if error.rank is None:
+            raise
         raise _other_parts(max(own, error.rank), min(own, error.rank)) from None
 
 

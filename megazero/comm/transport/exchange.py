@@ -26,23 +26,15 @@ _LINE = 64  # bytes; pieces are multiples of a cache line
 
 
 class CollectiveError(RuntimeError):
-    """An error for an operation on `axis` that did not end: a rank died, does not come, or called another one."""
-
-    def __init__(self, axis: str, reason: str):
-        super().__init__(f"{axis} axis: {reason}")
-        self.axis = axis
-
-
-class MismatchError(CollectiveError):
-    """An error for an operation that another rank of this host will not join: it has called another one.
+    """An error for an operation on `axis` that did not end: a rank died, does not come, or called another one.
 
     Attributes:
-        rank: which one, of the world.
+        rank: of the world, which is known to have called another operation; None: no such rank is known.
     """
 
-    def __init__(self, axis: str, reason: str, rank: int):
-        super().__init__(axis, reason)
-        self.rank = rank
+    def __init__(self, axis: str, reason: str, rank: int | None = None):
+        super().__init__(f"{axis} axis: {reason}")
+        self.axis, self.rank = axis, rank
 
 
 def swap(axis: Axis, tag: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> "Exchange":
@@ -128,8 +120,8 @@ class Exchange:
         """Wait until all messages have come and been consumed.
 
         Raises:
-            CollectiveError: a message did not come within the axis' timeout, or the connection broke.
-            MismatchError: another rank of this host has called another operation.
+            CollectiveError: a message did not come within the axis' timeout, the connection broke, or another rank of
+                this host has called another operation.
         """
         try:
             if self._shared_memory is not None:
@@ -138,7 +130,7 @@ class Exchange:
             else:
                 self._receive_pieces()
         except OtherOperationError as error:
-            raise MismatchError(self._axis.name, str(error), error.rank) from None
+            raise CollectiveError(self._axis.name, str(error), error.rank) from None
         except (RuntimeError, TimeoutError) as error:
             raise CollectiveError(self._axis.name, str(error)) from None
 
