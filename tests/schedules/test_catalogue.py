@@ -6,7 +6,7 @@ import pytest
 
 from megazero.schedules.actions import Action, Kind
 from megazero.schedules.catalogue import make
-from megazero.schedules.lower import add_reductions, add_transfers
+from megazero.schedules.layers import add_reductions, add_transfers
 from megazero.schedules.simulate import Costs, Timeline, peak_live, simulate
 from tests.schedules.parsed import parsed
 

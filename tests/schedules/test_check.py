@@ -8,7 +8,7 @@ import pytest
 from megazero.schedules.actions import Action, Schedule
 from megazero.schedules.catalogue import make
 from megazero.schedules.check import ScheduleError
-from megazero.schedules.lower import add_reductions, add_transfers
+from megazero.schedules.layers import add_reductions, add_transfers
 from megazero.schedules.simulate import Costs, simulate
 from tests.schedules.parsed import parsed
 
