@@ -61,12 +61,7 @@ def offload_of(config: Config, host: Host, homes: Mapping[str, Home]) -> Offload
 
 
 def build_units(
-    model: Model,
-    names: Collection[str],
-    *,
-    seed: int | None,
-    axes: Callable[[str], UnitAxes],
-    resources: Resources,
+    model: Model, names: Collection[str], *, seed: int | None, axes: Callable[[str], UnitAxes], resources: Resources
 ) -> list[Unit]:
     """Give each of the named units of the model memory for what of it rests on this rank, and initial values.
 

@@ -75,12 +75,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        axis: Axis,
-        tag: int,
-        sends: Sequence[Tensor],
-        consume: Consume,
-        into: Sequence[Tensor] | None = None,
+        self, axis: Axis, tag: int, sends: Sequence[Tensor], consume: Consume, into: Sequence[Tensor] | None = None
     ):
         self._axis, self._tag, self._sends, self._consume, self._into = axis, tag, sends, consume, into
         shared_memory = axis.comm.shared_memory
