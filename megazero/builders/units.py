@@ -56,8 +56,7 @@ def offload_of(config: Config, host: Host, homes: Mapping[str, Home]) -> Offload
     optimizer, parameters = ((own | dict(homes))[word] for word in (asked.optimizer, asked.parameters))
     if optimizer is None and parameters is None:
         return Offload()
-    delayed = asked.delayed and optimizer is not None
-    return Offload(host if host.apart else None, optimizer, parameters, delayed)
+    return Offload(host if host.apart else None, optimizer, parameters, asked.delayed and optimizer is not None)
 
 
 def build_units(

@@ -64,8 +64,7 @@ class Memory:
 
     def unit(self, layout: UnitLayout, dtype: torch.dtype, *, trained: bool) -> Unit:
         """Return a unit of zeros."""
-        narrow = dtype in (torch.bfloat16, torch.float16)
-        precision = Precision(dtype, torch.float32 if narrow else dtype)
+        precision = Precision(dtype, torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
         resources = Resources(
             precision,
             self.device,

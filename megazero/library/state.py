@@ -121,8 +121,7 @@ class State:
         Returns: the steps done, and how many of them were skipped.
         """
         buffers, engine, optimizer = self._held_buffers(), self._assembly.engine, self._assembly.optimizer
-        held = [*self._held(saves=False), *buffers]
-        agree(self._world, self._device, lambda: load_tensors(path, manifest, held))
+        agree(self._world, self._device, lambda: load_tensors(path, manifest, [*self._held(saves=False), *buffers]))
         for buffer, filled in zip(self._buffers.values(), buffers, strict=True):
             buffer.copy_(filled.tensors[WEIGHT].view(buffer.shape))
         progress = manifest.progress

@@ -84,8 +84,7 @@ class Exchange:
         )
         staged = axis.comm.bucket // (axis.size - 1) // _WINDOW
         limit = SLOT_BYTES // len(sends) if self._shared_memory is not None else staged
-        item = sends[0].element_size()
-        self._piece = max(limit // _LINE * _LINE, _LINE) // item
+        self._piece = max(limit // _LINE * _LINE, _LINE) // sends[0].element_size()
         length = len(sends[0])
         self._cuts = [slice(i, min(i + self._piece, length)) for i in range(0, max(length, 1), self._piece)]
         self._place = axis.comm.reserve(axis.name, len(self._cuts))
