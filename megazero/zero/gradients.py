@@ -80,9 +80,8 @@ class DeliveryCounter:
         """
         if lacking := [name for name in parameters if name not in self._delivered]:
             more = f" ({len(lacking) - 1} more of unit {self._unit})" if len(lacking) > 1 else ""
-            what = f"expected a gradient of {lacking[0]} in each step, got none{more}"
             do = "see that its layer announces and delivers it (model/contract.py), or take it out of the units"
-            raise UserError(305, what, do)
+            raise UserError(305, f"expected a gradient of {lacking[0]} in each step, got none{more}", do)
 
     def end(self) -> None:
         """Forget the current micro-batch: its backward is over."""

@@ -74,9 +74,8 @@ class RankFile(Tokenizer):
         made_of = {"pat_str": described["pattern"], "mergeable_ranks": ranks, "special_tokens": special}
         self._library = tiktoken.Encoding(self.path.name, **made_of)
         self.lossless = self._gives_back()
-        told = json.dumps(described, indent=1).encode()
         self.fingerprint = xxhash.xxh3_64_hexdigest(content + json.dumps(described, sort_keys=True).encode())
-        self.files = {self.path.name: content, f"{self.path.name}.json": told}
+        self.files = {self.path.name: content, f"{self.path.name}.json": json.dumps(described, indent=1).encode()}
 
     def _encode(self, text: str) -> list[int]:
         return self._library.encode_ordinary(text)
