@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megazero.base.atomic import write_atomically
 from megazero.base.errors import UserError
+from megazero.base.files import write_atomically
 
 LISTED, _SHOWN = 10_000, 5  # in the file, and on standard error
 

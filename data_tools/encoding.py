@@ -74,8 +74,7 @@ class Encoder:
             for each in under_way:
                 yield from _encoded(*each)
         except (EOFError, OSError) as error:  # OSError without a number: the pipe ended within a message
-            what = "a worker process died (killed, or out of memory)"
-            raise UserError(216, what, "try fewer --workers") from error
+            raise UserError(216, "a worker process died (killed, or out of memory)", "try fewer --workers") from error
 
     def __exit__(self, *_: object) -> None:
         for process, connection in zip(self._processes, self._connections, strict=False):

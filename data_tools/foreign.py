@@ -87,8 +87,7 @@ def open_foreign(path: Path, tokenizer: Tokenizer | None) -> TokenDataset:
 
 def _bytes(path: Path) -> np.ndarray:
     """Return the bytes of a file, mapped where it has any: uint8. Raises UserError 201."""
-    size = DataFile(path, "tokens", 204).size
-    return np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
+    return np.memmap(path, np.uint8, "r") if DataFile(path, "tokens", 204).size else np.empty(0, np.uint8)
 
 
 def _open_datatrove(path: Path) -> TokenDataset:

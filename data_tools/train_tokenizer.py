@@ -30,9 +30,9 @@ from data_tools.command import Parser, add_inputs, positive, run
 from data_tools.corpus import Reader, find_files
 from data_tools.selection import Select
 from megazero.base.answers import answer, tell
-from megazero.base.atomic import write_atomically
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
+from megazero.base.files import write_atomically
 from megazero.data.tokenizer import open_tokenizer
 from megazero.data.tokenizers.common import SPACE_MARK
 

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from data_tools.counts import Counts
-from megazero.base.atomic import write_atomically, writing
 from megazero.base.errors import UserError
+from megazero.base.files import write_atomically, writing
 from megazero.base.reading import parse_object, read_file
 
 _BYTES = 1 << 30  # of the counts of a part, with the hashes of its documents

@@ -29,9 +29,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from data_tools import preprocess, train_tokenizer
 from data_tools.command import Parser, run
-from megazero.base.atomic import write_atomically
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
+from megazero.base.files import write_atomically
 from megazero.base.heartbeat import HEART
 from megazero.data.indexed_dataset import IndexedDataset, file_pair
 from megazero.data.tokenizer import open_tokenizer

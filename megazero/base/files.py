@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from megazero.base.errors import UserError
+
 
 def temporary_name(path: Path) -> Path:
     """Return a unique name in the folder of `path`, so that the rename to it stays on one file system."""
@@ -98,3 +100,20 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise UserError 208 where the system refuses, in the context, to write `path`."""
+    try:
+        yield
+    except OSError as error:
+        what, do = f"cannot be written: {error.strerror}", "free space or choose another place"
+        raise UserError(208, what, do, where=path) from error
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a small file; make its folder if it is missing. Raises UserError 208."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)

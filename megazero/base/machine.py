@@ -2,30 +2,16 @@
 
 import ctypes
 import os
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 
 _M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
-@dataclass(frozen=True)
-class Share:
-    """The part of a machine that a job may use.
-
-    Attributes:
-        cores: processor cores, a fraction where a quota says so.
-        memory: bytes.
-    """
-
-    cores: float
-    memory: int
-
-
-def share(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Share:
-    """Return this job's share: all of the machine, or what affinity and cgroups leave of it."""
-    quota, limit = cgroup_limits(proc / "self/cgroup", cgroups)
-    cores, total = float(num_cores()), known_memory(proc)["MemTotal"]
-    return Share(min(cores, quota) if quota else cores, min(total, limit) if limit else total)
+def job_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes of memory that this job may use: all of the machine, or as much as its cgroups allow."""
+    _, limit = cgroup_limits(proc / "self/cgroup", cgroups)
+    return min(known_memory(proc)["MemTotal"], limit or sys.maxsize)
 
 
 def cgroup_limits(listing: Path, root: Path) -> tuple[float | None, int | None]:
@@ -44,7 +30,7 @@ def cgroup_limits(listing: Path, root: Path) -> tuple[float | None, int | None]:
 def free_memory() -> int:
     """Return the bytes that may be allocated now without swapping; half of all where the system does not say."""
     known = known_memory(Path("/proc"))
-    return min(known.get("MemAvailable", known["MemTotal"] // 2), share().memory)
+    return min(known.get("MemAvailable", known["MemTotal"] // 2), job_memory())
 
 
 def known_memory(proc: Path) -> dict[str, int]:

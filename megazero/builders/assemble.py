@@ -6,7 +6,7 @@ to bottom.
 
 from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -119,7 +119,7 @@ def build_engine(
         recomputed: layers that run again in their backward.
     """
     on_path = model.units_of_layers()
-    used = [_distinct(name for i in parts for name in on_path[i]) for parts in stages]
+    used = [list(dict.fromkeys(name for i in parts for name in on_path[i])) for parts in stages]
     names = {name for of_stage in used for name in of_stage}
     units = build_units(model, names, seed=seed, axes=axes, resources=resources)
     o, bucket = optimizer, grid.comm.bucket
@@ -144,10 +144,6 @@ def build_engine(
         sharded = engine.shard_layers(gradients, own, around, keep_last=last, recomputed=recomputed)
         model.layers[parts.start : parts.stop] = sharded
     return engine
-
-
-def _distinct(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.model.contract import TIED, Model
-from megazero.model.parameter import Declaration, declarations_by_name
+from megazero.model.parameter import declarations_by_name
 from megazero.plan.placements import ALIGNMENT
 from megazero.zero.extension import Extension
-from megazero.zero.layout import Entry, Group, UnitLayout, lay_out
+from megazero.zero.layout import Entry, Group, lay_out
 from megazero.zero.offload import Offload
 from megazero.zero.placement import STAGES, Precision, UnitAxes
 from megazero.zero.resting import Resources
@@ -56,17 +56,11 @@ def offload_of(config: Config, host: Host, homes: Mapping[str, Home]) -> Offload
     optimizer, parameters = ((own | dict(homes))[word] for word in (asked.optimizer, asked.parameters))
     if optimizer is None and parameters is None:
         return Offload()
-    delayed = asked.delayed and optimizer is not None
-    return Offload(host if host.apart else None, optimizer, parameters, delayed)
+    return Offload(host if host.apart else None, optimizer, parameters, asked.delayed and optimizer is not None)
 
 
 def build_units(
-    model: Model,
-    names: Collection[str],
-    *,
-    seed: int | None,
-    axes: Callable[[str], UnitAxes],
-    resources: Resources,
+    model: Model, names: Collection[str], *, seed: int | None, axes: Callable[[str], UnitAxes], resources: Resources
 ) -> list[Unit]:
     """Give each of the named units of the model memory for what of it rests on this rank, and initial values.
 
@@ -84,7 +78,11 @@ def build_units(
             if name not in names:
                 continue
             declarations = declarations_by_name(members)
-            unit = Unit(unit_layout_of(name, declarations, alignment), axes(name), resources)
+            each = declarations.items()
+            entries = [
+                Entry(n, d.local_shape, Group(d.decay), d.split, d.first_row * d.row, d.partial) for n, d in each
+            ]
+            unit = Unit(lay_out(name, entries, alignment), axes(name), resources)
             if seed is not None:
                 unit.resting.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
             model.materialise(unit.parameters.make())
@@ -108,10 +106,3 @@ def resources_of(
         dtypes.append(precision.reduced)
     pools = [Pool(dtype, device, ledger, "pool") for dtype in dtypes]
     return Resources(precision, device, *pools, offload=offload or Offload(), ops=ops, extensions=extensions)
-
-
-def unit_layout_of(unit: str, declarations: Mapping[str, Declaration], alignment: int) -> UnitLayout:
-    """Return where the parameters of a unit lie, which begin at multiples of `alignment` elements."""
-    each = declarations.items()
-    entries = [Entry(n, d.local_shape, Group(d.decay), d.split, d.first_row * d.row, d.partial) for n, d in each]
-    return lay_out(unit, entries, alignment)

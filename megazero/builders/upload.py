@@ -39,17 +39,14 @@ class Upload:
 
     Args:
         device: where they are used.
+
+    Attributes:
         allocate: returns that many bytes of host memory from which the device copies by itself.
         marked: marks the end of the device's queue.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        allocate: Callable[[int], Tensor] = pinned_bytes,
-        marked: Callable[[torch.device], Mark | None] = mark,
-    ):
-        self._device, self._allocate, self._marked = device, allocate, marked
+    def __init__(self, device: torch.device):
+        self._device, self.allocate, self.marked = device, pinned_bytes, mark
         self._buffers = deque([_Buffer(), _Buffer()])
         self._stop = threading.Event()
 
@@ -65,7 +62,7 @@ class Upload:
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             passed(buffer.read, self._stop)
             if buffer.memory is None or len(buffer.memory) < size:
-                buffer.memory = self._allocate(size)
+                buffer.memory = self.allocate(size)
         host = buffer.memory[:size]
         for batch, view in zip(batches, views(host, batches), strict=True):
             for source, target in zip(_tensors(batch), _tensors(view), strict=True):
@@ -74,7 +71,7 @@ class Upload:
         def send() -> list[MicroBatch]:
             there = torch.empty(size, dtype=torch.uint8, device=self._device)
             there.copy_(host, non_blocking=True)
-            buffer.read = self._marked(self._device)
+            buffer.read = self.marked(self._device)
             return views(there, batches)
 
         return send

@@ -195,13 +195,16 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
     return _exchanged(axis, purpose, _gather(axis, tag, flat_parts).start(), whole)
 
 
-def start_all_to_all(x: Tensor, out: Tensor, axis: Axis, purpose: str) -> Pending:
+def start_all_to_all(x: Tensor, out: Tensor, axis: Axis, purpose: str, sent: int | None = None) -> Pending:
     """Start to send each of `size` equal parts of flat x to the rank of its number.
 
     `out` gets the parts that come, by rank; this rank's own part there may hold anything at the end. x must not be
     touched until then.
+
+    Args:
+        sent: elements that count in the ledger; None: all that go to others.
     """
-    tag = begin("all_to_all", x, axis, purpose, (axis.size - 1) * len(x) // axis.size)
+    tag = begin("all_to_all", x, axis, purpose, (axis.size - 1) * len(x) // axis.size if sent is None else sent)
     if axis.comm.backend == "nccl":
         return nccl_pending(axis, purpose, dist.all_to_all_single(out, x, group=axis.group, async_op=True), lambda: out)
     if (pool := axis.comm.host_staging) is not None:

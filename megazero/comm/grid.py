@@ -188,8 +188,7 @@ def make_grid(
         if comm.backend == "nccl":
             for name, group in groups.items():
                 if group is not None:  # this rank is between the ends
-                    shown = partial(comm.calling, name, name, grid[name].ranks)
-                    connect(group, torch.device(device_type), shown)
+                    connect(group, torch.device(device_type), partial(comm.calling, name, name, grid[name].ranks))
     return grid.with_groups(groups)
 
 
@@ -207,8 +206,7 @@ def _group_of(
         return comm.split(name, groups, dist.get_world_size(), few_ctas=few_ctas)
     own = None
     for ranks in groups:
-        whole = len(ranks) == dist.get_world_size()
-        made = dist.group.WORLD if whole else dist.new_group(ranks, timeout=comm.timeout)
+        made = dist.group.WORLD if len(ranks) == dist.get_world_size() else dist.new_group(ranks, timeout=comm.timeout)
         if dist.get_rank() in ranks:
             assert isinstance(made, dist.ProcessGroup), "this rank is one of them"
             own = made

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.collectives import all_gather, begin, nccl_pending
+from megazero.comm.collectives import all_gather, begin, nccl_pending, start_all_to_all
 from megazero.comm.grid import Axis
-from megazero.comm.transport.exchange import swap
 
 Counts = list[list[int]]  # [from][to]
 
@@ -52,14 +51,10 @@ def _exchanged(
     rows: Tensor, outgoing: list[int], incoming: list[int], longest: int, axis: Axis, purpose: str, sent: int
 ) -> Tensor:
     """Exchange messages of `longest` elements, of which only the beginning counts."""
-    home = rows.device
-    here = rows.cpu()  # where messages are sent from
-    messages, places = here.new_zeros((axis.size, max(longest, 1))), here.new_empty((axis.size, max(longest, 1)))
-    for k, part in enumerate(here.split(outgoing)):
+    messages, places = (rows.new_zeros((axis.size, max(longest, 1))) for _ in range(2))
+    for k, part in enumerate(rows.split(outgoing)):
         messages[k, : part.numel()] = part.reshape(-1)
-    tag = begin("all_to_all", messages, axis, purpose, sent)
-    swap(axis, tag, messages.unbind(), places.unbind()).start().wait()
-    axis.comm.status_slot.end(axis.name)
+    start_all_to_all(messages.view(-1), places.view(-1), axis, purpose, sent).wait()
     places[axis.rank] = messages[axis.rank]
     shape, each = rows.shape[1:], rows.shape[1:].numel()
-    return torch.cat([places[k, : count * each].view(count, *shape) for k, count in enumerate(incoming)]).to(home)
+    return torch.cat([places[k, : count * each].view(count, *shape) for k, count in enumerate(incoming)])

@@ -9,11 +9,12 @@ of all (`launcher/diagnosis.py`). Ranks without such a parent publish theirs whe
 
 import ctypes
 import mmap
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megazero.comm.axes import LANES, P2P
-from megazero.comm.processes import Process, host_id
+from megazero.comm.processes import host_id, is_stopped
 
 
 class _Lane(ctypes.Structure):
@@ -37,7 +38,6 @@ class _Page(ctypes.Structure):
         ("last", ctypes.c_uint8),
         ("pid", ctypes.c_uint32),
         ("step", ctypes.c_uint64),
-        ("started", ctypes.c_uint64),
         ("near", ctypes.c_uint64),
         ("phase", ctypes.c_char * 48),
         ("host", ctypes.c_char * 64),
@@ -84,7 +84,7 @@ class RankStatus:
     """The content of a rank's slot. `step` is 0 before the first; `last` is the operation begun last.
 
     Attributes:
-        process: of the rank, if it is on this host and this process can see it; else None.
+        is_here: its process is on this host, and this process can see it.
     """
 
     rank: int
@@ -96,12 +96,12 @@ class RankStatus:
     operations: tuple[Operation, ...]
     last: Operation | None
     message: str
-    process: Process | None = None
+    is_here: bool = False
 
     @property
     def is_stopped(self) -> bool:
         """Return whether its process is known to be stopped by a signal or a debugger."""
-        return self.process is not None and self.process.is_stopped
+        return self.is_here and is_stopped(self.pid)
 
     @property
     def has_said(self) -> bool:
@@ -142,11 +142,10 @@ class StatusBoard:
             ranks = range(lane.first, lane.first + size * stride, stride)
             operations.append(Operation(axis, lane.number, lane.open > 0, ranks, _text(lane.text)))
         last = operations[page.last - 1] if 0 < page.last <= len(LANES) else None
-        here = page.pid > 0 and page.started > 0 and page.near == host_id()
-        process = Process(page.pid, page.started) if here else None
+        here = page.pid > 0 and page.near == host_id()
         texts = _text(page.phase), _text(page.host)
         message = _text(page.message)
-        return RankStatus(rank, page.state, page.pid, page.step, *texts, tuple(operations), last, message, process)
+        return RankStatus(rank, page.state, page.pid, page.step, *texts, tuple(operations), last, message, here)
 
     def page(self, rank: int) -> _Page:
         """Return the memory of a rank's slot."""
@@ -164,14 +163,14 @@ class StatusBoard:
         """Set a slot to what `raw` has returned on another host."""
         self._memory[rank * SLOT_SIZE : (rank + 1) * SLOT_SIZE] = raw[:SLOT_SIZE].ljust(SLOT_SIZE, b"\0")
 
-    def introduce(self, rank: int, state: int, step: int, process: Process, host: str, near: int) -> None:
+    def introduce(self, rank: int, state: int, step: int, pid: int, host: str, near: int) -> None:
         """Set an empty slot to what is known of a rank that shows nothing itself.
 
         Args:
             host, near: the host's name, and its `host_id`.
         """
         page = self.page(rank)
-        page.state, page.step, page.pid, page.started = state, step, process.pid, process.started
+        page.state, page.step, page.pid = state, step, pid
         page.host, page.near = _bytes(host, 64), near
 
 
@@ -191,9 +190,9 @@ class StatusSlot:
 
     def take(self, host: str) -> None:
         """Claim the slot for this process, on the host of that name."""
-        own, page = Process.own(), self._page
+        page = self._page
         ctypes.memset(ctypes.addressof(page), 0, ctypes.sizeof(page))
-        page.state, page.pid, page.started, page.near = RUNNING, own.pid, own.started, host_id()
+        page.state, page.pid, page.near = RUNNING, os.getpid(), host_id()
         page.phase, page.host = START.encode(), _bytes(host, 64)
 
     def move(self, board: StatusBoard, rank: int) -> None:

@@ -66,6 +66,5 @@ class DataFile:
         return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) if self.size else b""
 
     def _refused(self, error: OSError) -> UserError:
-        what = f"cannot be read: {error.strerror}"
         do = "check the path, its permissions, the disk, and `ulimit -n` for many shards"
-        return UserError(self._unreadable, what, do, where=error.filename or self.path)
+        return UserError(self._unreadable, f"cannot be read: {error.strerror}", do, where=error.filename or self.path)

@@ -44,8 +44,7 @@ def split_streams(dataset: TokenDataset, fraction: float) -> tuple["TokenStream"
 
 def document_lengths(starts: np.ndarray) -> tuple[int, ...]:
     """Return the lengths of the documents of a window: bool, True where one begins; the first token needs no mark."""
-    bounds = np.flatnonzero(starts[1:]) + 1
-    return tuple(np.diff(bounds, prepend=0, append=len(starts)).tolist())
+    return tuple(np.diff(np.flatnonzero(starts[1:]) + 1, prepend=0, append=len(starts)).tolist())
 
 
 class Block(NamedTuple):

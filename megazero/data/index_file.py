@@ -12,7 +12,6 @@ garbage in step 40,000.
 
 import struct
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,23 +27,40 @@ _BLOCK = 1 << 19  # sequences that are checked at a time
 _DO = "copy it again or rebuild it with `megazero preprocess`"
 
 
-class Index(NamedTuple):
-    """An index whose header fits its size; arrays are mapped.
+class Index:
+    """A checked index; arrays are mapped.
 
     Attributes:
-        path: its file.
         dtype: of the ids.
         lengths, pointers: tokens of each sequence, and the byte at which it begins: int32 and int64 [S].
         documents: the first sequence of each document, then S: int64 [D + 1].
         modes: of sequences, int8 [S], or [0] where they have none.
+
+    Raises:
+        UserError: 201, it cannot be read; 202, it is no index, or of another size than its header says; 203, it
+            contradicts itself.
     """
 
-    path: Path
-    dtype: np.dtype
-    lengths: np.ndarray
-    pointers: np.ndarray
-    documents: np.ndarray
-    modes: np.ndarray
+    def __init__(self, path: Path):
+        self._path = path
+        content = DataFile(path, "entries", 203).mapped()
+        if len(content) < HEADER.size:
+            raise UserError(202, f"expected a header of {HEADER.size} bytes, got {len(content)}", _DO, where=path)
+        magic, version, code, sequences, documents = HEADER.unpack(content[: HEADER.size])
+        if (magic, version) != (MAGIC, VERSION) or code not in DTYPE_CODES:
+            what = f"expected magic {MAGIC!r}, version {VERSION} and the code of an integer type, got {magic!r}, "
+            raise UserError(202, f"{what}{version} and {code}", _DO, where=path)
+        expected = HEADER.size + 12 * sequences + 8 * documents
+        if len(content) not in (expected, expected + sequences):
+            what = f"expected {expected:,} bytes ({sequences:,} sequences, {documents:,} document indices), "
+            what += f"or {sequences:,} more with modes, got {len(content):,}"
+            raise UserError(202, what, _DO, where=path)
+        self.dtype = np.dtype(DTYPE_CODES[code]).newbyteorder("<")
+        self.lengths = np.frombuffer(content, "<i4", sequences, HEADER.size)
+        self.pointers = np.frombuffer(content, "<i8", sequences, HEADER.size + 4 * sequences)
+        self.documents = np.frombuffer(content, "<i8", documents, HEADER.size + 12 * sequences)
+        self.modes = np.frombuffer(content, "i1", len(content) - expected, expected)
+        self._check()
 
     @property
     def num_tokens(self) -> int:
@@ -59,79 +75,50 @@ class Index(NamedTuple):
         found[inside] = self.pointers[which[inside]] // self.dtype.itemsize
         return found
 
-    def refused(self, what: str) -> UserError:
+    def _refused(self, what: str) -> UserError:
         """Return the error for an index that contradicts itself."""
-        return UserError(203, what, _DO, where=self.path)
+        return UserError(203, what, _DO, where=self._path)
 
+    def _check(self) -> None:
+        sequences, documents = len(self.lengths), len(self.documents) - 1
+        if documents < 0:
+            raise self._refused(f"expected document indices from 0 to {sequences:,}, got none")
+        with doing(f"checking {self._path}", sequences + documents) as progress:
+            end = 0
+            for first in range(0, sequences, _BLOCK):
+                end = self._check_sequences(first, end)
+                progress.advance(_BLOCK)
+            before, last = int(self.documents[0]), int(self.documents[-1])
+            if (before, last) != (0, sequences):
+                raise self._refused(f"expected document indices from 0 to {sequences:,}, got {before:,} to {last:,}")
+            for first in range(0, documents, _BLOCK):
+                found = self.documents[first : first + _BLOCK + 1]
+                steps = np.diff(found)
+                # As many documents as sequences means one each; anything else is an index with a flipped bit (an
+                # emptied document next to a doubled one), not something a tool wrote.
+                one_each = documents == sequences
+                wrong = steps != 1 if one_each else steps < 0
+                if wrong.any():
+                    at = int(np.argmax(wrong))
+                    expected = "one sequence" if one_each else "at least no sequence"
+                    what = f"expected {expected} in document {first + at:,}, got {steps[at]:,} from {found[at]:,} on"
+                    raise self._refused(what)
+                progress.advance(_BLOCK)
 
-def open_index(path: Path) -> Index:
-    """Return the index of a file, of which the header is checked.
-
-    Raises:
-        UserError: 201, it cannot be read; 202, it is no index, or of another size than its header says; 203, it has no
-            document.
-    """
-    content = DataFile(path, "entries", 203).mapped()
-    if len(content) < HEADER.size:
-        raise UserError(202, f"expected a header of {HEADER.size} bytes, got {len(content)}", _DO, where=path)
-    magic, version, code, sequences, documents = HEADER.unpack(content[: HEADER.size])
-    if (magic, version) != (MAGIC, VERSION) or code not in DTYPE_CODES:
-        what = f"expected magic {MAGIC!r}, version {VERSION} and the code of an integer type, got {magic!r}, "
-        raise UserError(202, f"{what}{version} and {code}", _DO, where=path)
-    expected = HEADER.size + 12 * sequences + 8 * documents
-    if len(content) not in (expected, expected + sequences):
-        what = f"expected {expected:,} bytes ({sequences:,} sequences, {documents:,} document indices), "
-        what += f"or {sequences:,} more with modes, got {len(content):,}"
-        raise UserError(202, what, _DO, where=path)
-    arrays, at = list[np.ndarray](), HEADER.size
-    for kind, count in (("<i4", sequences), ("<i8", sequences), ("<i8", documents), ("i1", len(content) - expected)):
-        arrays.append(np.frombuffer(content, kind, count, at))
-        at += arrays[-1].nbytes
-    index = Index(path, np.dtype(DTYPE_CODES[code]).newbyteorder("<"), *arrays)
-    if not documents:
-        raise index.refused(f"expected document indices from 0 to {sequences:,}, got none")
-    return index
-
-
-def check_index(index: Index) -> None:
-    """Refuse an index that contradicts itself. Raises UserError 203."""
-    sequences, documents = len(index.lengths), len(index.documents) - 1
-    with doing(f"checking {index.path}", sequences + documents) as progress:
-        end = 0
-        for first in range(0, sequences, _BLOCK):
-            end = _check_sequences(index, first, end)
-            progress.advance(_BLOCK)
-        before, last = int(index.documents[0]), int(index.documents[-1])
-        if (before, last) != (0, sequences):
-            raise index.refused(f"expected document indices from 0 to {sequences:,}, got {before:,} to {last:,}")
-        for first in range(0, documents, _BLOCK):
-            found = index.documents[first : first + _BLOCK + 1]
-            steps = np.diff(found)
-            # As many documents as sequences means one each; anything else is an index with a flipped bit (an emptied
-            # document next to a doubled one), not something a tool wrote.
-            one_each = documents == sequences
-            wrong = steps != 1 if one_each else steps < 0
-            if wrong.any():
-                at = int(np.argmax(wrong))
-                expected = "one sequence" if one_each else "at least no sequence"
-                what = f"expected {expected} in document {first + at:,}, got {steps[at]:,} from {found[at]:,} on"
-                raise index.refused(what)
-            progress.advance(_BLOCK)
-
-
-def _check_sequences(index: Index, first: int, begin: int) -> int:
-    """Check a block of sequences from `first` on, which begins at this token; return the token at which it ends."""
-    lengths = index.lengths[first : first + _BLOCK]
-    pointers = index.pointers[first : first + _BLOCK]
-    ends = begin + np.cumsum(lengths, dtype=np.int64)
-    expected = (ends - lengths) * index.dtype.itemsize
-    wrong = (lengths < 0) | (pointers != expected)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        what = f"expected sequence {first + at:,} at byte {expected[at]:,} with at least no token, "
-        raise index.refused(f"{what}got byte {pointers[at]:,} and {lengths[at]} tokens")
-    if (other := index.modes[first : first + _BLOCK]).any():
-        at = int(np.argmax(other != 0))
-        what = f"expected mode 0, text, got {other[at]} for sequence {first + at:,}, of which tokens are no ids of text"
-        raise UserError(203, what, "train on text alone", where=index.path)
-    return int(ends[-1])
+    def _check_sequences(self, first: int, begin: int) -> int:
+        """Check a block of sequences from `first` on, which begins at this token; return the token at which it ends."""
+        lengths = self.lengths[first : first + _BLOCK]
+        pointers = self.pointers[first : first + _BLOCK]
+        ends = begin + np.cumsum(lengths, dtype=np.int64)
+        expected = (ends - lengths) * self.dtype.itemsize
+        wrong = (lengths < 0) | (pointers != expected)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            what = f"expected sequence {first + at:,} at byte {expected[at]:,} with at least no token, "
+            raise self._refused(f"{what}got byte {pointers[at]:,} and {lengths[at]} tokens")
+        if (other := self.modes[first : first + _BLOCK]).any():
+            at = int(np.argmax(other != 0))
+            what = f"expected mode 0, text, got {other[at]} for sequence {first + at:,}, "
+            what += "of which tokens are no ids of text"
+            raise UserError(203, what, "train on text alone", where=self._path)
+        return int(ends[-1])

@@ -23,13 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megazero.base.atomic import writing
 from megazero.base.errors import UserError
-from megazero.base.files import flush, flush_folder, temporary_name
+from megazero.base.files import flush, flush_folder, temporary_name, writing
 from megazero.base.reading import looked_up
 from megazero.base.this_copy import here
 from megazero.data.data_file import DataFile
-from megazero.data.index_file import DTYPE_CODES, HEADER, MAGIC, VERSION, check_index, open_index
+from megazero.data.index_file import DTYPE_CODES, HEADER, MAGIC, VERSION, Index
 from megazero.data.loss_mask import LossMask, LossMaskWriter, mask_path
 from megazero.data.token_dataset import TokenDataset
 
@@ -56,9 +55,8 @@ class IndexedDataset(TokenDataset):
     def __init__(self, prefix: str | Path):
         self.bin_path, self.idx_path = file_pair(prefix)
         refuse_missing(prefix)
-        self.prefix, self._index = Path(prefix), open_index(self.idx_path)
+        self.prefix, self._index = Path(prefix), Index(self.idx_path)
         self._file = DataFile(self.bin_path, "tokens", 204)
-        check_index(self._index)
         self.dtype, self.num_tokens = self._index.dtype, self._index.num_tokens
         self.num_documents, expected = len(self._index.documents) - 1, self.num_tokens * self.dtype.itemsize
         if self._file.size != expected:

@@ -90,8 +90,7 @@ class BatchLoader(BatchSource):
 
     def _build(self, step: int) -> Callable[[], list[MicroBatch]]:
         """Read a step; return what gives its micro-batches to the caller of `step`."""
-        ids = self.samples(step) + self._indices
-        batches = self._mixture.micro_batches(ids)
+        batches = self._mixture.micro_batches(self.samples(step) + self._indices)
         return (lambda: batches) if self._pack is None else self._pack(batches)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from megazero.base.atomic import write_atomically
 from megazero.base.errors import UserError
+from megazero.base.files import write_atomically
 from megazero.base.reading import read_file
 from megazero.data.loss_mask import mask_path
 from megazero.data.token_dataset import TokenDataset
@@ -103,8 +103,7 @@ def require_mask(origin: Origin | None, digest: str | None, prefix: Path) -> Non
         what = f"is not there, but {path_of(prefix).name} names it: without it every token would count"
     else:
         what = f"has xxh3 {digest}, {path_of(prefix).name} tells of {origin.mask or 'none'}"
-    do = "copy all files of the data set again, or preprocess again"
-    raise UserError(225, what, do, where=mask_path(prefix))
+    raise UserError(225, what, "copy all files of the data set again, or preprocess again", where=mask_path(prefix))
 
 
 def require_tokenizer(prefix: str | Path, tokenizer: Tokenizer | None) -> Origin | None:

@@ -14,20 +14,17 @@ and any element costs a few dozen integer operations and no memory. Source: J. B
 Arbitrary Finite Domains, CT-RSA 2002, sections 3 (cycle walking) and 5 (Feistel).
 """
 
-from typing import TypeVar
-
 import numpy as np
 
 from megazero.data.choice import mix
 
-_Numbers = TypeVar("_Numbers", int, np.ndarray)  # one, or many
 _ROUNDS = 8
 _MIN_HALF_BITS = 4  # tinier halves leave the rounds too little to mix: the orders of 3 windows would not be uniform
 _WORD = np.uint64(0xFFFFFFFF)
 
 
-def sample_id(step: int, index: _Numbers, global_batch: int) -> _Numbers:
-    """Return the number, over the whole run, of sequence `index` (one or many) of a step."""
+def sample_id(step: int, index: int, global_batch: int) -> int:
+    """Return the number, over the whole run, of sequence `index` of a step."""
     return step * global_batch + index
 
 
@@ -42,31 +39,23 @@ def index_of(data_rank: int, micro_batch: int, row: int, num_data: int, micro: i
     return (micro_batch * num_data + data_rank) * micro + row
 
 
-def window_of(sample: _Numbers, num_windows: int | np.ndarray, seed: int | np.ndarray) -> _Numbers:
-    """Return the window of text of a sample (an id, or int64 ids of any shape), in [0, num_windows).
+def window_of(ids: np.ndarray, num_windows: int | np.ndarray, seed: int | np.ndarray) -> np.ndarray:
+    """Return the windows of text of samples (int64 ids of any shape), in [0, num_windows).
 
     Over the ids e x N ... e x N + N - 1 of an epoch e every window comes exactly once.
 
     Args:
         num_windows, seed: of all samples, or of each (int64 and uint64 of the samples' shape).
     """
-    ids = np.atleast_1d(np.asarray(sample, np.int64))
     counts = np.broadcast_to(np.asarray(num_windows, np.int64), ids.shape)
     assert (counts > 0).all()
     epochs, positions = np.divmod(ids, counts)
-    keys, halves = _round_keys(epochs.astype(np.uint64), _words(seed)), _halves(counts)
+    keys, halves = _round_keys(epochs.astype(np.uint64), np.asarray(seed, np.uint64)), _halves(counts)
     windows = _permute(positions.astype(np.uint64), keys, halves)
     limits = counts.astype(np.uint64)
     while (outside := windows >= limits).any():  # at most 4 tries on average: 2^2h < 4 N, unless N is tiny
         windows[outside] = _permute(windows[outside], keys[:, outside], halves[outside])
-    if isinstance(sample, np.ndarray):
-        return windows.astype(np.int64)
-    return int(windows[0])
-
-
-def _words(seed: int | np.ndarray) -> np.ndarray:
-    """Return the low 64 bits of a seed, or of each, as uint64."""
-    return seed.astype(np.uint64) if isinstance(seed, np.ndarray) else np.asarray(seed & 0xFFFFFFFFFFFFFFFF, np.uint64)
+    return windows.astype(np.int64)
 
 
 def _halves(num_windows: np.ndarray) -> np.ndarray:

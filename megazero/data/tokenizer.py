@@ -9,11 +9,14 @@ A tokenizer is lossless where each text comes back from its ids, byte for byte. 
 bits per byte counts the bytes of the text that the data was made from (`data/origin.py`), not those that ids decode to.
 """
 
+import os
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megazero.base.errors import UserError
-from megazero.base.held_stderr import stderr_held
 from megazero.data.tokenizers.common import Tokenizer as Tokenizer
 from megazero.data.tokenizers.json_file import JsonFile
 from megazero.data.tokenizers.plain_bytes import NAME, PlainBytes
@@ -35,7 +38,7 @@ def open_tokenizer(path: str | Path, vocab: int | None = None) -> Tokenizer:
             read; 210, nothing in it ends a document.
     """
     lines: list[str] = []
-    with stderr_held(lines):  # a library that panics writes its own traceback before ours is one line
+    with _stderr_held(lines):  # a library that panics writes its own traceback before ours is one line
         tokenizer = PlainBytes() if str(path) == NAME else _KINDS.get(Path(path).suffix, SentencePiece)(path)
     for line in lines:
         print(line, file=sys.stderr)
@@ -43,3 +46,24 @@ def open_tokenizer(path: str | Path, vocab: int | None = None) -> Tokenizer:
         what = f"the tokenizer has {tokenizer.vocab_size} pieces, model.vocab is {vocab}"
         raise UserError(112, what, "raise model.vocab or give the model's tokenizer", where=path)
     return tokenizer
+
+
+@contextmanager
+def _stderr_held(lines: list[str]) -> Iterator[None]:
+    """Keep all that reaches file descriptor 2 inside the context; at its end the lines are in `lines`."""
+    try:
+        sys.stderr.flush()
+        said = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, in what may not be skipped
+        real = os.dup(2)
+    except (OSError, ValueError, AttributeError):  # there is no standard error, or no room for a file
+        yield
+        return
+    with said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(real, 2)
+            os.close(real)
+            said.seek(0)
+            lines += said.read().decode(errors="replace").splitlines()

@@ -4,6 +4,6 @@ A home that is taken out of the table, with its folder, is gone: no other module
 """
 
 from megazero.comm.home import Disks, Homes
-from megazero.nvme.opening import open_disk, speed_of
+from megazero.nvme.opening import best_speed, open_disk
 
-HOMES: Homes = {"nvme": Disks(open_disk, speed_of)}
+HOMES: Homes = {"nvme": Disks(open_disk, best_speed)}

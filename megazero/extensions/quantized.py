@@ -206,8 +206,7 @@ class Quantized(Extension):
     def gathering(self, plain: Gathering, numel: int, axes: UnitAxes, device: torch.device) -> Gathering:
         if self.parameters is None or axes.shard.size == 1 or axes.stage.parameters is not Placement.SHARD:
             return plain
-        bits, dtype = self.parameters, self.precision.parameters
-        return QuantizedGathering(bits, self.ops, self.pools[0], axes.shard, dtype)
+        return QuantizedGathering(self.parameters, self.ops, self.pools[0], axes.shard, self.precision.parameters)
 
     def summing(self, plain: Summing, shard: slice, axes: UnitAxes) -> Summing:
         if self.gradients is None or axes.shard.size == 1 or axes.stage.optimizer is not Placement.SHARD:
@@ -217,8 +216,7 @@ class Quantized(Extension):
             shape = axes.shard.size - 1, shard.stop - shard.start
             residuals = torch.zeros(shape, dtype=self.precision.gradients, device=self.device)
             axes.shard.comm.ledger.hold("residuals", residuals.nbytes)
-        bits, pool = self.gradients, self.pools[1]
-        return QuantizedSumming(bits, self.ops, pool, axes.shard, self.hops, residuals, self._carry)
+        return QuantizedSumming(self.gradients, self.ops, self.pools[1], axes.shard, self.hops, residuals, self._carry)
 
     def end_step(self, skipped: Tensor, scale: Tensor, next_scale: Tensor) -> None:
         if self.feedback:

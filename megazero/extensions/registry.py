@@ -26,10 +26,7 @@ Make = Callable[["Config", Grid, tuple[Axis, Axis], Operations, Precision, torch
 
 # By the option that asks for it, in the order in which they wrap each other: second shards keep what quantised gathers
 # send.
-EXTENSIONS: dict[str, Make] = {
-    "zero.quantize": quantized,
-    "zero.secondary_ranks": second_shards,
-}
+EXTENSIONS: dict[str, Make] = {"zero.quantize": quantized, "zero.secondary_ranks": second_shards}
 
 
 def extensions_of(

@@ -7,11 +7,15 @@ share one library. Nor does the library carry a path to torch's libraries, which
 Libraries lie in the user's cache folder (XDG_CACHE_HOME, else ~/.cache). The folder that MEGAZERO_KERNELS names comes
 first: a machine without a compiler takes from there, or from the cache, a library that another machine has built.
 
+The SHA-256 of a library's content is next to it. A library that was cut off, by a full disk or an unfinished copy,
+would otherwise end the process by SIGBUS when it is mapped.
+
 Many ranks may start at once: one compiles under a file lock while the others wait. torch.utils.cpp_extension would also
 compile, but it needs ninja, and a killed process leaves its lock behind for ever.
 """
 
 import fcntl
+import hashlib
 import logging
 import os
 import platform
@@ -27,7 +31,7 @@ import torch
 import xxhash
 
 from megazero.base.doing import doing
-from megazero.kernels.cache import is_sealed, seal
+from megazero.base.files import flush_file, replace_file
 
 _LOG = logging.getLogger("megazero")
 FOLDER_VARIABLE = "MEGAZERO_KERNELS"
@@ -117,7 +121,7 @@ def build_library(
         library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with library.with_suffix(".lock").open("w") as lock, doing(f"compiling {source.name}"):
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file closes, also when this process is killed
-            if not is_sealed(library):  # another process may have built it in the meantime
+            if not _is_sealed(library):  # another process may have built it in the meantime
                 _compile(command, library)
     except OSError as error:
         raise BuildError(f"the kernel cache {library.parent} cannot be used: {error}") from None
@@ -177,7 +181,7 @@ def _cache_folder() -> Path:
 def _built_before(places: Sequence[Path], name: str, targets: Sequence[str]) -> Path | None:
     """Return the first whole library of a name that was built for all targets; None: there is none."""
     for library in (path for folder in places for path in sorted(folder.glob(f"{name}*.so"))):
-        if set(targets) <= set(library.stem.split("-")) and is_sealed(library):
+        if set(targets) <= set(library.stem.split("-")) and _is_sealed(library):
             return library
     return None
 
@@ -193,7 +197,7 @@ def _compile(command: Sequence[str], library: Path) -> None:
             raise BuildError(f"{command[0]} failed on {Path(command[1]).name}: {(lines or ['no message'])[0][:200]}")
         if said:
             library.with_suffix(".log").write_text(said, encoding="utf-8")
-        seal(made, library)
+        _seal(made, library)
 
 
 def _run(command: Sequence[str]) -> tuple[int, str]:
@@ -207,3 +211,26 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
             os.killpg(compiler.pid, signal.SIGTERM)
             raise
     return compiler.returncode, said
+
+
+def _seal(unfinished: Path, library: Path) -> None:
+    """Give a finished library its name, with the hash of its content next to it. Raises OSError.
+
+    The hash comes first: a process that is killed in between leaves no hash that fits, and the library is built again.
+    """
+    flush_file(unfinished)
+    replace_file(library.with_suffix(".sha256"), _digest(unfinished))
+    unfinished.replace(library)
+
+
+def _is_sealed(library: Path) -> bool:
+    """Return True if a library has the content that was sealed."""
+    try:
+        return library.with_suffix(".sha256").read_bytes() == _digest(library)
+    except OSError:
+        return False
+
+
+def _digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest().encode()

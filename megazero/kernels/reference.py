@@ -244,14 +244,11 @@ def sums_of_squares(flats: Sequence[Tensor]) -> Tensor:
 
 def sums_of_pieces(flats: Sequence[Tensor], at_once: int) -> Tensor:
     """Return the sums of squares; `at_once` elements are widened to fp64 at a time."""
-    return torch.stack([_sum_of_squares(flat, at_once) for flat in flats])
-
-
-def _sum_of_squares(flat: Tensor, at_once: int) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=flat.device)
-    for piece in flat.split(at_once):
-        total += piece.to(torch.float64).square().sum()  # sums in pairs; a library's dot product may not
-    return total
+    totals = torch.zeros(len(flats), dtype=torch.float64, device=flats[0].device)
+    for flat, total in zip(flats, totals, strict=True):
+        for piece in flat.split(at_once):
+            total += piece.to(torch.float64).square().sum()  # sums in pairs; a library's dot product may not
+    return totals
 
 
 def add_rows_(into_VD: Tensor, rows_N: Tensor, values_ND: Tensor) -> None:

@@ -120,5 +120,4 @@ def _load_fused(device: torch.device, dtype: torch.dtype, present: bool) -> tupl
 def _summary(chosen: dict[str, str]) -> str:
     """Return "fused", or "reference; apex: norm": what most families have, then the others by name."""
     most = max(dict.fromkeys(chosen.values()), key=list(chosen.values()).count)
-    others = [f"; {name}: {family}" for family, name in chosen.items() if name != most]
-    return most + "".join(others)
+    return most + "".join([f"; {name}: {family}" for family, name in chosen.items() if name != most])

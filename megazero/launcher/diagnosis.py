@@ -70,9 +70,7 @@ def stuck(statuses: Sequence[RankStatus], rank: int) -> UserError:
     if stopped and blamed not in stopped:
         what = f"did not go on {_where(stopped[0])}, {_doing(stopped[0])}; rank {rank} waited in {mine}"
         return UserError(311, what, STOPPED, **_who(stopped[0]))
-    if culprit == rank:
-        return _lost(statuses, blamed, mine)
-    return _no_answer(statuses, blamed, mine, waiter)
+    return _lost(statuses, blamed, mine) if culprit == rank else _no_answer(statuses, blamed, mine, waiter)
 
 
 def _stuck_on_device(statuses: Sequence[RankStatus], rank: int) -> UserError:

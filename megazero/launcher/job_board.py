@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from megazero.comm.processes import Process
 from megazero.comm.status_board import FAILED, RUNNING, RankStatus, StatusBoard
 from megazero.launcher.meeting import Presence
 from megazero.launcher.stacks import Stacks
@@ -66,8 +65,8 @@ class JobBoard(StatusBoard):
         """
         whole, step = StatusBoard(self.size), self.read(self._rank).step
         for rank, there in enumerate(self._roll):
-            state, process = FAILED if ended and rank == 0 else RUNNING, Process(there.pid, there.started)
-            whole.introduce(rank, state, step, process, there.host, there.host_id)
+            state = FAILED if ended and rank == 0 else RUNNING
+            whole.introduce(rank, state, step, there.pid, there.host, there.host_id)
         whole.fill(self._rank, self.raw(self._rank))
         return whole
 

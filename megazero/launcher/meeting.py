@@ -30,7 +30,6 @@ class Presence(NamedTuple):
         host: its name.
         fingerprint: of code and config.
         pid: of its process.
-        started: the start of that process, in the kernel's ticks; 0: unknown.
         host_id: equal for ranks that can share memory.
         outbox: its descriptor there; None: it has none.
     """
@@ -38,7 +37,6 @@ class Presence(NamedTuple):
     host: str
     fingerprint: str
     pid: int
-    started: int
     host_id: int
     outbox: int | None = None
 

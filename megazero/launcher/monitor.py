@@ -64,24 +64,18 @@ class Monitor:
         timeout: seconds; `parallel.timeout`.
         first_uses: the first uses of communicators that the host is in; it may wait for other ranks there.
         recorder: returns what the flight recorder holds; with `True` what has not ended there.
-        clock, sleep, end: of the system, or what stands in for them.
+
+    Attributes:
+        clock, sleep, end: of the system.
     """
 
     def __init__(
-        self,
-        place: RankContext,
-        timeout: float,
-        first_uses: Sequence[str],
-        recorder: Callable[[bool], list[Recorded]],
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
-        end: Callable[[int], object] = os._exit,
+        self, place: RankContext, timeout: float, first_uses: Sequence[str], recorder: Callable[[bool], list[Recorded]]
     ):
         self._place, self._limit, self._first_uses, self._recorder = place, _SHARE * timeout, first_uses, recorder
-        self._clock, self._sleep, self._end = clock, sleep, end
-        self._between = self._limit / _LOOKS
+        self.clock, self.sleep, self.end = time.monotonic, time.sleep, os._exit
+        self._between, self._since = self._limit / _LOOKS, 0.0
         self._under_way: list[int | str] = []
-        self._since = clock()
 
     def start(self) -> None:
         """Look in the background, until the process group that is there now is destroyed."""
@@ -90,7 +84,7 @@ class Monitor:
 
     def is_stuck(self) -> bool:
         """Look, and return whether this rank does not go on."""
-        under_way, now = [*(one.number for one in self._recorder(True)), *self._first_uses], self._clock()
+        under_way, now = [*(one.number for one in self._recorder(True)), *self._first_uses], self.clock()
         if not under_way or under_way != self._under_way:
             self._under_way, self._since = under_way, now
         return now - self._since >= self._limit and bool(self._first_uses or self._oldest())
@@ -108,12 +102,12 @@ class Monitor:
     def give_up(self) -> None:
         """Show what this rank is stuck in, write down what is known, report it and end the process."""
         self._place.status_slot.stall(map(_lane, self._oldest()))
-        self._sleep(1.0 + 2 * self._between)  # until the others, which look as often, have shown the same
+        self.sleep(1.0 + 2 * self._between)  # until the others, which look as often, have shown the same
         error = CollectiveError("world", f"nothing queued on the GPU has ended for {self._limit:g} s")
         self._place.stacks.write(error, "\n".join(f"{one.group} {one.text}" for one in self._recorder(False)[-_LAST:]))
         say_why(self._place)
         flush_output()
-        self._end(1)
+        self.end(1)
 
     def _watch(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
         """Look until the group is destroyed: there may be another one by then, with a monitor of its own."""
@@ -121,7 +115,7 @@ class Monitor:
         # A thread begins with the first device.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             while True:
-                self._sleep(self._between)
+                self.sleep(self._between)
                 if not dist.is_initialized() or dist.group.WORLD is not group():
                     return
                 if self.is_stuck():

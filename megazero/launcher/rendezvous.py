@@ -16,7 +16,7 @@ from megazero.base.errors import FailedElsewhere, UserError
 from megazero.comm.context import BUCKET, CommContext
 from megazero.comm.ledger import Ledger
 from megazero.comm.nccl import options
-from megazero.comm.processes import Process, host_id
+from megazero.comm.processes import host_id
 from megazero.comm.status_board import STUCK
 from megazero.comm.transport.exchange import CollectiveError
 from megazero.comm.transport.host_staging import staging_pool
@@ -158,8 +158,8 @@ def _together(place: RankContext, seconds: float, what: str) -> Iterator[None]:
 
 def _presence(fingerprint: str, shared_memory: SharedMemoryTransport | None) -> Presence:
     """Return this rank's description for the roll call."""
-    own, outbox = Process.own(), None if shared_memory is None else shared_memory.descriptor
-    return Presence(host_name(), fingerprint, own.pid, own.started, host_id(), outbox)
+    outbox = None if shared_memory is None else shared_memory.descriptor
+    return Presence(host_name(), fingerprint, os.getpid(), host_id(), outbox)
 
 
 def _open_outboxes(

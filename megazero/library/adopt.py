@@ -37,13 +37,20 @@ Shapes = Mapping[Place, torch.Size]  # of every parameter of the module
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of units: over which ranks and where they rest, their buffers, the kernels that compute on them."""
+    """The memory of units: over which ranks and where they rest, their buffers, the kernels that compute on them.
 
+    Attributes:
+        world: all ranks.
+        initial: writes the values of a tensor on meta by its name; None: modules reset their parameters themselves.
+    """
+
+    world: Axis
     axes: UnitAxes
     device: torch.device
     ledger: Ledger
     offload: Offload
     kernels: str
+    initial: Initial | None
     _pools: dict[torch.dtype, Pool] = field(default_factory=dict)
 
     def ops(self, dtype: torch.dtype, *, updates: bool = False) -> Operations:
@@ -57,8 +64,7 @@ class Memory:
 
     def unit(self, layout: UnitLayout, dtype: torch.dtype, *, trained: bool) -> Unit:
         """Return a unit of zeros."""
-        narrow = dtype in (torch.bfloat16, torch.float16)
-        precision = Precision(dtype, torch.float32 if narrow else dtype)
+        precision = Precision(dtype, torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
         resources = Resources(
             precision,
             self.device,
@@ -70,14 +76,7 @@ class Memory:
         return Unit(layout, self.axes, resources, trainable=trained)
 
 
-def give_units(
-    parts: Sequence[Part],
-    dtype: torch.dtype | None,
-    recipe: Recipe,
-    memory: Memory,
-    world: Axis,
-    initial: Initial | None,
-) -> None:
+def give_units(parts: Sequence[Part], dtype: torch.dtype | None, recipe: Recipe, memory: Memory) -> None:
     """Give the parameters of every part units, and the values that rank 0 has.
 
     No rank ever holds more than its shards and one part.
@@ -89,31 +88,28 @@ def give_units(
             own, trained = member.parameter.dtype, member.parameter.requires_grad
             own = dtype if dtype is not None and own.is_floating_point else own
             kinds.setdefault((own, trained), []).append(member)
-        agree(world, memory.device, partial(make_values, part, world, memory.device, initial, shapes))
+        agree(memory.world, memory.device, partial(make_values, part, memory, shapes))
         for (own, trained), members in kinds.items():
-            words = [str(own).removeprefix("torch.")] * (len({one for one, _ in kinds}) > 1) + ["frozen"] * (
-                not trained
-            )
+            several = len({one for one, _ in kinds}) > 1
+            words = [str(own).removeprefix("torch.")] * several + ["frozen"] * (not trained)
             name = f"{part.name} ({', '.join(words)})" if words else part.name
             entries = [Entry(m.name, tuple(m.parameter.shape), recipe.group(m.name), split=True) for m in members]
-            adopt(memory.unit(lay_out(name, entries), own, trained=trained), members, world)
+            adopt(memory.unit(lay_out(name, entries), own, trained=trained), members, memory.world)
         part.members = [member for members in kinds.values() for member in members]
         part.find_units()
 
 
-def make_values(part: Part, world: Axis, device: torch.device, initial: Initial | None, shapes: Shapes) -> None:
+def make_values(part: Part, memory: Memory, shapes: Shapes) -> None:
     """Give the parameters of a part that are on the meta device values, on rank 0.
 
     `reset_parameters` makes the buffers of its module too; those on meta are not a number before.
-
-    Args:
-        initial: (name, tensor), writes the values of a parameter; None: the modules' own `reset_parameters` do.
 
     Raises:
         UserError: 509, a module has none.
     """
     without = [member for member in part.members if member.parameter.is_meta]
-    if not without or world.rank > 0:  # what the others would make is not read
+    initial, device = memory.initial, memory.device
+    if not without or memory.world.rank > 0:  # what the others would make is not read
         return
     owners = dict.fromkeys(place.owner for member in without for place in member.places)
     if initial is None and (odd := next((one for one in owners if not hasattr(one, "reset_parameters")), None)):
@@ -180,15 +176,13 @@ def take(unit: Unit, values: Mapping[str, Tensor | None], world: Axis) -> None:
     unit.resting.fill(lambda name, start, stop: whole[starts[name] + start : starts[name] + stop])
 
 
-def adopt_buffers(module: nn.Module, world: Axis, device: torch.device, initial: Initial | None) -> None:
+def adopt_buffers(module: nn.Module, memory: Memory) -> None:
     """Move a module's buffers to the device; every rank gets the values of rank 0.
-
-    Args:
-        initial: writes the values of buffers on the meta device; None: they have none.
 
     Raises:
         UserError: 509, a buffer is on the meta device and has no values.
     """
+    world, device, initial = memory.world, memory.device, memory.initial
 
     def check() -> None:
         odd = next((name for name, _, _, buffer in buffers_of(module) if buffer.is_meta), None)

@@ -4,8 +4,7 @@ A backward is of one module, or of several that are in one graph. Parameters tha
 later.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -13,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import UserError
-from megazero.base.terminal import in_columns
-from megazero.comm.grid import Axis, Grid
-from megazero.comm.pool import same_place
+from megazero.comm.grid import Grid
 from megazero.kernels.operations import Operations
 from megazero.library.adopt import Memory
 from megazero.library.calls import Calls
@@ -29,8 +26,6 @@ from megazero.zero.engine import Engine
 from megazero.zero.placement import STAGES
 from megazero.zero.stage import StageGradients
 from megazero.zero.unit import Unit
-
-_HEADS = ("part", "parameters", "frozen", "parameters here", "gradients here", "optimizer here")
 
 
 @dataclass(eq=False)
@@ -221,39 +216,9 @@ class Assembly:
         self.values.release_all()
         self.begin_step()
 
-    def describe(self) -> str:
-        """Return a table: of each part its parameters, and the bytes of them that rest on this rank, by kind."""
-        axes = self.memory.axes
-        groups = f", {axes.replica.size} times" if axes.replica.size > 1 else ""
-        title = f"ZeRO stage {self.stage} over {axes.shard.size} ranks{groups}; bytes of one rank"
-        rows = [(name, *(f"{count:,}" for count in counts)) for name, counts in self._resting()]
-        return "\n".join([title, *in_columns([_HEADS, *rows])])
-
-    def _resting(self) -> Iterator[tuple[str, list[int]]]:
-        for part in self.parts:
-            counts = [0] * 5
-            for unit in part.units:
-                counts[not unit.trainable] += sum(i.stop - i.start for i in unit.layout.intervals)
-                counts[2] += unit.resting.parameters.values.nbytes
-                if unit.trainable:
-                    own = not same_place(unit.masters, unit.resting.own_parameters.values)
-                    counts[3] += unit.resting.gradients.values.nbytes
-                    counts[4] += (len(self.optimizer.STATE) + own) * unit.masters.nbytes
-            if part.units:
-                yield part.name, counts
-        for table in self.tables.shards:
-            counts = [0, 0, table.values.nbytes, 0, sum(state.nbytes for state in table.state.values())]
-            counts[not table.state] = math.prod(table.shape)
-            yield f"{table.name} (rows)", counts
-
     def meet(self, call: str) -> None:
         """Wait until all ranks have come to a call, one of `values.CALLS`. Raises UserError 502, 507."""
         self.values.meet(self.memory.axes, call)
-
-    @property
-    def world(self) -> Axis:
-        """Return all ranks."""
-        return self.grid["world"]
 
     @property
     def stage(self) -> int:

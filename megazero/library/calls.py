@@ -51,11 +51,17 @@ class _Call:
     members: list[Member]
 
     def begin_backward(self, _: object = None) -> None:
-        """Gather the part, whose backward begins; prefetch the one whose backward comes next."""
+        """Gather the part, whose backward begins; prefetch the one whose backward comes next.
+
+        It is released when its gradients have come, or if there are none when the next one begins.
+        """
         self.require_fresh()
         self.calls.join()
         if (self.calls.in_backward or not self.members) and not self.part.here:
-            self.calls.gather_for_backward(self.part, keeps=bool(self.members))
+            if self.calls.held not in (None, self.part):
+                self.calls.values.release([self.calls.held])
+            self.calls.held = None if self.members else self.part
+            self.calls.values.unshard(self.part)
             if self.before is not None:
                 self.calls.values.prefetch(self.before)
 
@@ -123,6 +129,7 @@ class Calls:
     Attributes:
         in_backward: a backward runs that trains the module, or comes through it.
         trains: it trains the module.
+        held: a part without gradients that backward has gathered, until the next one is; None: there is none.
         factor: what gradients are multiplied by, where a backward has another loss scale than the module; else None.
         reduced: the parts whose reduction has begun in this backward.
         on_thaw: called when parameters that were frozen are not frozen any more.
@@ -135,7 +142,7 @@ class Calls:
         self.reduced: set[Part] = set()
         self.on_thaw: Callable[[], object] = lambda: None
         self._anchor = torch.zeros((), requires_grad=True, device=values.device)
-        self._held: Part | None = None  # a part without gradients that backward has gathered
+        self.held: Part | None = None
         self._task = -1  # autograd's number of the backward
         self._sharded = any(part.sharded for part in values.parts)
         for part in values.parts:
@@ -146,12 +153,12 @@ class Calls:
         if part.running:  # called by itself: its parameters are there
             return forward(*arguments, **named)
         values, wants = self.values, torch.is_grad_enabled()
-        values.require_not_lent()
+        if values.lent is not None:
+            raise UserError(502, "the module was called inside of `gathered`", "leave that context first")
         self.join()
         self.follow()
         values.begin(part, forward=not self.in_backward)
-        before = None if self.in_backward else values.ended
-        call = _Call(self, part, before, values.epoch, part.live) if wants else None
+        call = _Call(self, part, None if self.in_backward else values.ended, values.epoch, part.live) if wants else None
         part.running, keeps = True, False
         try:
             self._show(part, call)
@@ -161,7 +168,8 @@ class Calls:
                 for x in tensors_in(outputs):
                     before_backward(x, call.begin_backward)
             # A part that returns its own parameter, or a view of it, stays gathered: the caller may read it.
-            keeps = part.sharded and any(values.unit_of(x) in part.units for x in tensors_in(outputs))
+            given = (x for x in tensors_in(outputs) if part.sharded and x.layout == torch.strided)
+            keeps = any(values.storages.get(x.untyped_storage()._cdata) in part.units for x in given)
             return outputs
         finally:
             part.running = False
@@ -175,17 +183,6 @@ class Calls:
         idle = not self.values.process.in_backward and not any(part.running for part in parts)
         if idle and any(part.thawed for part in parts):
             self.on_thaw()
-
-    def gather_for_backward(self, part: Part, *, keeps: bool) -> None:
-        """Gather a part whose backward begins; it is released when its gradients have come, or when the next begins.
-
-        Args:
-            keeps: gradients will come.
-        """
-        if self._held not in (None, part):
-            self.values.release([self._held])
-        self._held = None if keeps else part
-        self.values.unshard(part)
 
     def _show(self, part: Part, call: _Call | None) -> None:
         """Put a part's parameters where its module looks for them."""
@@ -277,7 +274,7 @@ class Calls:
         """Free what a backward has needed."""
         values = self.values
         self.in_backward = False
-        values.ended = values.called = self._held = None
+        values.ended = values.called = self.held = None
         values.release(values.parts)
         values.storages.clear()
 

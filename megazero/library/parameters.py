@@ -89,9 +89,8 @@ class ShardedParameter(nn.Parameter):
 
     def _own_grad(self) -> Tensor:
         if self.grad is None:
-            what = f"{self.full_name}.grad was read, which stays empty"
             do = "sharded.gradients() returns gradients, shard(clip=...) clips them, sharded.step() updates and clears"
-            raise UserError(506, what, do)
+            raise UserError(506, f"{self.full_name}.grad was read, which stays empty", do)
         return self.grad
 
     def _require_values(self) -> None:
@@ -102,9 +101,8 @@ class ShardedParameter(nn.Parameter):
 
     def _refuse_copy(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse a copy of the module, which would run this module's forward. Raises UserError 506."""
-        what = f"{self.full_name}: a sharded module cannot be copied or pickled"
         do = "sharded.save(folder) saves it; build another module and load sharded.full_state_dict() for a copy"
-        raise UserError(506, what, do)
+        raise UserError(506, f"{self.full_name}: a sharded module cannot be copied or pickled", do)
 
     __deepcopy__ = __reduce_ex__ = _refuse_copy
 

@@ -150,8 +150,7 @@ def parts_of(module: nn.Module, units: Units | None, without: Container[str] = (
                 places.append(place)
             homes.add(_home(owner_name, parts))
     for parameter, (name, places, homes) in members.items():
-        home = homes.pop() if len(homes) == 1 else ""
-        parts[home].members.append(Member(name, parameter, tuple(places)))
+        parts[homes.pop() if len(homes) == 1 else ""].members.append(Member(name, parameter, tuple(places)))
     return [part for name, part in parts.items() if part.members or not name]
 
 

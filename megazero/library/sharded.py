@@ -78,7 +78,7 @@ class Sharded(WholeValues):
 
     def __init__(self, assembly: Assembly, cast: Callable[[Any], Any]):
         super().__init__(assembly)
-        self._cast, self.rank, self.ranks = cast, assembly.world.rank, assembly.world.size
+        self._cast, self.rank, self.ranks = cast, self._world.rank, self._world.size
         self._watch: tuple[int, TextIO] | None = None
         self._known = _places(self.module)  # its parts and tables hold these parameters
         self._skipped = torch.zeros((), dtype=torch.int64, device=assembly.values.device)
@@ -174,8 +174,7 @@ class Sharded(WholeValues):
         with in_lockstep(self.rank):
             values.release_all()
         assembly.optimizer.frozen = assembly.frozen
-        rate = assembly.recipe.lr if lr is None else lr
-        result = assembly.engine.finish_step(rate, beside=assembly.tables.squares())
+        result = assembly.engine.finish_step(assembly.recipe.lr if lr is None else lr, beside=assembly.tables.squares())
         self._skipped += result.skipped
         if groups := assembly.tables.groups:
             done, skipped = self.steps + 1 - int(self._skipped), bool(result.skipped)  # which wait for the device
@@ -238,10 +237,6 @@ class Sharded(WholeValues):
         """
         self._watch = (every, out) if every else None
         self._listen()
-
-    def describe(self) -> str:
-        """Return a table of the parts: parameters, and the bytes of each kind that rest on this rank."""
-        return self._assembly.describe()
 
 
 def _places(module: nn.Module) -> dict[tuple[nn.Module, str], int]:

@@ -7,7 +7,7 @@ parameter and of a buffer the values alone are saved. Buffers are those of rank 
 
 import math
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +34,6 @@ from megazero.checkpoint.store import Store
 from megazero.comm.agreement import agree
 from megazero.library.assembly import Assembly
 from megazero.library.parts import saved_buffers
-from megazero.library.tables import RowShard
 
 _UPDATES = "updates."  # in a manifest's config: of a parameter that was frozen in some
 
@@ -46,9 +45,11 @@ class State:
     """
 
     def __init__(self, assembly: Assembly):
-        self._assembly, self._world, self._device = assembly, assembly.world, assembly.values.device
+        self._assembly, self._world, self._device = assembly, assembly.memory.world, assembly.values.device
         self._units, self._buffers = assembly.values.units, saved_buffers(assembly.module)
-        self._rows = {name: (table, own) for table in assembly.tables.shards for name, own in _tensors_of(table)}
+        self._rows = {table.name: (table, table.values) for table in assembly.tables.shards}
+        for table in assembly.tables.shards:
+            self._rows |= {f"{table.name}/{kind}": (table, own) for kind, own in table.state.items()}
         self._kinds = [WEIGHT, *assembly.optimizer.STATE]
         self._logical = {name: _logical(buffer.shape, buffer.dtype) for name, buffer in self._buffers.items()}
         for name, (table, own) in self._rows.items():
@@ -120,8 +121,7 @@ class State:
         Returns: the steps done, and how many of them were skipped.
         """
         buffers, engine, optimizer = self._held_buffers(), self._assembly.engine, self._assembly.optimizer
-        held = [*self._held(saves=False), *buffers]
-        agree(self._world, self._device, lambda: load_tensors(path, manifest, held))
+        agree(self._world, self._device, lambda: load_tensors(path, manifest, [*self._held(saves=False), *buffers]))
         for buffer, filled in zip(self._buffers.values(), buffers, strict=True):
             buffer.copy_(filled.tensors[WEIGHT].view(buffer.shape))
         progress = manifest.progress
@@ -190,12 +190,6 @@ class State:
         if manifest.kinds != self._kinds:
             what = f"expected the state {self._kinds} of this optimizer, got {manifest.kinds}"
             raise UserError(508, what, "load it with the optimizer that it was saved with", where=folder)
-
-
-def _tensors_of(table: RowShard) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a table, with the names that they have in a checkpoint."""
-    yield table.name, table.values
-    yield from ((f"{table.name}/{kind}", own) for kind, own in table.state.items())
 
 
 def _held(name: str, flat: Tensor, first: int = 0, *, any_value: bool = False) -> ShardState:

@@ -19,12 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.comm.collectives import all_gather
 from megazero.comm.grid import Axis
-from megazero.comm.transport.exchange import MismatchError
+from megazero.comm.transport.exchange import CollectiveError
 from megazero.library.parts import Part
 from megazero.zero.gather import Gather
 from megazero.zero.placement import UnitAxes
@@ -52,7 +51,9 @@ def in_lockstep(own: int) -> Iterator[None]:
     """
     try:
         yield
-    except MismatchError as error:
+    except CollectiveError as error:
+        if error.rank is None:
+            raise
         raise _other_parts(max(own, error.rank), min(own, error.rank)) from None
 
 
@@ -181,10 +182,6 @@ class Values:
         self.storages.clear()
         self.called = self.ended = None
 
-    def unit_of(self, x: Tensor) -> Unit | None:
-        """Return the sharded unit whose gathered values contain a tensor."""
-        return self.storages.get(x.untyped_storage()._cdata) if x.layout == torch.strided else None
-
     @contextmanager
     def lend(self, units: list[Unit], names: Collection[str]) -> Iterator[None]:
         """Gather units in a context, in which the user may change the parameters that have these names."""
@@ -207,11 +204,6 @@ class Values:
         """Forget the calls whose backward is still to come."""
         for part in self.parts:
             part.open.clear()
-
-    def require_not_lent(self) -> None:
-        """Refuse a call of the module while values are lent. Raises UserError 502."""
-        if self.lent is not None:
-            raise UserError(502, "the module was called inside of `gathered`", "leave that context first")
 
     def require_unchanged(self, lent: Collection[str] = ()) -> None:
         """Refuse changes of parameters in place since the last time, through a view say.

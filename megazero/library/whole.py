@@ -23,7 +23,7 @@ class WholeValues:
     """The methods of `Sharded` that look at whole values, or change them. Every rank has to call each of them."""
 
     def __init__(self, assembly: Assembly):
-        self.module, self._assembly = assembly.module, assembly
+        self.module, self._assembly, self._world = assembly.module, assembly, assembly.memory.world
 
     @contextmanager
     def gathered(self, names: Names = "*") -> Iterator[dict[str, Tensor]]:
@@ -50,7 +50,7 @@ class WholeValues:
             if odd is not None:
                 changed = units
                 for value in found.values():
-                    from_first(value, self._assembly.world)
+                    from_first(value, self._world)
             for unit in changed:
                 unit.parameters.keep_changes([name for name in _names(unit) if name in chosen])
         if changed:
@@ -68,7 +68,7 @@ class WholeValues:
             everywhere: every rank gets it.
         """
         self._assembly.meet("full_state_dict")
-        wanted = everywhere or self._assembly.world.rank == 0
+        wanted = everywhere or self._world.rank == 0
         values, found = self._assembly.values, dict[str, Tensor]()
         values.release_all()
         for unit in values.units:
@@ -94,7 +94,7 @@ class WholeValues:
             UserError: 508, a name is missing, or not the module's, or has another shape.
         """
         self._assembly.meet("load_state_dict")
-        values, world = self._assembly.values, self._assembly.world
+        values, world = self._assembly.values, self._world
         keys = self._keys()
         shapes = {key: shape for key, (_, shape) in keys.items()}
         agree(world, values.device, lambda: None if world.rank else _require_fitting(state, shapes))
@@ -157,7 +157,7 @@ class WholeValues:
         engine = self._assembly.engine
         chosen = fitting(names, [name for unit in engine.units for name in _names(unit)], call)
         self._assembly.stage_gradients.finish_reduction()
-        factor = 1.0 / (self._assembly.world.size * engine.loss_scale.scale.double())
+        factor = 1.0 / (self._world.size * engine.loss_scale.scale.double())
         for unit in engine.units:
             if chosen.isdisjoint(_names(unit)):
                 continue
@@ -179,10 +179,11 @@ class WholeValues:
 
     def _difference(self, values: Mapping[str, Tensor]) -> UserError | None:
         """Return error 502 for values that ranks have changed differently; None: they are equal."""
-        if self._assembly.world.size == 1:
+        if self._world.size == 1:
             return None
-        mine = b"".join(xxh3_64_digest(_raw(value)) for value in values.values())
-        everybody = gather_bytes(mine, self._assembly.world, "agree", self._assembly.values.device)
+        raw = (value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for value in values.values())
+        mine = b"".join(xxh3_64_digest(each.tobytes()) for each in raw)
+        everybody = gather_bytes(mine, self._world, "agree", self._assembly.values.device)
         for rank, theirs in enumerate(everybody):
             if theirs != everybody[0]:
                 odd = next((n for i, n in enumerate(values) if theirs[8 * i :][:8] != everybody[0][8 * i :][:8]), "?")
@@ -204,10 +205,6 @@ def _scale_reduced(unit: Unit, names: Sequence[str], factor: Tensor) -> None:
             if here.start < here.stop:
                 reduced[here.start - shard.start : here.stop - shard.start].mul_(factor)
     unit.gradients.put_reduced(0, reduced)
-
-
-def _raw(x: Tensor) -> bytes:
-    return x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _require_fitting(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

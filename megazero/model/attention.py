@@ -134,8 +134,7 @@ class Attention(nn.Module):
         q, k, v = q_SBHd.permute(1, 2, 0, 3), k_SBGd.permute(1, 2, 0, 3), v_SBGd.permute(1, 2, 0, 3)
         if self.repeats:
             k, v = (x_BGSd.repeat_interleave(self.queries_per_group, dim=1) for x_BGSd in (k, v))
-        grouped = q.shape[1] != k.shape[1]
-        a_BHSd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        a_BHSd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return a_BHSd.permute(2, 0, 1, 3).flatten(2)
 
     def _heads(self, qkv: Tensor, positions_SB: Tensor | None) -> tuple[Tensor, ...]:

@@ -45,10 +45,6 @@ class BatchContext:
         """
         return replace(self, positions_SB=positions_SB, documents=Documents(lengths, positions_SB.device))
 
-    def evaluation(self) -> Self:
-        """Return the same step with dropout off."""
-        return replace(self, training=False)
-
     def recomputed(self) -> Self:
         """Return this context for a layer whose output is not used."""
         return replace(self, recomputing=True)

@@ -65,5 +65,4 @@ class Dropout:
     def site(self, x_SBD: Tensor, step: BatchContext) -> tuple[Tensor, Tensor, int]:
         """Return what the mask depends on, apart from channels: sample ids, positions, and the key of all else."""
         seed, layer, site = self._name
-        key = counter.derive_key(seed, step.step, layer, site)
-        return step.sample_ids_B, step.positions_S(x_SBD.shape[0]), key
+        return step.sample_ids_B, step.positions_S(x_SBD.shape[0]), counter.derive_key(seed, step.step, layer, site)

@@ -27,8 +27,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, padding: int, tensor: Axis, ops: Operations) -> Tensor:
         logits_NV[:, logits_NV.shape[1] - padding :] = -torch.inf
         parts_3N = ops.cross_entropy_parts_(logits_NV, targets_N)
-        everyone_T3N = all_gather(parts_3N[None], tensor, "loss")
-        losses_N, log_sums_N = reference.cross_entropy_merge(everyone_T3N)
+        losses_N, log_sums_N = reference.cross_entropy_merge(all_gather(parts_3N[None], tensor, "loss"))
         ctx.save_for_backward(parts_3N[0], log_sums_N, targets_N)
         # Not through save_for_backward: it is written in place, on purpose, and returned as the gradient.
         ctx.logits_NV, ctx.ops = logits_NV, ops

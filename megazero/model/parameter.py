@@ -55,11 +55,6 @@ class Declaration:
         """Number of elements in one row."""
         return torch.Size(self.shape[1:]).numel()
 
-    @property
-    def local_numel(self) -> int:
-        """Number of elements of this rank's part, padding included."""
-        return torch.Size(self.local_shape).numel()
-
     def initial(self, seed: int, name: str, start: int, stop: int) -> Tensor:
         """Return the initial values of elements [start, stop) of this rank's flattened part: fp64, padding 0.
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +25,15 @@ from torch import Tensor
 from megazero.base.errors import UserError
 from megazero.comm.home import WINDOW, Access, PagedHome
 from megazero.comm.ledger import DISK, Ledger
-from megazero.nvme.crossing import Crossing, Mark
-from megazero.nvme.disk_queue import DiskQueue
+from megazero.comm.pinned import pinned_bytes
+from megazero.nvme.disk_queue import DiskQueue, aligned
 from megazero.nvme.files import UnnamedFile
 from megazero.nvme.traffic import Loaded, Piece, PieceMemory, PieceTraffic, padded
 
 PIECE = WINDOW  # elements
 _AHEAD = 4  # pieces that are read before they are needed
 _WINDOWS = 2  # windows that are
+Mark = Any  # an event of the device; None: there is nothing to wait for
 _UNSENT = 4  # buffers that wait to be written, whose memory is kept
 
 
@@ -69,12 +71,13 @@ class Disk(PagedHome):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="disk")
         self._sent: deque[Future[None]] = deque()
         self._files: list[UnnamedFile] = []
-        try:
-            for folder in folders:
-                self._files.append(_opened(folder))
-        except UserError:
-            self.close()
-            raise
+        for folder in folders:
+            try:
+                self._files.append(UnnamedFile(folder))
+            except OSError as error:
+                self.close()
+                what = f"nothing can be written there: {error.strerror}"
+                raise UserError(601, what, "give another zero.offload.path", where=folder) from None
 
     @property
     def direct(self) -> bool:
@@ -253,10 +256,35 @@ class Disk(PagedHome):
         return Piece(self._files[disk], offset, numel * itemsize, self.window * itemsize)
 
 
-def _opened(folder: Path) -> UnnamedFile:
-    """Return a new file in a folder. Raises UserError: 601, nothing can be written there."""
-    try:
-        return UnnamedFile(folder)
-    except OSError as error:
-        what = f"nothing can be written there: {error.strerror}"
-        raise UserError(601, what, "give another zero.offload.path", where=folder) from None
+class Crossing:
+    """Copies between a device's memory and memory from which disks are written, by the thread that waits for disks.
+
+    On a CPU both are one memory. On a GPU the thread has a stream of its own, and waits for it: the thread that trains
+    does not. What it copies was computed, or its target was last used, before the thread that trains asked for the
+    copy: a mark stands for that moment. Not run on a GPU yet.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device  # a thread's current one is the first, unless it is told
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def mark(self) -> Mark:
+        """Return a mark for all that is queued on the device so far."""
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+    def copy(self, into: Tensor, source: Tensor, mark: Mark) -> None:
+        """Copy what was there at a mark, and wait until it is done."""
+        if self._stream is None or not (into.is_cuda or source.is_cuda):
+            into.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(mark)
+            into.copy_(source, non_blocking=True)
+        self._stream.synchronize()
+
+    def memory(self, nbytes: int) -> Tensor:
+        """Return host memory for the copies that disks are written from and read to, aligned as these need it."""
+        if self._stream is None:
+            return aligned(nbytes)
+        with torch.cuda.device(self._device):
+            return pinned_bytes(nbytes)

@@ -1,6 +1,15 @@
-"""Open the disks of a rank, with as many blocks in flight as serve them best; say how fast a disk is."""
+"""Open the disks of a rank, with as many blocks in flight as serve them best; measure how fast a disk is.
 
+Direct reads and writes are measured by blocks in flight and their size. Each setting writes as many bytes as a fast
+disk takes in a twentieth of a second, once, and reads them again. They bypass the system's cache, but not the disk's
+own: what a disk keeps up for minutes may be less.
+"""
+
+import math
+import os
+import time
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
@@ -8,8 +17,16 @@ import torch
 from megazero.base.errors import UserError
 from megazero.comm.home import DiskSpeed, PagedHome
 from megazero.comm.ledger import Ledger
+from megazero.kernels.build import BuildError
+from megazero.nvme.disk import Disk
+from megazero.nvme.disk_queue import BLOCK, DEPTH, DiskQueue, aligned
+from megazero.nvme.files import UnnamedFile
 
 _MEASURED, _SECONDS = 64 << 20, 0.4  # bytes of disk and memory at most, and time, to find how many blocks are best
+# Blocks in flight, and bytes of each; first the one to take where there is no time to measure.
+SETTINGS = ((DEPTH, BLOCK), (4, 1 << 20), (32, 1 << 18), (8, 4 << 20), (1, 1 << 20))
+_FIRST, _ENOUGH = 8 << 20, 0.05  # bytes, and the seconds that they must take to be believed
+_RANDOM = 1 << 20  # bytes, again and again: nothing that a file system could compress
 
 
 def open_disk(folders: Sequence[Path], ledger: Ledger, memory: int, device: torch.device) -> tuple[PagedHome, str]:
@@ -24,19 +41,12 @@ def open_disk(folders: Sequence[Path], ledger: Ledger, memory: int, device: torc
     Raises:
         UserError: 601, a folder cannot be written; 607, no queue of transfers can be built.
     """
-    from megazero.kernels.build import BuildError
-    from megazero.nvme import measure
-    from megazero.nvme.disk import Disk
-    from megazero.nvme.disk_queue import BLOCK, DEPTH, DiskQueue
-
     depth, block, said = DEPTH, BLOCK, ""
     try:
-        try:
-            found = measure.best_speed(folders[0], _MEASURED, _SECONDS)
+        with suppress(OSError):  # no room, or nothing can be written: opening it says so
+            found = best_speed(folders[0], _MEASURED, _SECONDS)
             depth, block = found.depth, found.block
             said = f" (read {found.read / 1e9:.2f}, written {found.write / 1e9:.2f} GB/s)"
-        except OSError:  # no room, or nothing can be written: opening it says so
-            pass
         queue = DiskQueue(depth=depth, block=block)
     except (BuildError, OSError) as error:
         do = "run megazero doctor, which says what is missing"
@@ -46,16 +56,46 @@ def open_disk(folders: Sequence[Path], ledger: Ledger, memory: int, device: torc
     return disks, f"by {queue.engine}, {way}, {depth} blocks of {block >> 10} KiB in flight{said}"
 
 
-def speed_of(folder: Path, most: int) -> DiskSpeed:
-    """Return how fast a disk is read and written.
+def best_speed(folder: Path, most: int, seconds: float = math.inf) -> DiskSpeed:
+    """Return the speed of the setting with which bytes are read and written back soonest.
 
     Args:
         most: bytes to take of the disk, and of memory.
+        seconds: behind which no more settings are tried; one always is.
 
     Raises:
         BuildError: the queue cannot be built.
         OSError: the folder cannot be written, or has no room.
     """
-    from megazero.nvme import measure
+    began, found = time.perf_counter(), list[DiskSpeed]()
+    with closing(UnnamedFile(folder)) as file:
+        memory = _memory(file, most, min(_ENOUGH, seconds / (2 * len(SETTINGS))))
+        for depth, block in SETTINGS:
+            if found and time.perf_counter() - began > seconds:
+                break
+            with closing(DiskQueue(depth=depth, block=block)) as queue:
+                write, read = (len(memory) / _seconds(queue, file, memory, write=way) for way in (True, False))
+            found.append(DiskSpeed(queue.engine, file.direct, depth, block, read, write))
+    return min(found, key=lambda one: 1 / one.read + 1 / one.write)
 
-    return measure.best_speed(folder, most)
+
+def _memory(file: UnnamedFile, most: int, enough: float) -> torch.Tensor:
+    """Return memory for as many bytes as take `enough` seconds to be believed; they are reserved in the file."""
+    size = max(min(_FIRST, most) // _RANDOM, 1) * _RANDOM
+    with closing(DiskQueue()) as queue:
+        while True:
+            file.reserve(size)
+            memory = aligned(size)
+            memory.view(-1, _RANDOM)[:] = torch.frombuffer(bytearray(os.urandom(_RANDOM)), dtype=torch.uint8)
+            if 2 * size > most or _seconds(queue, file, memory, write=True) >= enough:
+                return memory
+            size *= 2
+
+
+def _seconds(queue: DiskQueue, file: UnnamedFile, memory: torch.Tensor, *, write: bool) -> float:
+    began = time.perf_counter()
+    (queue.write if write else queue.read)(file.handle, 0, memory).wait()
+    if write and not file.direct:
+        os.fdatasync(file.handle)  # the bytes would be in the cache, and come from there again
+        os.posix_fadvise(file.handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    return time.perf_counter() - began

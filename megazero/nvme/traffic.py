@@ -136,8 +136,7 @@ class PieceTraffic:
         memory = self._room(piece.room)
         if piece.hash is None or not wanted:
             return Loaded(piece, memory.zero_() if wanted else memory, None)
-        into = memory[: padded(piece.nbytes)]
-        return Loaded(piece, memory, self._queue.read(piece.file.handle, piece.offset, into))
+        return Loaded(piece, memory, self._queue.read(piece.file.handle, piece.offset, memory[: padded(piece.nbytes)]))
 
     def arrived(self, loaded: Loaded) -> Tensor:
         """Return the bytes of a piece when they have come. Raises UserError: 603, they cannot be read or are others."""

@@ -47,23 +47,11 @@ class LearningRate:
         assert update >= 0, f"updates count from 0, got {update}"
         if update < self.warmup:
             return self.peak * ((update + 1) / self.warmup)
-        if self.decay == "constant":
-            return self.peak
-        start = self.warmup
-        if self.decay == "wsd":
-            start = max(self.warmup, self.total - self.cooldown)
-        return self._blend(self._progress(update, start))
-
-    def _progress(self, update: int, start: int) -> float:
-        """Return the share of the decay from `start` to the last update that is done after this one, in [0, 1]."""
-        if update < start or start >= self.total:  # before it, or a decay of no updates: nothing decays
-            return 0.0
-        return min(1.0, (update - start + 1) / (self.total - start))
-
-    def _blend(self, done: float) -> float:
+        start = max(self.warmup, self.total - self.cooldown) if self.decay == "wsd" else self.warmup
         # The two ends are returned, not computed: m + (P - m) is not always P in floating point.
-        if done <= 0.0:
+        if self.decay == "constant" or update < start or start >= self.total:
             return self.peak
+        done = (update - start + 1) / (self.total - start)  # of the decay, after this update
         if done >= 1.0:
             return self.minimum
         left = 0.5 * (1.0 + math.cos(math.pi * done)) if self.decay == "cosine" else 1.0 - done

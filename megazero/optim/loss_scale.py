@@ -41,6 +41,5 @@ class LossScale:
             return
         self.good.copy_(torch.where(finite, self.good + counts, 0))
         grows = self.good >= GROWTH_INTERVAL
-        factor = torch.where(finite, torch.where(grows, 2.0, 1.0), 0.5)
-        self.scale.mul_(factor).clamp_(min=SMALLEST)
+        self.scale.mul_(torch.where(finite, torch.where(grows, 2.0, 1.0), 0.5)).clamp_(min=SMALLEST)
         self.good.masked_fill_(grows, 0)

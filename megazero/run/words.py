@@ -27,7 +27,7 @@ from megazero.run.resume import Start
 from megazero.run.run import Run
 from megazero.train.trainer import Trainer
 from megazero.train.validation import Score
-from megazero.zero.resting_table import resting_table
+from megazero.zero.unit import resting_table
 
 _SCHEDULE = [f"schedule.{key}" for key in LrSchedule.model_fields]
 

@@ -35,12 +35,8 @@ class Kind(Enum):
 
     __hash__ = object.__hash__  # members are unique, and hashed a million times where a step is checked
 
-    @property
-    def computes(self) -> bool:
-        """True if an action of this kind computes; others send or receive."""
-        return self in COMPUTE
 
-
+# The kinds that compute; others send or receive.
 COMPUTE = F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 # The message that a computation waits for, and that it makes; how many stages away its other end is.
 RECEIVES = {F: (Kind.RECEIVE_FORWARD, -1), B: (Kind.RECEIVE_BACKWARD, 1), I: (Kind.RECEIVE_BACKWARD, 1)}
@@ -94,8 +90,7 @@ class Schedule:
 
     def forward_only(self) -> "Schedule":
         """Return the schedule of validation: without the actions of backward, for which no others wait."""
-        kept = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-        return self.only(lambda action: action.kind in kept)
+        return self.only(lambda action: action.kind in (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD))
 
     def only(self, wanted: Callable[[Action], bool]) -> "Schedule":
         """Return the schedule with the wanted actions only."""

@@ -12,7 +12,7 @@ or the ranks that are left each wait for something that will never be there.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from megazero.schedules.actions import RECEIVES, SENDS, Action, B, F, I, Kind, Schedule, W
 
@@ -35,7 +35,7 @@ class ScheduleError(ValueError):
 
 
 def check(schedule: Schedule) -> None:
-    """Check a schedule. Raises ScheduleError: the lists, with the culprit marked."""
+    """Check a schedule. Raises ScheduleError: the culprit, and the lists."""
     for _ in played(schedule):
         pass
 
@@ -73,7 +73,7 @@ def played(schedule: Schedule) -> Iterator[tuple[int, Action, list[tuple[int, Ki
             stage, kinds = next((s, kinds) for s, kinds in needs if not any((s, kind, m) in done for kind in kinds))
             names = " or ".join(f"{stage}{kind.value}{m}" for kind in kinds)
             waits.append(f"rank {rank} waits in {action} for {names} of rank {schedule.rank_of[stage]}")
-        raise ScheduleError(f"{schedule.name} never ends: {'; '.join(waits)}\n{_marked(schedule, stuck)}")
+        raise ScheduleError(f"{schedule.name} never ends: {'; '.join(waits)}\n{schedule}")
 
 
 def _needs(schedule: Schedule, action: Action, sends: bool) -> Iterator[_Need]:
@@ -117,16 +117,4 @@ def _check_lists(schedule: Schedule) -> None:
 def _broken(schedule: Schedule, rank: int, place: int, reason: str) -> ScheduleError:
     actions = schedule.ranks[rank]
     at = actions[place] if place < len(actions) else "the end"
-    text = f"{schedule.name} is broken at {at} of rank {rank}: {reason}"
-    return ScheduleError(f"{text}\n{_marked(schedule, {rank: place})}")
-
-
-def _marked(schedule: Schedule, culprits: Mapping[int, int]) -> str:
-    """Return a line for each rank, with >action< at the culprit's place in its list, or >< at the list's end."""
-    lines = []
-    for rank, actions in enumerate(schedule.ranks):
-        words = [str(action) for action in actions]
-        if (place := culprits.get(rank)) is not None:
-            words[place : place + 1] = [f">{''.join(words[place : place + 1])}<"]
-        lines.append(f"rank {rank:<3} {' '.join(words)}")
-    return "\n".join(lines)
+    return ScheduleError(f"{schedule.name} is broken at {at} of rank {rank}: {reason}\n{schedule}")

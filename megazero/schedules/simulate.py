@@ -15,7 +15,7 @@ Peak live counts the micro-batches of one stage whose activations a rank holds: 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megazero.schedules.actions import Action, B, F, I, Kind, Schedule, W
+from megazero.schedules.actions import COMPUTE, Action, B, F, I, Kind, Schedule, W
 from megazero.schedules.check import played
 
 
@@ -96,8 +96,9 @@ def simulate(schedule: Schedule, costs: Sequence[Costs] | None = None, transfer:
         for other, what in needs:
             late = transfer if schedule.rank_of[other] != rank else 0.0
             start = max(start, ended[other, what, m] + late)
-        end = ended[stage, kind, m] = start + (costs[stage].of(kind) if kind.computes else 0.0)
-        if kind.computes:
+        computes = kind in COMPUTE
+        end = ended[stage, kind, m] = start + (costs[stage].of(kind) if computes else 0.0)
+        if computes:
             times[rank].append(Timed(action, start, end))
     return Timeline(tuple(map(tuple, times)))
 

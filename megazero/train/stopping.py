@@ -8,7 +8,7 @@ under way: a run ends at most two steps after the one in which it was told to.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +75,15 @@ class Stopping:
             failed: something that was written in the background has failed.
             saving: seconds that a checkpoint takes.
         """
-        return [REASONS.index(reason) for reason in self._own(failed, saving)]
+        now, is_first, told = self._clock(), self._world.rank == 0, self._signals.first
+        self._longest = max(self._longest, now - (now if self._last is None else self._last))
+        self._last = now
+        # The next vote is a step away, and what it says is acted upon behind its update and one more step.
+        late = self._end is not None and now + 3 * self._longest + 1.5 * saving >= self._end
+        known = {FAILED: failed, TIME: is_first and late}
+        known[FILE] = is_first and os.path.lexists(self._file)  # False too where the disk does not answer
+        reasons = [reason for reason, holds in known.items() if holds] + ([] if told is None else [BY_SIGNAL[told]])
+        return [REASONS.index(reason) for reason in reasons]
 
     def counted(self, votes: Sequence[float]) -> Reason | None:
         """Return why the run ends by all ranks' votes in a step; None: it goes on.
@@ -98,21 +106,6 @@ class Stopping:
         for vote in self.votes(failed=False, saving=saving):
             cast[vote] = 1
         return _first(all_reduce(cast.to(self._device), self._world, "agree").tolist())
-
-    def _own(self, failed: bool, saving: float) -> Iterator[Reason]:
-        now = self._clock()
-        self._longest = max(self._longest, now - (now if self._last is None else self._last))
-        self._last = now
-        if failed:
-            yield FAILED
-        if self._signals.first is not None:
-            yield BY_SIGNAL[self._signals.first]
-        if self._world.rank == 0:
-            # The next vote is a step away, and what it says is acted upon behind its update and one more step.
-            if self._end is not None and now + 3 * self._longest + 1.5 * saving >= self._end:
-                yield TIME
-            if os.path.lexists(self._file):  # False too where the disk does not answer
-                yield FILE
 
 
 def _first(votes: Sequence[float]) -> Reason | None:

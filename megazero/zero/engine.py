@@ -24,6 +24,7 @@ sum would wait for the gathers of parameters that follow each unit's update.
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -304,10 +305,14 @@ class Engine:
         faults: list[tuple[int, str]] = []
         self.loss_scale.scale.copy_(loss_scale)
         self.begin_step()
+
+        def inspect(number: int, unit: Unit) -> None:
+            for name, own in unit.gradients.views.items():
+                if not torch.isfinite(own.view).all():
+                    faults.append((number, f"gradient of {name}"))
+
         for number, stage in enumerate(self.stages):
-            stage.reduction.inspect = lambda unit, number=number: faults.extend(
-                (number, fault) for fault in unit.gradients.not_finite()
-            )
+            stage.reduction.inspect = partial(inspect, number)
         try:
             compute()
         finally:

@@ -58,16 +58,14 @@ class DeliveryCounter:
         deliveries = self._by_micro_batch.get(self.micro_batch)
         if deliveries is None:
             deliveries = self._by_micro_batch[self.micro_batch] = Deliveries()
-        assert deliveries.left or not deliveries.due, self._wrong(parameter, "is used", deliveries)
+        assert deliveries.left or not deliveries.due, f"{parameter} is used behind the backward of {self._now}"
         deliveries.due[parameter] += 1
         deliveries.left += 1
 
     def delivered(self, parameter: str) -> None:
         """Count a gradient that has been added to the buffer; call `on_complete` behind the last one."""
         deliveries = self._by_micro_batch.get(self.micro_batch)
-        assert deliveries is not None and deliveries.due[parameter], self._wrong(
-            parameter, "has a gradient", deliveries
-        )
+        assert deliveries is not None and deliveries.due[parameter], f"no gradient of {parameter} is due in {self._now}"
         self._delivered.add(parameter)
         deliveries.due[parameter] -= 1
         deliveries.left -= 1
@@ -82,9 +80,8 @@ class DeliveryCounter:
         """
         if lacking := [name for name in parameters if name not in self._delivered]:
             more = f" ({len(lacking) - 1} more of unit {self._unit})" if len(lacking) > 1 else ""
-            what = f"expected a gradient of {lacking[0]} in each step, got none{more}"
             do = "see that its layer announces and delivers it (model/contract.py), or take it out of the units"
-            raise UserError(305, what, do)
+            raise UserError(305, f"expected a gradient of {lacking[0]} in each step, got none{more}", do)
 
     def end(self) -> None:
         """Forget the current micro-batch: its backward is over."""
@@ -95,11 +92,9 @@ class DeliveryCounter:
         self._by_micro_batch.clear()
         self._delivered.clear()
 
-    def _wrong(self, parameter: str, event: str, deliveries: Deliveries | None) -> str:
-        left = 0 if deliveries is None else deliveries.left
-        return (
-            f"{parameter} {event} in micro-batch {self.micro_batch} of unit {self._unit}, to which {left} are to come"
-        )
+    @property
+    def _now(self) -> str:
+        return f"micro-batch {self.micro_batch} of unit {self._unit}"
 
 
 class GradientAccumulator:

@@ -114,7 +114,7 @@ class Reduction:
         accumulate = unit in self._reduced
         self._reduced.add(unit)
         if self._last:
-            unit.gradients.require()
+            unit.gradients.deliveries.require(unit.gradients.views)
         return unit.gradients.start_reduce(accumulate=accumulate)
 
 

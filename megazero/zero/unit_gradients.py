@@ -97,8 +97,7 @@ class UnitGradients:
     def _bring(self, into: Tensor, at: int = 0) -> None:
         """Copy elements [at, ...) of the offloaded gradients to the device."""
         assert self._away is not None, f"the gradients of unit {self._layout.name} are on the device"
-        part = self._away.part(slice(at, at + len(into)))
-        redistribute(part, FlatBuffer(into, {}, at), "gradients").wait()
+        redistribute(self._away.part(slice(at, at + len(into))), FlatBuffer(into, {}, at), "gradients").wait()
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""
@@ -127,14 +126,6 @@ class UnitGradients:
         for view in self.views.values():
             if view.fresh:
                 view.close()
-
-    def not_finite(self) -> list[str]:
-        """Return the parameters whose gradients on this rank hold a value that is not finite, in words."""
-        return [f"gradient of {name}" for name, own in self.views.items() if not torch.isfinite(own.view).all()]
-
-    def require(self) -> None:
-        """Raise an error if a parameter has had no gradient in this step: UserError 305."""
-        self.deliveries.require(self.views)
 
     def start_reduce(self, *, accumulate: bool) -> Pending:
         """Start to reduce the partial gradients over the shard axis, to where the optimizer state is.

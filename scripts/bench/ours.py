@@ -1,5 +1,6 @@
 """Build our engine as the benchmarks run it: the same settings, weights and tokens as the systems next to it."""
 
+import math
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -89,7 +90,7 @@ def initial_weights(config: Config) -> Callable[[str], Tensor]:
 
     def weight(name: str) -> Tensor:
         declared = declarations[name]
-        values = declared.initial(config.run.seed, name, 0, declared.local_numel)
+        values = declared.initial(config.run.seed, name, 0, math.prod(declared.local_shape))
         return values.to(torch.float32).view(declared.shape)
 
     return weight

@@ -34,7 +34,6 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from megazero.comm.context import CommContext
 from megazero.comm.grid import lay_out
-from megazero.comm.processes import Process
 from megazero.comm.status_board import STUCK, StatusBoard, StatusSlot
 from megazero.launcher import meeting
 from megazero.launcher.job_board import JobBoard
@@ -181,14 +180,14 @@ def _run(ranks: range, size: int, port: int, begin: float) -> list[Rehearsed]:
 
 def _be(rank: int, size: int, port: int, begin: float, found: list[Rehearsed]) -> None:
     """Run one rank, from its first connection to the end."""
-    done, own = Rehearsed(rank), Process.own()
+    done = Rehearsed(rank)
     time.sleep(max(0.0, begin - time.monotonic()))
     done.note(None)
     counting = CountingStore(port)
     store: Any = counting  # what a rank asks of a store
     done.note(counting)
     host = rank // PER_HOST
-    mine = Presence(f"host{host}", "same", own.pid, own.started, host)
+    mine = Presence(f"host{host}", "same", os.getpid(), host)
     roll = call_roll(store, rank, size, TIMEOUT.total_seconds(), mine)
     done.note(counting)
     board = JobBoard(store, rank, roll)

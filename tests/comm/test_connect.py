@@ -19,7 +19,7 @@ from megazero.comm.transport.p2p import PointToPoint
 from megazero.pipeline.transport import Transport
 from megazero.schedules.actions import Action, Kind, Schedule
 from megazero.schedules.catalogue import make
-from megazero.schedules.lower import add_transfers
+from megazero.schedules.layers import add_transfers
 from tests.comm.standins import NotedGroup, Splits, all_connect
 from tests.comm.test_communicators import pretended
 from tests.ranks import run_ranks

@@ -20,7 +20,7 @@ class Place:
 def test_a_cpu_has_nothing_to_wait_for() -> None:
     assert mark(torch.device("cpu")) is None
     x, y = torch.tensor([1.5, 2.0]), torch.tensor([3])
-    assert Readback(x, y).numbers() == [1.5, 2.0]
+    assert Readback(x, y).wait()[0].tolist() == [1.5, 2.0]
     assert [copy.tolist() for copy in Readback(x, y).wait()] == [[1.5, 2.0], [3]]
 
 
@@ -34,7 +34,7 @@ def test_the_host_looks_until_the_device_has_passed_the_mark() -> None:
     readback = Readback(torch.tensor([4.0]), marked=mark_it)
     assert marked == [torch.device("cpu")] and place.looks == 0, "behind the copies, and not looked for yet"
     found: list[list[float]] = []
-    thread = threading.Thread(target=lambda: found.append(readback.numbers()))
+    thread = threading.Thread(target=lambda: found.append(readback.wait()[0].tolist()))
     thread.start()
     time.sleep(0.03)
     assert not found and place.looks > 1

@@ -10,7 +10,7 @@ import torch
 from megazero.comm.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.transport import shared_memory as shared
-from megazero.comm.transport.exchange import MismatchError
+from megazero.comm.transport.exchange import CollectiveError
 from megazero.comm.transport.shared_memory import Label, SharedMemoryTransport
 from tests.comm.test_collectives import reduce_everything, scatter_and_gather
 from tests.ranks import run_ranks
@@ -37,7 +37,7 @@ def another_operation(grid: Grid) -> str:
         pending = start_all_gather(x, grid["world"], "test")
     else:
         pending = start_all_reduce(x, grid["world"], "test")
-    with pytest.raises(MismatchError) as caught:
+    with pytest.raises(CollectiveError) as caught:
         pending.wait()
     return f"{caught.value}, {caught.value.rank}"
 

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,9 +78,15 @@ def steps(make_dataset) -> list[list[MicroBatch]]:
     return [[dataset.micro_batch(np.array([s, s + m]), np.array([s, m])) for m in range(3)] for s in range(6)]
 
 
+def upload_with(allocate: Callable[[int], Tensor], marked: Callable[[torch.device], Any]) -> Upload:
+    upload: Any = Upload(CPU)
+    upload.allocate, upload.marked = allocate, marked
+    return upload
+
+
 def test_one_copy_takes_all_and_what_comes_are_views(steps: list[list[MicroBatch]]) -> None:
     memory, queue = Memory(), Queue()
-    send = Upload(CPU, memory.allocate, queue.mark).pack(steps[0])
+    send = upload_with(memory.allocate, queue.mark).pack(steps[0])
     with Copies() as copies:
         found = send()
     assert copies.seen == [False] and equal(found, steps[0]) and len(queue.marks) == 1
@@ -90,14 +98,14 @@ def test_one_copy_takes_all_and_what_comes_are_views(steps: list[list[MicroBatch
 def test_fields_that_are_not_there_stay_so(make_dataset) -> None:
     dataset = windows_of(make_dataset([list(range(100))]), 8)
     batch = dataset.micro_batch(np.array([1]), np.array([5]))
-    (found,) = Upload(CPU, Memory().allocate, lambda device: None).pack([batch])()
+    (found,) = upload_with(Memory().allocate, lambda device: None).pack([batch])()
     assert found.positions_SB is None and found.documents is None and equal([found], [batch])
 
 
 def test_a_buffer_is_written_again_only_when_it_has_been_read(steps: list[list[MicroBatch]]) -> None:
     """The third step waits in the loader's thread for the copy of the first, and for nothing else."""
     memory, queue = Memory(), Queue()
-    upload = Upload(CPU, memory.allocate, queue.mark)
+    upload = upload_with(memory.allocate, queue.mark)
     first, second = upload.pack(steps[0])(), upload.pack(steps[1])()
     assert len(memory.blocks) == 2
     packed = []
@@ -114,7 +122,7 @@ def test_a_buffer_is_written_again_only_when_it_has_been_read(steps: list[list[M
 def test_a_loader_that_packs_gives_the_same_steps_in_any_order(make_dataset) -> None:
     dataset = windows_of(make_dataset([list(range(d * 9, d * 9 + 9)) for d in range(50)]), 8, mask_eod=True)
     mixture, sizes = Mixture([Source(None, dataset, 1, 3)]), {"global_batch": 12, "micro_batch": 3}
-    upload = Upload(CPU, Memory().allocate, lambda device: None)
+    upload = upload_with(Memory().allocate, lambda device: None)
     plain, packing = BatchLoader(mixture, **sizes), BatchLoader(mixture, **sizes, pack=upload.pack)
     order = (0, 1, 2, 2, 7, 8, 0, 9)
     kept = [packing.step(step) for step in order]
@@ -126,7 +134,7 @@ def test_a_loader_that_packs_gives_the_same_steps_in_any_order(make_dataset) -> 
 def test_a_loader_can_be_closed_beside_a_device_that_hangs(make_dataset) -> None:
     """Its thread waits for a copy that is never made, and the process for its thread."""
     dataset, queue = windows_of(make_dataset([list(range(500))]), 8), Queue()
-    upload = Upload(CPU, Memory().allocate, queue.mark)
+    upload = upload_with(Memory().allocate, queue.mark)
     loader = BatchLoader(
         Mixture([Source(None, dataset, 1, 0)]), global_batch=2, micro_batch=1, pack=upload.pack, stop=upload.stop
     )
@@ -143,7 +151,7 @@ def test_a_plan_counts_what_is_sent(make_dataset, mask_eod: bool) -> None:
     length, micro_batch, micro_batches = 7, 3, 2
     dataset = windows_of(make_dataset([list(range(d * 7, d * 7 + 5)) for d in range(60)]), length, mask_eod=mask_eod)
     memory, rows = Memory(), np.arange(micro_batch)
-    Upload(CPU, memory.allocate, lambda device: None).pack([dataset.micro_batch(rows, rows)] * micro_batches)
+    upload_with(memory.allocate, lambda device: None).pack([dataset.micro_batch(rows, rows)] * micro_batches)
     shape = Shape(1, 8, 1, 1, 8, 64, length)
     sizes = {"micro_batch": micro_batch, "global_batch": micro_batch * micro_batches}
     assert batch(Job(shape, Bytes(2, 4, 4), mask_eod=mask_eod, **sizes)) == len(memory.blocks[0])

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megazero.comm.processes import Process, host_id
+from megazero.comm.processes import host_id
 from megazero.comm.status_board import FAILED, RUNNING, STUCK, StatusBoard, StatusSlot
 from megazero.launcher import exit_status, rendezvous
 from megazero.launcher.environment import RankContext
@@ -27,13 +27,10 @@ class Job:
     """Ranks of two hosts, 0 and 1 on the first, 2 and 3 on the second, and the store."""
 
     def __init__(self) -> None:
-        own = Process.own()
         self.store: dist.TCPStore | None = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT
         )
-        self.roll = [
-            Presence(f"node{rank // 2}", "same", own.pid, own.started, host_id() + rank // 2) for rank in range(4)
-        ]
+        self.roll = [Presence(f"node{rank // 2}", "same", os.getpid(), host_id() + rank // 2) for rank in range(4)]
         stores = [client(self.store.port) for _ in range(4)]
         self.boards: list[JobBoard] = [JobBoard(stores[rank], rank, self.roll) for rank in range(4)]
         self.places = [RankContext(World(rank, 4, 0, "srun"), self.slot(rank)) for rank in range(4)]
@@ -67,8 +64,8 @@ def test_on_an_alarm_every_rank_publishes_where_it_is(job: Job):
 def test_of_a_silent_rank_host_and_process_are_known(job: Job):
     silent = job.boards[0].gather(0.0)[1]
     assert (silent.state, silent.host, silent.pid, silent.step) == (RUNNING, "node0", os.getpid(), 7)
-    assert silent.process == Process.own() and not silent.is_stopped, "it is on this host"
-    assert job.boards[0].known().read(3).process is None, "it is on another"
+    assert silent.is_here and silent.pid == os.getpid() and not silent.is_stopped, "it is on this host"
+    assert not job.boards[0].known().read(3).is_here, "it is on another"
 
 
 def test_who_has_heard_that_another_says_why_is_silent(job: Job, capfd: pytest.CaptureFixture[str]):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,15 +39,10 @@ class Watched:
         slot = self.board.status_slot(0)
         slot.take("node7")
         self.place = RankContext(World(0, 2, 0, launcher), slot)
-        self.monitor = Monitor(
-            self.place,
-            100.0,
-            self.first_uses,
-            lambda unfinished: [one for one in self.queued if not (unfinished and one.ended)],
-            lambda: self.now,
-            self.slept.append,
-            self.ends.append,
-        )
+        found = lambda unfinished: [one for one in self.queued if not (unfinished and one.ended)]  # noqa: E731
+        monitor: Any = Monitor(self.place, 100.0, self.first_uses, found)
+        self.monitor, monitor.clock = monitor, lambda: self.now
+        monitor.sleep, monitor.end = self.slept.append, self.ends.append
 
     def put(self, group: str = "data") -> None:
         self.number += 1
@@ -136,7 +132,7 @@ def test_a_monitor_ends_with_its_group(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(monitor.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(type(monitor.dist.group), "WORLD", property(lambda _: there[-1]))
     watched, before = Watched(), set(threading.enumerate())
-    watched.monitor._sleep = lambda seconds: time.sleep(0.001)
+    watched.monitor.sleep = lambda seconds: time.sleep(0.001)
     watched.monitor.start()
     (thread,) = set(threading.enumerate()) - before
     time.sleep(0.05)

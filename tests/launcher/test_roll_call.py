@@ -34,7 +34,7 @@ def test_requests_per_rank_do_not_grow_with_the_ranks():
 
 
 def presence(rank: int, fingerprint: str = "same") -> Presence:
-    return Presence(f"host{rank // 2}", fingerprint, rank + 1, 7, 0)
+    return Presence(f"host{rank // 2}", fingerprint, rank + 1, 0)
 
 
 @pytest.fixture(params=["file", "tcp"])

@@ -31,7 +31,7 @@ def attempt(
         with lock:
             monkeypatch.setenv("RANK", str(rank))
             store = open_store(RankContext.of(World(rank, size, rank, "torchrun")), SECONDS)
-        mine = Presence("host", "same", 1000 * (number + 1) + rank, 7, 0)
+        mine = Presence("host", "same", 1000 * (number + 1) + rank, 0)
         try:
             return call_roll(store, rank, size, seconds, mine)
         except UserError as error:

@@ -261,7 +261,7 @@ def test_a_module_without_an_optimizer_is_not_trained():
     assert "MZ-502" in unfrozen and "first.weight requires a gradient, and the module was sharded without" in unfrozen
 
 
-def kept(stage: int, folder: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], str, dict[str, int]]:
+def kept(stage: int, folder: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
     teacher = megazero.shard(made("plain"), None, stage=stage, kernels="reference")
     with teacher.gathered("first.*") as values:
         values["first.weight"].fill_(0.5)
@@ -270,14 +270,14 @@ def kept(stage: int, folder: Any) -> tuple[dict[str, Tensor], dict[str, Tensor],
     teacher.load_state_dict({name: value * 2 for name, value in before.items()})
     teacher.load(folder)
     held = {kind: size["now"] for kind, size in teacher.memory().items()}
-    return before, teacher.full_state_dict(everywhere=True), teacher.describe(), held
+    return before, teacher.full_state_dict(everywhere=True), held
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_frozen_module_is_looked_at_saved_and_loaded(stage: int, tmp_path: Any):
-    for before, after, table, held in on_ranks(2, kept, stage, tmp_path):
+    for before, after, held in on_ranks(2, kept, stage, tmp_path):
         assert before["first.weight"].eq(0.5).all() and all(torch.equal(after[n], x) for n, x in before.items())
-        assert "blocks.2" in table and "gradients" not in {kind for kind, size in held.items() if size}
+        assert "gradients" not in {kind for kind, size in held.items() if size}
 
 
 def of_torch() -> Tensor:

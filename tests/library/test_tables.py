@@ -294,7 +294,7 @@ def test_sizes_fall_by_halves():
     assert len(ROWS) == TABLES and all(a >= b for a, b in pairwise(ROWS))
 
 
-def largest() -> tuple[int, int, int, str]:
+def largest() -> tuple[int, int, int, int]:
     with torch.device("meta"):
         module = Recommender([50_000_000, 10])
     sharded = megazero.shard(module, "adamw", stage=3, kernels="reference", tables=["tables.0"])
@@ -302,19 +302,19 @@ def largest() -> tuple[int, int, int, str]:
     sharded.backward(loss_of(sharded(dense, ids), clicks))
     sharded.step()
     sent = sharded.traffic()["world"]
+    held = sharded.memory()
     return (
-        sharded.memory()["parameters"]["now"],
+        held["parameters"]["now"],
+        held["optimizer"]["now"],
         sent["row ids"]["elements"],
         sent["row values"]["elements"],
-        sharded.describe(),
     )
 
 
 @pytest.mark.full
 def test_fifty_million_rows_on_four_ranks():
     """3.2 GB of rows: 800 MB on each rank, 50 MB of state; a step sends what its 64 samples ask for."""
-    for held, ids, values, table in on_ranks(4, largest):
+    for held, state, ids, values in on_ranks(4, largest):
         assert 0 <= held - 50_000_000 // 4 * WIDTH * 4 < 50_000
         assert 0 < ids <= 64 and values <= 4 * 64 * WIDTH
-        (row,) = [line.split() for line in table.splitlines() if line.startswith("tables.0.weight")]
-        assert row[2:] == ["800,000,000", "0", "800,000,000", "0", "50,000,000"]
+        assert 0 <= state - 50_000_000 < 150_000

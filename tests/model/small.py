@@ -1,5 +1,6 @@
 """Small models for tests, with memory of their own and no engine: gradients arrive in `.grad`."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -45,7 +46,7 @@ def make(
     model = Transformer(shape, seed=seed, tensor=tensor or Axis("tensor"), sequence=sequence, ops=ops)
     for name, parameter in list(model.named_parameters()):
         declaration = declaration_of(parameter)
-        values = declaration.initial(seed, name, 0, declaration.local_numel)
+        values = declaration.initial(seed, name, 0, math.prod(declaration.local_shape))
         new = nn.Parameter(values.to(dtype).view(declaration.local_shape))
         vars(new).update(vars(parameter))
         torch.utils.swap_tensors(parameter, new)

@@ -1,6 +1,7 @@
 """The contract of models: ours keeps to it, and a model of a few lines that keeps to it trains on the engine."""
 
 import inspect
+import math
 from collections.abc import Mapping
 
 import pytest
@@ -110,7 +111,7 @@ def test_a_model_of_a_few_lines_trains_one_step(stage: int) -> None:
 
 def initial(parameter: nn.Parameter, name: str) -> Tensor:
     declaration = declaration_of(parameter)
-    return declaration.initial(0, name, 0, declaration.local_numel)
+    return declaration.initial(0, name, 0, math.prod(declaration.local_shape))
 
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])

@@ -1,5 +1,6 @@
 """What the model promises to those who run it: units, layout, masks of documents, dropout by name."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -44,11 +45,11 @@ def test_shards_over_the_tensor_axis_are_intervals_of_one_parameter(rows: int, s
     """Initial values do not depend on the grid, and padding rows are zero."""
     whole = declaration_of(declare((rows, 5), std=0.02, mean=1.0)).initial(3, "w", 0, rows * 5)
     shards = [declaration_of(declare((rows, 5), std=0.02, mean=1.0, axis=Axis("tensor", size, r))) for r in range(size)]
-    values = torch.cat([shard.initial(3, "w", 0, shard.local_numel) for shard in shards])
+    values = torch.cat([shard.initial(3, "w", 0, math.prod(shard.local_shape)) for shard in shards])
     assert torch.equal(values[: rows * 5], whole)
     assert not values[rows * 5 :].any()
-    middle = shards[0].initial(3, "w", 2, shards[0].local_numel - 1)
-    assert torch.equal(middle, values[: shards[0].local_numel][2:-1])
+    middle = shards[0].initial(3, "w", 2, math.prod(shards[0].local_shape) - 1)
+    assert torch.equal(middle, values[: math.prod(shards[0].local_shape)][2:-1])
 
 
 def test_only_matrices_and_the_token_embedding_decay() -> None:
@@ -121,7 +122,7 @@ def test_dropout_is_off_in_evaluation_and_differs_by_step_layer_and_site() -> No
     model, plain = make(shape, torch.float64), make(GPT, torch.float64)
     tokens, _, _ = batch(shape, ROWS)
     with torch.no_grad():
-        assert torch.equal(model(tokens, step_of(ROWS).evaluation()), plain(tokens, step_of(ROWS)))
+        assert torch.equal(model(tokens, replace(step_of(ROWS), training=False)), plain(tokens, step_of(ROWS)))
         first = model(tokens, step_of(ROWS))
         assert torch.equal(first, model(tokens, step_of(ROWS)))
         assert not torch.equal(first, model(tokens, replace(step_of(ROWS), step=1)))

@@ -13,6 +13,7 @@ from megazero.__main__ import main
 from megazero.comm.grid import Grid
 from megazero.plan.job import Job
 from megazero.plan.schedule_report import report
+from megazero.schedules.actions import COMPUTE
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Rank, job_on, planned
 from tests.ranks import run_ranks
@@ -67,7 +68,7 @@ def test_the_verb_shows_lists_bubble_and_bytes(
     text = capsys.readouterr().out
     assert "zb-h1 over 2 ranks, 2 micro-batches" in text
     lists = [line.partition(": ")[2].split() for line in text.splitlines() if re.match(r"rank \d+:", line)]
-    assert [len([a for a in map(parsed, words) if a.kind.computes]) for words in lists] == [6, 6]
+    assert [len([a for a in map(parsed, words) if a.kind in COMPUTE]) for words in lists] == [6, 6]
     for name in ("timeline.svg", "timeline.png"):
         assert main([*verb, "--draw", str(tmp_path / name), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)

@@ -12,7 +12,7 @@ from megazero.comm.grid import Grid
 from megazero.comm.ledger import Ledger
 from megazero.config.schema import Config
 from megazero.extensions.homes import HOMES
-from megazero.nvme import measure
+from megazero.nvme import opening
 from megazero.nvme.disk_queue import BLOCK, DEPTH, DiskQueue, Engine
 from megazero.observe.jsonl import read_rows
 from megazero.run.disks import open_disks, ranks_here
@@ -137,10 +137,10 @@ def test_the_queue_is_what_was_measured_to_be_best(
             asked.append({"depth": depth, "block": block})
             super().__init__(engine, depth=depth, block=block)
 
-    honest = measure.best_speed
+    honest = opening.best_speed
     best = lambda *arguments: honest(*arguments)._replace(depth=3, block=8192)  # noqa: E731
-    monkeypatch.setattr("megazero.nvme.disk_queue.DiskQueue", Noted)
-    monkeypatch.setattr(measure, "best_speed", best)
+    monkeypatch.setattr(opening, "DiskQueue", Noted)
+    monkeypatch.setattr(opening, "best_speed", best)
     config = tiny_data.load(tmp_path / "run", *NVME, f"zero.offload.path={tmp_path}")
     found = open_disks(HOMES, config, torch.device("cpu"), Ledger())
     assert found is not None and asked[-1] == {"depth": 3, "block": 8192}
@@ -148,7 +148,7 @@ def test_the_queue_is_what_was_measured_to_be_best(
 
 
 def test_a_measurement_that_is_out_of_time_tries_one_setting(tmp_path: Path) -> None:
-    found = measure.best_speed(tmp_path, 1 << 20, 0.0)
+    found = opening.best_speed(tmp_path, 1 << 20, 0.0)
     assert (found.depth, found.block) == (DEPTH, BLOCK) and list(tmp_path.iterdir()) == []
 
 

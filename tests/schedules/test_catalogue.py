@@ -4,9 +4,9 @@ from fractions import Fraction
 
 import pytest
 
-from megazero.schedules.actions import Action, Kind
+from megazero.schedules.actions import COMPUTE, Action, Kind
 from megazero.schedules.catalogue import make
-from megazero.schedules.lower import add_reductions, add_transfers
+from megazero.schedules.layers import add_reductions, add_transfers
 from megazero.schedules.simulate import Costs, Timeline, peak_live, simulate
 from tests.schedules.parsed import parsed
 
@@ -71,7 +71,7 @@ def test_any_number_of_micro_batches(name: str, v: int, p: int) -> None:
             add_transfers(plain).forward_only(),
         ):
             timeline = simulate(schedule)
-            assert sum(map(len, timeline.ranks)) == sum(a.kind.computes for rank in schedule.ranks for a in rank)
+            assert sum(map(len, timeline.ranks)) == sum(a.kind in COMPUTE for rank in schedule.ranks for a in rank)
             forwards = [a for rank in schedule.ranks for a in rank if a.kind is Kind.FORWARD]
             assert len(forwards) == m * schedule.num_stages == len(set(forwards))
 

@@ -225,7 +225,7 @@ def test_a_run_names_the_rank_whose_reduced_gradient_is_at_fault(
 
 def test_a_gradient_at_the_wrong_moment_is_an_error_with_its_name() -> None:
     deliveries = DeliveryCounter("blocks.3")
-    with pytest.raises(AssertionError, match=r"a has a gradient .* of unit blocks.3, to which 0 are to come"):
+    with pytest.raises(AssertionError, match=r"no gradient of a is due in micro-batch \d+ of unit blocks.3"):
         deliveries.delivered("a")
     completed = []
     deliveries.on_complete = lambda: completed.append(1)
@@ -234,14 +234,14 @@ def test_a_gradient_at_the_wrong_moment_is_an_error_with_its_name() -> None:
     deliveries.expect("b")
     deliveries.delivered("a")
     assert not completed
-    with pytest.raises(AssertionError, match=r"c has a gradient .* 2 are to come"):
+    with pytest.raises(AssertionError, match=r"no gradient of c is due"):
         deliveries.delivered("c")
     deliveries.delivered("b")
     deliveries.delivered("a")
     assert completed == [1]
-    with pytest.raises(AssertionError, match=r"b has a gradient .* 0 are to come"):
+    with pytest.raises(AssertionError, match=r"no gradient of b is due"):
         deliveries.delivered("b")
-    with pytest.raises(AssertionError, match=r"b is used .* 0 are to come"):
+    with pytest.raises(AssertionError, match=r"b is used behind the backward of"):
         deliveries.expect("b")
     deliveries.end()
     deliveries.expect("b")  # the micro-batch is over, its number may come again

@@ -16,7 +16,7 @@ from megazero.kernels.operations import REFERENCE
 from megazero.plan.job import Job
 from megazero.zero.engine import Engine
 from megazero.zero.placement import Precision
-from megazero.zero.resting_table import resting_table
+from megazero.zero.unit import resting_table
 from tests.layouts import CPU, DELAYED_STEPS, SHAPES, STEPS, Rank, config_of, equal, ids, job_on, pairwise, train
 from tests.ranks import run_ranks
 

@@ -26,23 +26,15 @@ _LINE = 64  # bytes; pieces are multiples of a cache line
 
 
 class CollectiveError(RuntimeError):
-    """An error for an operation on `axis` that did not end: a rank died, does not come, or called another one."""
-
-    def __init__(self, axis: str, reason: str):
-        super().__init__(f"{axis} axis: {reason}")
-        self.axis = axis
-
-
-class MismatchError(CollectiveError):
-    """An error for an operation that another rank of this host will not join: it has called another one.
+    """An error for an operation on `axis` that did not end: a rank died, does not come, or called another one.
 
     Attributes:
-        rank: which one, of the world.
+        rank: of the world, which is known to have called another operation; None: no such rank is known.
     """
 
-    def __init__(self, axis: str, reason: str, rank: int):
-        super().__init__(axis, reason)
-        self.rank = rank
+    def __init__(self, axis: str, reason: str, rank: int | None = None):
+        super().__init__(f"{axis} axis: {reason}")
+        self.axis, self.rank = axis, rank
 
 
 def swap(axis: Axis, tag: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> "Exchange":
@@ -83,12 +75,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        axis: Axis,
-        tag: int,
-        sends: Sequence[Tensor],
-        consume: Consume,
-        into: Sequence[Tensor] | None = None,
+        self, axis: Axis, tag: int, sends: Sequence[Tensor], consume: Consume, into: Sequence[Tensor] | None = None
     ):
         self._axis, self._tag, self._sends, self._consume, self._into = axis, tag, sends, consume, into
         shared_memory = axis.comm.shared_memory
@@ -97,8 +84,7 @@ class Exchange:
         )
         staged = axis.comm.bucket // (axis.size - 1) // _WINDOW
         limit = SLOT_BYTES // len(sends) if self._shared_memory is not None else staged
-        item = sends[0].element_size()
-        self._piece = max(limit // _LINE * _LINE, _LINE) // item
+        self._piece = max(limit // _LINE * _LINE, _LINE) // sends[0].element_size()
         length = len(sends[0])
         self._cuts = [slice(i, min(i + self._piece, length)) for i in range(0, max(length, 1), self._piece)]
         self._place = axis.comm.reserve(axis.name, len(self._cuts))
@@ -128,8 +114,8 @@ class Exchange:
         """Wait until all messages have come and been consumed.
 
         Raises:
-            CollectiveError: a message did not come within the axis' timeout, or the connection broke.
-            MismatchError: another rank of this host has called another operation.
+            CollectiveError: a message did not come within the axis' timeout, the connection broke, or another rank of
+                this host has called another operation.
         """
         try:
             if self._shared_memory is not None:
@@ -138,7 +124,7 @@ class Exchange:
             else:
                 self._receive_pieces()
         except OtherOperationError as error:
-            raise MismatchError(self._axis.name, str(error), error.rank) from None
+            raise CollectiveError(self._axis.name, str(error), error.rank) from None
         except (RuntimeError, TimeoutError) as error:
             raise CollectiveError(self._axis.name, str(error)) from None
 

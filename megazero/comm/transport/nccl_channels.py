@@ -67,8 +67,7 @@ class NcclChannels:
 
     def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
         """Queue the receipt of a message; return a function that waits for it, and one that is always true."""
-        source = int(channel.source > channel.target)
-        work = dist.irecv(into, group=self._groups[channel.index], group_src=source)
+        work = dist.irecv(into, group=self._groups[channel.index], group_src=int(channel.source > channel.target))
         assert work is not None, "this process is not on the channel"
 
         def finish() -> Tensor:

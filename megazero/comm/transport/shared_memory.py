@@ -78,10 +78,6 @@ class Outbox:
         numbers = len(LANES) * LABELS * _LABEL_WORDS + P2P_SLOTS * _P2P_WORDS + SLOTS * readers
         return (SLOTS + P2P_SLOTS) * SLOT_BYTES + -(-numbers * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
-    def view(self, slot: int, start: int, like: Tensor) -> Tensor:
-        """Return the message of the shape and dtype of `like`, `start` bytes into a slot."""
-        return view_of(self.slots[slot], start, like)
-
 
 def view_of(memory: Tensor, start: int, like: Tensor) -> Tensor:
     """Return a view of flat bytes, from byte `start` on, with the shape and dtype of `like`."""
@@ -176,7 +172,7 @@ class SharedMemoryTransport:
         self._number += 1
         self._awaited[slot] = (self._number, readers)
         for i, message in enumerate(messages):
-            self._own.view(slot, i * room, message).copy_(message)
+            view_of(self._own.slots[slot], i * room, message).copy_(message)
         row[1], row[2] = self._number, slot
         row[0] = label.key  # last: whoever sees it sees the rest
 
@@ -202,7 +198,7 @@ class SharedMemoryTransport:
 
     def view(self, message: Message, start: int, like: Tensor) -> Tensor:
         """Return a view of the message `start` bytes into a slot: not to be written to, nor used once acknowledged."""
-        return self._outboxes[message.sender].view(message.slot, start, like)
+        return view_of(self._outboxes[message.sender].slots[message.slot], start, like)
 
     def acknowledge(self, message: Message) -> None:
         """Free the slot of a message in the sender's outbox."""
@@ -218,7 +214,7 @@ class SharedMemoryTransport:
         free = next((i for i in range(P2P_SLOTS) if p2p[i, 0] == p2p[i, 1]), None)
         if free is None:
             return False
-        self._own.view(SLOTS + free, 0, message).copy_(message)
+        view_of(self._own.slots[SLOTS + free], 0, message).copy_(message)
         p2p[free, 2], p2p[free, 3] = target, message.nbytes
         p2p[free, 0] = key  # last: whoever sees it sees the rest
         return True

@@ -94,15 +94,13 @@ class JsonFile(Tokenizer):
 
     def _roles(self, told: dict[str, Any], special: dict[str, int], vocabulary: dict[str, int]) -> dict[str, str]:
         """Return the token of each role: what begins a text, ends a document, and what else is told. Raises 210."""
-        roles = ("bos_token", "eos_token", "pad_token", "unk_token")
-        found = {role: told.get(role) for role in roles}
+        found = {role: told.get(role) for role in ("bos_token", "eos_token", "pad_token", "unk_token")}
         found = {role: value.get("content") if isinstance(value, dict) else value for role, value in found.items()}
         named = {role: name for role, name in found.items() if isinstance(name, str) and name in vocabulary}
         known = [name for name in _ENDS if name in special]
         if "eos_token" not in named and len(known) != 1:
             what = f"which token ends a document? Of {', '.join(_ENDS)} it has {len(known)}"
-            do = f'put {CONFIG} next to it, with {{"eos_token": "NAME"}}'
-            raise UserError(210, what, do, where=self.path)
+            raise UserError(210, what, f'put {CONFIG} next to it, with {{"eos_token": "NAME"}}', where=self.path)
         end = named.get("eos_token") or known[0]
         return {"bos_token": end, "eos_token": end} | named
 

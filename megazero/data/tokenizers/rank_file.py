@@ -23,19 +23,10 @@ from megazero.data.tokenizers.common import Tokenizer, guarded, read_tokenizer, 
 _BESIDE_BYTES, _PATTERN = 1 << 20, 4096  # bytes of the file next to it, characters of a pattern
 _END = "<|endoftext|>"
 # Sources: GPT-2, encoder.py; tiktoken 0.14, tiktoken_ext/openai_public.py (without possessive quantifiers).
-_PUBLISHED: dict[str, dict[str, Any]] = {
-    "r50k_base": {
-        "pattern": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-        "special_tokens": {_END: 50256},
-        "eod": _END,
-    },
-    "cl100k_base": {
-        "pattern": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s+$|\s*[\r\n]|\s+(?!\S)|\s",
-        "special_tokens": {_END: 100257},
-        "eod": _END,
-    },
-}
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_GPT4 = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+_GPT4 += r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s+$|\s*[\r\n]|\s+(?!\S)|\s"
+PUBLISHED = {"r50k_base": (_GPT2, 50256), "cl100k_base": (_GPT4, 100257)}  # the pattern, and the id of _END
 
 
 class RankFile(Tokenizer):
@@ -74,9 +65,8 @@ class RankFile(Tokenizer):
         made_of = {"pat_str": described["pattern"], "mergeable_ranks": ranks, "special_tokens": special}
         self._library = tiktoken.Encoding(self.path.name, **made_of)
         self.lossless = self._gives_back()
-        told = json.dumps(described, indent=1).encode()
         self.fingerprint = xxhash.xxh3_64_hexdigest(content + json.dumps(described, sort_keys=True).encode())
-        self.files = {self.path.name: content, f"{self.path.name}.json": told}
+        self.files = {self.path.name: content, f"{self.path.name}.json": json.dumps(described, indent=1).encode()}
 
     def _encode(self, text: str) -> list[int]:
         return self._library.encode_ordinary(text)
@@ -92,8 +82,9 @@ class RankFile(Tokenizer):
         """
         beside = self.path.with_name(f"{self.path.name}.json")
         if not beside.exists():
-            if self.path.stem in _PUBLISHED:
-                return _PUBLISHED[self.path.stem]
+            if self.path.stem in PUBLISHED:
+                pattern, end = PUBLISHED[self.path.stem]
+                return {"pattern": pattern, "special_tokens": {_END: end}, "eod": _END}
             what = f"which pattern splits text, and which id ends a document? There is no {beside.name}"
             raise UserError(210, what, 'put it there, with "pattern", "special_tokens" and "eod"', where=self.path)
         try:

@@ -103,9 +103,7 @@ class SentencePiece(Tokenizer):
     def _piece_bytes(self, i: int) -> int:
         if self._model.is_control(i) or self._model.is_unknown(i):
             return 0
-        if self._model.is_byte(i):
-            return 1
-        return len(self._model.id_to_piece(i).replace(SPACE_MARK, " ").encode())
+        return 1 if self._model.is_byte(i) else len(self._model.id_to_piece(i).replace(SPACE_MARK, " ").encode())
 
 
 class _Remembered(dict[str, bytes]):

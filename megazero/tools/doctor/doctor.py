@@ -14,7 +14,7 @@ from typing import Any
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import replace_file
-from megazero.base.machine import free_memory, share
+from megazero.base.machine import free_memory, job_memory
 from megazero.tools.doctor import host, software
 from megazero.tools.doctor.finding import Finding, examine, reason
 
@@ -141,7 +141,7 @@ def _measured(nproc: int | None) -> tuple[list[Finding], dict[str, Any] | str]:
         lines += [found for one in (devices, messages)[: 1 + (messages is not devices)] for found in findings_of(one)]
         threads = threads_of(devices.values.get("threads", {"count": 1})["count"])
         name = torch.cuda.get_device_name(0) if on_gpus else f"{host.processor_name()}, {threads}"
-        return lines, hardware_of(name, messages, devices, share().memory, network_rate(), on_gpus=on_gpus)
+        return lines, hardware_of(name, messages, devices, job_memory(), network_rate(), on_gpus=on_gpus)
 
 
 def _broken(why: str) -> Finding:

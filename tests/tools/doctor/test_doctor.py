@@ -10,7 +10,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from megazero.__main__ import main
-from megazero.base.machine import share
+from megazero.base.machine import job_memory
 from megazero.tools.doctor import doctor, host, ranks, software
 from megazero.tools.doctor.finding import Finding, examine
 from megazero.tools.doctor.ranks import Measured
@@ -98,7 +98,7 @@ def test_the_file_is_what_was_shown(answer: Answer):
     assert file["launch"] == pytest.approx(shown["launch"], rel=1e-3) and 0 < file["launch"] < 1e-2
     assert file["reached"] == pytest.approx(shown["reached"], abs=1e-4) and 0 < file["reached"]["attention"] <= 1
     assert {n: file[n] for n in ("name", "devices_per_node")} == {n: shown[n] for n in ("name", "devices_per_node")}
-    assert file["memory_bytes"] * file["devices_per_node"] <= share().memory
+    assert file["memory_bytes"] * file["devices_per_node"] <= job_memory()
 
 
 def test_as_text(measured, capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

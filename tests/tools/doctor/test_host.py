@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megazero.base.machine import cgroup_limits, free_memory, share
+from megazero.base.machine import cgroup_limits, free_memory, job_memory
+from megazero.extensions.homes import HOMES
 from megazero.tools.doctor.finding import amount, duration
 from megazero.tools.doctor.host import direct, disk, limits
 
@@ -30,14 +31,12 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 def test_limits_of_cgroups(tmp_path: Path, listing: str, files: dict[str, str], expected):
     root = tree(tmp_path, {"proc/self/cgroup": listing, "proc/meminfo": "MemTotal: 8 kB\nMemFree: 1 kB\n"} | files)
     assert cgroup_limits(tmp_path / "proc/self/cgroup", root) == expected
-    whole = share(tmp_path / "proc", root)
-    assert whole.memory == min(8192, expected[1] or 8192)
-    assert whole.cores == min(share().cores, expected[0] or share().cores)
+    assert job_memory(tmp_path / "proc", root) == min(8192, expected[1] or 8192)
 
 
 def test_no_listing_is_no_limit(tmp_path: Path):
     assert cgroup_limits(tmp_path / "none", tmp_path) == (None, None)
-    assert 0 < free_memory() <= share().memory
+    assert 0 < free_memory() <= job_memory()
 
 
 def test_limit_of_a_process_is_told(monkeypatch: pytest.MonkeyPatch):
@@ -88,6 +87,6 @@ def test_a_disk_that_has_no_direct_reads_is_told(tmp_path: Path, monkeypatch: py
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megazero.nvme.measure.best_speed", refuse)
+    monkeypatch.setattr("megazero.extensions.homes.HOMES", {"nvme": HOMES["nvme"]._replace(speed=refuse)})
     (found,) = direct(tmp_path)
     assert found.state == "unknown" and "No space left on device" in found.text
