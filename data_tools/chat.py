@@ -6,9 +6,9 @@ the name. For that every name in the strings of a record, and a part of a name a
 that no text has, and that is taken out again when names have been looked for. (A role is not: it must be a plain name.)
 
 What is an answer says the template, by {% generation %} blocks. Where it has none, an answer is what the messages up to
-it render to, behind what those before it render to with the beginning of an answer (`add_generation_prompt`); so it is
+it render to, after what those before it render to with the beginning of an answer (`add_generation_prompt`); so it is
 what a model has to write when it is asked. That is exact where each rendering is the beginning of the next; a record
-for which a template renders it otherwise is refused. White space behind a special token that ends an answer is not part
+for which a template renders it otherwise is refused. White space after a special token that ends an answer is not part
 of it: the model is not asked for more.
 
 Prompt and answer are encoded apart, as they are when text is generated; so are special tokens and what is between them.
@@ -107,7 +107,7 @@ class Chat(Select):
         ]
 
     def _broken(self, value: Any, refuse: Refuse) -> Any:
-        """Return a value of a record with a mark behind the first character of every name in its strings.
+        """Return a value of a record with a mark after the first character of every name in its strings.
 
         A mark at the end, or the beginning, of a string without its white space, which templates take off, breaks a
         name that text next to it would complete.

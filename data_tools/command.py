@@ -25,6 +25,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose faults are one line with a code, like all others."""
 
     def error(self, message: str) -> NoReturn:
+        """Refuse the command line with MZ-190."""
         raise UserError(190, message, f"see `{self.prog} --help`", where=self.verb)
 
     @property

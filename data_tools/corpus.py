@@ -44,7 +44,7 @@ _BOM = "\ufeff"
 # and a tokenizer that puts a space before a text puts none before the first kind of rest.
 _PLACES = (
     re.compile(r".*\S(?= \S)", re.DOTALL),  # before a single space
-    re.compile(r".*[^\W_](?=[ \n\t])", re.DOTALL),  # behind a word
+    re.compile(r".*[^\W_](?=[ \n\t])", re.DOTALL),  # after a word
     re.compile(r".*\S\n(?=[^\W_])", re.DOTALL),  # before a word at the beginning of a line
 )
 
@@ -79,7 +79,7 @@ def _walk(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
 
 
 _TEXT_FIELD, _ALL = Select(), Part()
-_ALWAYS = 2**63  # behind the end of any file
+_ALWAYS = 2**63  # after the end of any file
 
 
 class Reader:

@@ -46,12 +46,15 @@ class ForeignDataset(TokenDataset):
         self.mask_digest = None if scored is None else xxhash.xxh3_64_hexdigest(scored.data)
 
     def read(self, start: int, stop: int) -> np.ndarray:
+        """Return token ids [stop - start]."""
         return np.array(self._ids[start:stop])
 
     def offsets(self, first: int, stop: int) -> np.ndarray:
+        """Return the first token of documents [first, stop)."""
         return self._offsets[first:stop]
 
     def scored(self, start: int, stop: int) -> np.ndarray:
+        """Return which tokens [start, stop) count in the loss."""
         return np.ones(stop - start, bool) if self._scored is None else self._scored[start:stop].astype(bool)
 
 

@@ -38,6 +38,7 @@ BLOCK = 1 << 22  # tokens read at a time
 
 
 def inspect(options: argparse.Namespace) -> None:
+    """Print the facts of a data set, or the text of one document."""
     tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
     if options.document is not None and tokenizer is None:
         raise UserError(190, "--document needs --tokenizer", "name the model the data was made with", where="inspect")

@@ -39,6 +39,7 @@ _SIGNED = {"uint32": np.dtype(np.int32), "uint64": np.dtype(np.int64)}  # what a
 
 
 def merge(options: argparse.Namespace) -> None:
+    """Write the documents of several data sets, one after another, as one."""
     tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
     datasets = [open_foreign(path, tokenizer) if is_foreign(path) else open_files(path) for path in options.prefix]
     stored = _SIGNED.get(datasets[0].dtype.name, datasets[0].dtype)

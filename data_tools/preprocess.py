@@ -6,12 +6,12 @@
 Every document is encoded and ended with the tokenizer's end-of-document id. Ids are stored as uint16 where the
 vocabulary has at most 65,536 of them, else as int32. Empty documents are skipped and counted. The data set appears
 whole or not at all; PREFIX.json next to it says what it was made of. With --chat a record is a conversation that a
-template renders (`chat.py`): the document is what it renders, nothing is put behind it, and PREFIX.mask says which
+template renders (`chat.py`): the document is what it renders, nothing is put after it, and PREFIX.mask says which
 tokens are answers.
 
 The text is checked before the first token is made: encoding takes hours where checking takes minutes. The corpus is
 encoded in parts, as with --part, and joined at the end. Finished parts are kept (`unfinished.py`): the same line, run
-again after it was killed, goes on behind them and gives the same bytes.
+again after it was killed, goes on after them and gives the same bytes.
 """
 
 import sys
@@ -54,6 +54,7 @@ PART_BYTES, MOST_PARTS = 64_000_000, 100  # of the corpus: what is lost where th
 
 
 def preprocess(options: argparse.Namespace) -> None:
+    """Tokenize text files into a data set."""
     tokenizer = open_tokenizer(options.tokenizer)
     if options.deduplicate and options.part.of > 1:
         what = "--deduplicate sees the documents of one part alone"
@@ -143,7 +144,7 @@ def _make_parts(
     parts = options.part.divided(max(1, min(MOST_PARTS, total // PART_BYTES)))
     if unfinished.done:
         done = sum(counts.documents for counts in unfinished.done)
-        tell(f"{options.output}: going on behind {done:,} documents that are done")
+        tell(f"{options.output}: going on after {done:,} documents that are done")
     elif not options.skip_bad:
         with doing("checking the text, MB", total // 1_000_000) as progress:  # a bad one is refused before any work
             for _ in (reader := Reader(files, select, part=options.part, whole=whole)):
@@ -171,7 +172,7 @@ def _written(
     """Write the documents of encoded pieces; yield the counts of each.
 
     Args:
-        end: put the tokenizer's end-of-document id behind each document.
+        end: put the tokenizer's end-of-document id after each document.
     """
     document, sizes = Counts(), tokenizer.token_bytes()
     last = np.array([tokenizer.eod] if end else [], writer.dtype)

@@ -56,6 +56,7 @@ SETTINGS = {  # of the library's trainer
 
 
 def train_tokenizer(options: argparse.Namespace) -> None:
+    """Train a SentencePiece model on text files."""
     started = time.monotonic()
     with doing("finding files"):
         files = find_files(options.input, options.suffix)

@@ -24,7 +24,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a whole file in one atomic replacement. Raises OSError, and then leaves nothing behind.
+    """Write a whole file in one atomic replacement. Raises OSError, and then leaves nothing.
 
     Args:
         content: the bytes, or parts of them one after the other.

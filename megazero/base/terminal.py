@@ -44,7 +44,7 @@ def fitted(text: str, columns: int | None) -> str:
 
 
 def wrapped(text: str, columns: int | None, indent: str = "") -> list[str]:
-    """Return a text as lines of at most so many columns, all but the first behind `indent`; None: one line."""
+    """Return a text as lines of at most so many columns, all but the first after `indent`; None: one line."""
     if columns is None:
         return [text]
     return textwrap.wrap(text, columns, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)

@@ -1,6 +1,6 @@
 """Send the micro-batches of a step to a device: packed into one buffer of pinned memory, by one copy.
 
-The loader's thread packs the next step while the device computes. The copy is queued behind the work of the step
+The loader's thread packs the next step while the device computes. The copy is queued after the work of the step
 before, so the host never waits for it; the micro-batches are views of the memory that receives it. There are two host
 buffers, and one is written to again only when the device has read it. On a CPU nothing is packed or copied.
 """
@@ -82,7 +82,7 @@ class Upload:
 
 
 def views(memory: Tensor, like: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return micro-batches of the same shapes whose tensors are views of `memory` (uint8), one behind the other."""
+    """Return micro-batches of the same shapes whose tensors are views of `memory` (uint8), one after the other."""
     found, at = [], 0
     for batch in like:
         tensors = {}

@@ -57,6 +57,7 @@ class Logical(StrictModel):
 
     @property
     def numel(self) -> int:
+        """Return the number of elements."""
         return math.prod(self.shape)
 
 
@@ -83,7 +84,7 @@ class Manifest(StrictModel):
         random: the inputs of every random number: nothing else has to be kept.
         identity: digests of the data set and the tokenizer.
         config: flat, as it was resolved.
-        history: what of it was another before, oldest first: {step, key, from, to}; `to` holds behind that step. Left
+        history: what of it was another before, oldest first: {step, key, from, to}; `to` holds after that step. Left
             out of the file where nothing was.
         software: versions that wrote it.
         digest: SHA-256 of the rest.
@@ -108,6 +109,7 @@ class Manifest(StrictModel):
 
     @property
     def shapes(self) -> dict[str, list[int]]:
+        """Return the shape of each tensor by its name."""
         return {name: logical.shape for name, logical in self.tensors.items()}
 
     def dtype_of(self, name: str) -> str:
@@ -201,7 +203,7 @@ def _wrong_pieces(manifest: Manifest, name: str) -> Iterator[str]:
         if start != end or stop <= start:
             yield f"{name} has a piece of elements {start} to {stop} after element {end}"
         if any(at + (stop - start) * DTYPES[dtype].itemsize > manifest.files[shard].size for at in places):
-            yield f"{name} is said to lie behind the end of {manifest.files[shard].name}"
+            yield f"{name} is said to be after the end of {manifest.files[shard].name}"
         end = stop
     if end != logical.numel:
         yield f"{name} has {end} of {logical.numel} elements"
@@ -220,6 +222,7 @@ def step_name(step: int) -> str:
 
 
 def shard_name(index: int) -> str:
+    """Return the name of a rank's file."""
     return f"shard_{index:05d}.safetensors"
 
 

@@ -3,7 +3,7 @@
 Every part of a parameter that a rank has is one interval of the parameter's flat order, whatever the grid: matrices
 are split by rows over the tensor axis, a unit's buffer by elements over the data axis, units over the pipeline. A
 checkpoint is a set of such intervals; reading one on another grid is finding those that overlap. Padding, of
-vocabulary rows or behind a unit's parameters, belongs to no interval: it is never saved.
+vocabulary rows or after a unit's parameters, belongs to no interval: it is never saved.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

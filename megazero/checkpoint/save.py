@@ -118,11 +118,11 @@ class Checkpoints:
         return sum(copy.nbytes for copy in self._snapshot.copies) if self._snapshot is not None else 0
 
     def due(self, done: int) -> bool:
-        """Return whether a checkpoint belongs behind step `done`, counted from 1."""
+        """Return whether a checkpoint belongs after step `done`, counted from 1."""
         return self._every is not None and done % self._every == 0
 
     def save(self, done: int, progress: Progress) -> None:
-        """Save the state behind step `done`, unless that has been saved already. Every rank calls it.
+        """Save the state after step `done`, unless that has been saved already. Every rank calls it.
 
         In the background the tensors must not change before `settle` has returned.
 

@@ -54,6 +54,7 @@ class ReadingStoppedError(Exception):
 
 
 def hash_of(data: bytes | memoryview) -> str:
+    """Return the xxh3 hash of bytes, 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
 

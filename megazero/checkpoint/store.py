@@ -32,9 +32,11 @@ class Store:
         self.folder, self._token = folder, token
 
     def path(self, step: int) -> Path:
+        """Return the folder of a finished step."""
         return self.folder / step_name(step)
 
     def staging(self, step: int) -> Path:
+        """Return the hidden folder in which a step is written."""
         return self.folder / f".{step_name(step)}.{self._token}.tmp"
 
     def steps(self) -> list[int]:

@@ -162,7 +162,7 @@ def make_grid(
     """Make the grid over the default process group. Every rank calls it.
 
     On NCCL each axis with several ranks has a communicator of its own, which is connected here; the data axis too where
-    it is the whole world: what all ranks sum is not queued behind its gathers then.
+    it is the whole world: what all ranks sum is not queued after its gathers then.
 
     Args:
         device_type: where tensors are that go along the axes.

@@ -12,7 +12,7 @@ from pathlib import Path
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped by a signal or a debugger; False where the system does not report it."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()  # behind its name
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()  # after its name
     except OSError:
         return False
     return fields[0] in ("T", "t")

@@ -46,7 +46,7 @@ def passed(place: Mark | None, stop: threading.Event | None = None) -> None:
 
 
 class Readback:
-    """Tensors on their way to the host: to pinned memory, by copies that the device makes behind what computes them.
+    """Tensors on their way to the host: to pinned memory, by copies that the device makes after what computes them.
 
     Args:
         marked: marks the end of a device's queue.

@@ -1,8 +1,8 @@
 """Lay the stages of a run out over its steps: which options hold in which, and what was consumed before.
 
 A stage has an *effective config*: the config with the stage's options put over it. The run is a sequence of parts, one
-for each stage and one behind the last. All of it is a function of the config, and of the run's history
-(`run/history.py`): what a change of options on a resume has put behind, or before, a step.
+for each stage and one after the last. All of it is a function of the config, and of the run's history
+(`run/history.py`): what a change of options on a resume has put after, or before, a step.
 """
 
 from __future__ import annotations  # a course has courses
@@ -53,7 +53,7 @@ def _value(stage: Mapping[str, Any], key: str) -> Any:
 
 
 def effective(config: Config, stage: Stage | None) -> Config:
-    """Return the config that holds in a stage; None: behind the last one."""
+    """Return the config that holds in a stage; None: after the last one."""
     changed: dict[str, Any] = {"stages": None}
     for section in SECTIONS if stage is not None else ():
         given = getattr(stage, section)
@@ -67,7 +67,7 @@ class Part:
     """Steps of a run in which the options are one config.
 
     Attributes:
-        name: of the stage: `stages[1]`; "": behind the last one, or there are none.
+        name: of the stage: `stages[1]`; "": after the last one, or there are none.
         first: steps done before it.
         end: its last step, from 1.
         config: that holds in it.
@@ -110,7 +110,7 @@ class Course:
     Attributes:
         config, history: the same.
         parts: from the first step to the last.
-        behind: the part of no steps with which the run would go on if it were longer, where that is not its last one.
+        after: the part of no steps with which the run would go on if it were longer, where that is not its last one.
     """
 
     def __init__(self, config: Config, history: Sequence[Mapping[str, Any]] = ()):
@@ -123,11 +123,11 @@ class Course:
         parts: list[Part] = []
         for (first, each), end in zip(self._eras, [*steps, config.run.steps], strict=True):
             _lay_out(parts, each, first, end, is_last=each is config)
-        self.behind = (parts.pop(),) if len(parts) > 1 and parts[-1].first == parts[-1].end else ()
+        self.after = (parts.pop(),) if len(parts) > 1 and parts[-1].first == parts[-1].end else ()
         self.parts = tuple(parts)
 
     def part(self, done: int) -> Part:
-        """Return the part of the step behind so many; of the last one, where the run is done."""
+        """Return the part of the step after so many; of the last one, where the run is done."""
         return next((part for part in self.parts if done < part.end), self.parts[-1])
 
     def trained(self, done: int) -> Part:

@@ -70,7 +70,7 @@ class Index:
     def offsets(self, first: int, stop: int) -> np.ndarray:
         """Return at which tokens documents [first, stop) begin: the pointers of their first sequences."""
         which = self.documents[first:stop]
-        found = np.full(len(which), self.num_tokens, np.int64)  # behind the last sequence
+        found = np.full(len(which), self.num_tokens, np.int64)  # after the last sequence
         inside = which < len(self.pointers)
         found[inside] = self.pointers[which[inside]] // self.dtype.itemsize
         return found

@@ -66,14 +66,17 @@ class IndexedDataset(TokenDataset):
         self.mask_digest = self._mask and self._mask.digest
 
     def read(self, start: int, stop: int) -> np.ndarray:
+        """Return token ids [stop - start]."""
         assert 0 <= start <= stop <= self.num_tokens
         size = self.dtype.itemsize
         return self._file.read(start * size, (stop - start) * size).view(self.dtype)
 
     def offsets(self, first: int, stop: int) -> np.ndarray:
+        """Return the first token of documents [first, stop)."""
         return self._index.offsets(first, stop)
 
     def scored(self, start: int, stop: int) -> np.ndarray:
+        """Return which tokens [start, stop) count in the loss."""
         return np.ones(stop - start, bool) if self._mask is None else self._mask.read(start, stop)
 
 
@@ -101,7 +104,7 @@ class IndexedDatasetWriter:
     All files are written under unique temporary names in the target folder, flushed to the disk, and renamed, .idx
     last: a reader accepts nothing without .idx. An old pair keeps working until then; its .idx is removed before its
     .bin is replaced, so that old index and new tokens never meet. Leaving the `with` block by an exception removes the
-    temporary files; a killed process leaves them behind, named `NAME.bin.tmp-...`, and no reader looks at those.
+    temporary files; a killed process leaves them, named `NAME.bin.tmp-...`, and no reader looks at those.
 
         with IndexedDatasetWriter("data/train", np.uint16) as writer:
             writer.append(ids)          # any number of times per document
@@ -134,6 +137,7 @@ class IndexedDatasetWriter:
 
     @property
     def num_documents(self) -> int:
+        """Return the number of documents so far."""
         return len(self._documents) - 1
 
     def __enter__(self) -> "IndexedDatasetWriter":

@@ -94,16 +94,19 @@ class JoinedDataset(TokenDataset):
             self.mask_digest = xxhash.xxh3_64_hexdigest(" ".join(digest or "-" for digest in digests).encode())
 
     def read(self, start: int, stop: int) -> np.ndarray:
+        """Return token ids [stop - start], over the files that have them."""
         assert 0 <= start <= stop <= self.num_tokens
         parts = (self.shards[k].read(*span) for k, *span in _spans(self._tokens_before, start, stop))
         return np.concatenate([np.empty(0, self.dtype), *parts])
 
     def offsets(self, first: int, stop: int) -> np.ndarray:
+        """Return the first token of documents [first, stop)."""
         spans = _spans(self._documents_before, first, min(stop, self.num_documents))
         parts = (self.shards[k].offsets(*span) + self._tokens_before[k] for k, *span in spans)
         return np.concatenate([*parts, np.full(max(0, stop - self.num_documents), self.num_tokens)])
 
     def scored(self, start: int, stop: int) -> np.ndarray:
+        """Return which tokens [start, stop) count in the loss."""
         parts = (self.shards[k].scored(*span) for k, *span in _spans(self._tokens_before, start, stop))
         return np.concatenate([np.empty(0, bool), *parts])
 

@@ -27,7 +27,7 @@ class BatchLoader(BatchSource):
         micro_batch: sequences per micro-batch.
         data_rank, num_data: this rank on the data axis, and its size.
         begins: (steps, samples) done and consumed before: with another batch, say.
-        ends: the last step, from 1, behind which nothing is read ahead; None: there is always another.
+        ends: the last step, from 1, after which nothing is read ahead; None: there is always another.
         others: what sequences of other lengths are drawn from, before or later.
         pack: called with a step's micro-batches in the background thread; returns what `step` calls to get those of the
             device. None: they are used where they are made.

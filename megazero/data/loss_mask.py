@@ -4,7 +4,7 @@
     u64       T, number of tokens
     u64       xxh3 (64 bits) of what follows
     bytes     token i is bit i % 8, the lowest first, of byte i // 8: 1 where it counts in the loss as a target; the
-              bits behind the last token are 0                                                        [ceil(T / 8)]
+              bits after the last token are 0                                                        [ceil(T / 8)]
 
 Little endian. Of token files without such a file every token counts. It is read where it is needed, like the tokens,
 but once as a whole when it is opened: a mask that is cut off or has a flipped bit would train on the questions.

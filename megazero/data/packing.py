@@ -21,7 +21,7 @@ SHORTEST = 2  # tokens: one alone has no target
 
 @dataclass(frozen=True)
 class _Row:
-    """Windows, one behind the other, that hold documents of the same lengths.
+    """Windows, one after the other, that hold documents of the same lengths.
 
     Attributes:
         first, count: their numbers, from `first` on.

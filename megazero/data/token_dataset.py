@@ -41,7 +41,7 @@ class TokenDataset(ABC):
 
     @abstractmethod
     def offsets(self, first: int, stop: int) -> np.ndarray:
-        """Return at which tokens documents [first, stop) begin, int64; that behind the last begins at the end."""
+        """Return at which tokens documents [first, stop) begin, int64; that after the last begins at the end."""
 
     @abstractmethod
     def scored(self, start: int, stop: int) -> np.ndarray:

@@ -6,7 +6,7 @@ device assert, or silence. The message names the file, the document and the posi
 
 With `mask_eod` a window that holds several documents keeps them apart: each token knows its document (attention must
 not cross), positions restart, and the last token of a document, whose target is the first token of an unrelated one, is
-not scored. With `pack` a window is some whole documents (packing.py), and behind them padding that is not scored. Of
+not scored. With `pack` a window is some whole documents (packing.py), and after them padding that is not scored. Of
 token files with a mask (loss_mask.py) only its tokens are scored, as targets.
 
 Shapes: S sequence, B rows of a micro-batch; sequence first, as everywhere in the model.
@@ -27,7 +27,7 @@ from megazero.data.token_dataset import TokenDataset
 
 
 class WindowTokens(NamedTuple):
-    """The tokens of a window, with the one behind it: arrays [S + 1].
+    """The tokens of a window, with the one after it: arrays [S + 1].
 
     Attributes:
         tokens: ids, int64.
@@ -71,7 +71,7 @@ class WindowDataset:
             raise UserError(207, what, do, where=stream.dataset.bin_path)
 
     def spans(self, window: int) -> list[tuple[int, int]]:
-        """Return which tokens [start, stop) of the stream are the input of a window, one behind the other."""
+        """Return which tokens [start, stop) of the stream are the input of a window, one after the other."""
         if self.packing is None:
             return [(window * self.seq_len, (window + 1) * self.seq_len)]
         placed = map(self.stream.placed, self.packing.documents(window))

@@ -69,12 +69,15 @@ class QuantizedGathering(Gathering):
         return pending.then(lambda: self.arrive(self._noted(codes), whole.values))
 
     def message_bytes(self, numel: int) -> int:
+        """Return the bytes of the codes of a unit of `numel` elements."""
         return self._axis.size * quantized_bytes(numel // self._axis.size, self.bits)
 
     def message(self, whole: Tensor) -> Tensor:
+        """Return memory for the codes of a whole unit."""
         return self._pool.take(self.message_bytes(len(whole)))
 
     def arrive(self, message: Tensor, whole: Tensor) -> Tensor:
+        """Turn codes that have arrived into the values of a whole unit."""
         for part, codes in zip(whole.chunk(self._axis.size), message.chunk(self._axis.size), strict=True):
             self.ops.dequantize_(part, codes, self.bits, False)
         self._pool.give(message)
@@ -204,11 +207,13 @@ class Quantized(Extension):
         self._carry = torch.ones((), device=self.device)
 
     def gathering(self, plain: Gathering, numel: int, axes: UnitAxes, device: torch.device) -> Gathering:
+        """Return a gathering of codes where parameters are sharded; else the plain one."""
         if self.parameters is None or axes.shard.size == 1 or axes.stage.parameters is not Placement.SHARD:
             return plain
         return QuantizedGathering(self.parameters, self.ops, self.pools[0], axes.shard, self.precision.parameters)
 
     def summing(self, plain: Summing, shard: slice, axes: UnitAxes) -> Summing:
+        """Return a reduction of codes where the optimizer state is sharded; else the plain one."""
         if self.gradients is None or axes.shard.size == 1 or axes.stage.optimizer is not Placement.SHARD:
             return plain
         residuals = None
@@ -219,10 +224,12 @@ class Quantized(Extension):
         return QuantizedSumming(self.gradients, self.ops, self.pools[1], axes.shard, self.hops, residuals, self._carry)
 
     def end_step(self, skipped: Tensor, scale: Tensor, next_scale: Tensor) -> None:
+        """Scale kept residuals to the next loss scale; a skipped step clears them."""
         if self.feedback:
             self._carry.copy_(torch.where(skipped, 0.0, next_scale / scale))
 
     def forget(self) -> None:
+        """Clear the residuals before the next step."""
         self._carry.zero_()
 
 

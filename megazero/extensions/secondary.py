@@ -70,6 +70,7 @@ class SecondShards(Extension):
     near: Axis
 
     def gathering(self, plain: Gathering, numel: int, axes: UnitAxes, device: torch.device) -> Gathering:
+        """Return a gathering from the second shards."""
         return SecondShard(plain, numel, self.near, device)
 
 

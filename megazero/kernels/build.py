@@ -11,7 +11,7 @@ The SHA-256 of a library's content is next to it. A library that was cut off, by
 would otherwise end the process by SIGBUS when it is mapped.
 
 Many ranks may start at once: one compiles under a file lock while the others wait. torch.utils.cpp_extension would also
-compile, but it needs ninja, and a killed process leaves its lock behind for ever.
+compile, but it needs ninja, and a killed process leaves its lock for ever.
 """
 
 import fcntl

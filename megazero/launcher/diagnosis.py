@@ -78,7 +78,7 @@ def _stuck_on_device(statuses: Sequence[RankStatus], rank: int) -> UserError:
 
     A host runs ahead of its GPU, so that having begun an operation is no proof of having taken part in it. But only a
     rank that all the others wait for has nothing unfinished: whatever it has queued, the others have queued too. So
-    the first to blame is a rank of an unfinished operation that is not stuck itself, then one that is behind.
+    the first to blame is a rank of an unfinished operation that is not stuck itself, then one that is late.
     """
     newest = dict[tuple[str, range], tuple[int, Operation]]()  # who waits in what, for each group of ranks
     for status in statuses:

@@ -50,7 +50,7 @@ def connect(
 
     Raises:
         UserError: 320, ranks do not come; 321, one runs other code or config; 322, the address cannot be listened on.
-        CollectiveError: a rank stopped answering behind the roll call.
+        CollectiveError: a rank stopped answering after the roll call.
     """
     world = place.world
     if world.size == 1:

@@ -5,7 +5,7 @@ trains, `Signals` raises `StoppedEarly`, so that a run ends within a second what
 trains, the handler only records the signal: the ranks agree on it after the step (`train/stopping.py`), save, and end.
 When the outcome is settled, signals are ignored.
 
-A second SIGINT ends the process at once. (One that comes right behind the first is the first, delivered to a process
+A second SIGINT ends the process at once. (One that comes right after the first is the first, delivered to a process
 and to its group.)
 """
 

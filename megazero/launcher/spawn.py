@@ -1,4 +1,4 @@
-"""Start the local ranks from one parent, watch them, and leave no process behind.
+"""Start the local ranks from one parent, watch them, and leave no process.
 
 The parent forks after torch is imported and before anything is computed, so ranks start in a moment. It computes
 nothing itself. It ends all ranks when one fails, says once why (`diagnosis.py`), and forwards the signals that a run

@@ -93,7 +93,7 @@ def deadline(seconds: float, last: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        timer.join()  # no thread is left behind
+        timer.join()  # no thread is left
 
 
 def address_of(interface: str) -> str:

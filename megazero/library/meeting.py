@@ -58,7 +58,7 @@ def meet(timeout: timedelta) -> tuple[World, CommContext, Process]:
 
     Raises:
         UserError: 111, 3xx, the ranks do not come together; 510, torch.distributed is initialised already.
-        CollectiveError: a rank stopped answering behind the roll call.
+        CollectiveError: a rank stopped answering after the roll call.
     """
     here = _HERE.get()
     if here is None:

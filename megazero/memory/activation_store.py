@@ -68,9 +68,9 @@ class Arena:
     def fetch(self, slot: Tensor, into: Tensor) -> "Future[None] | None":
         """Copy a slot to memory of the device, which the current stream may use afterwards.
 
-        The slot may be freed when what computes the inputs to be kept is behind the copy.
+        The slot may be freed when what computes the inputs to be kept is queued after the copy.
 
-        Returns: from disks, which are read behind all that was put before, the reading to wait for.
+        Returns: from disks, which are read after all that was put before, the reading to wait for.
         """
         if isinstance(self._home, PagedHome):
             return self._home.start_bring(slot, into, "inputs")
@@ -81,7 +81,7 @@ class Arena:
         return None
 
     def give(self, slot: Tensor) -> None:
-        """Free a slot; it is written to behind all that was fetched before."""
+        """Free a slot; it is written to after all that was fetched before."""
         self._free.append(slot)
 
 
@@ -96,4 +96,5 @@ class KeptInSlot(Kept):
         return self._slot.view(self._shape)
 
     def free(self) -> None:
+        """Give the slot back to the arena."""
         self._arena.give(self._slot)

@@ -11,9 +11,9 @@ replayed from then on. A replay runs the same kernels at the same addresses, so
 Graphs run one at a time, so all of them take their memory from one pool.
 
 A replay does nothing else of what the host does: the uses of parameters and the deliveries of their gradients are
-counted behind it, and a unit's reduction starts behind its layer instead of inside of it. What a layer computes may
+counted after it, and a unit's reduction starts after its layer instead of inside of it. What a layer computes may
 depend on its input and its parameters only: no dropout, no documents. To record, torch waits for all of the device,
-so no message of another rank may be awaited then: no pipelines. It happens in the first steps, behind `WARM_UP` calls
+so no message of another rank may be awaited then: no pipelines. It happens in the first steps, after `WARM_UP` calls
 in which the kernels' libraries prepare themselves.
 """
 
@@ -93,10 +93,11 @@ class GraphedLayer(Recomputed):
 
     @cached_property
     def _parameters(self) -> list[nn.Parameter]:
-        """The parameters; not before the first call, because those that have memory come behind the layer's making."""
+        """The parameters; not before the first call, because those that have memory come after the layer's making."""
         return list(self._module.parameters())
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
+        """Replay the recorded forward of the layer; return its output."""
         at = self._exchange
         at.input.copy_(x)
 
@@ -107,6 +108,7 @@ class GraphedLayer(Recomputed):
         return at.output.clone()
 
     def backward(self, x: Tensor, grad: Tensor, context: LayerContext) -> Tensor:
+        """Replay the recorded recomputation and backward; return the gradient of the input."""
         at, recompute = self._exchange, super().backward
         at.input.copy_(x)
         at.grad_output.copy_(grad)

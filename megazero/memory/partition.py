@@ -6,7 +6,7 @@ to the 2 n (t - 1) / t of every sum in the block. Where the stream is split alre
 nothing to gather, and only the move to the host or to disks remains.
 
 Inputs are needed in the reverse order in which they were kept, so when one is asked for, the fetch of the one before it
-starts: it comes from the host, and from the other ranks, while the block behind it is being computed. Two whole inputs
+starts: it comes from the host, and from the other ranks, while the block after it is being computed. Two whole inputs
 are there at a time. What comes from a disk has to be there before it can be sent to others, and no rank knows when that
 is but the host: so then the gather begins where the input is needed.
 """

@@ -4,7 +4,7 @@
     x = x + dropout(mlp(norm(x)))
 
 A block is a `Layer` (`contract.py`) and nothing more: it knows neither its neighbours nor who runs it. What comes
-before the core of attention is one function of autograd, all that comes behind it another (`tape.py`).
+before the core of attention is one function of autograd, all that comes after it another (`tape.py`).
 
 Shapes: S sequence, B batch, D hidden; n rows of this rank's part of the residual stream, N of the whole sequence.
 """

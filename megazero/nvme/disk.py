@@ -1,4 +1,4 @@
-"""Flat buffers that rest on disks: read ahead, written behind, verified when they come back.
+"""Flat buffers that rest on disks: read ahead, written afterwards, verified when they come back.
 
 A buffer on a disk is handled by a tensor without data (of torch's meta device): it has a length, a dtype and slices as
 any other; to compute with it fails, but to write into it does nothing, without a word. Its elements lie in pieces of
@@ -108,7 +108,7 @@ class Disk(PagedHome):
         self._sent.append(self._thread.submit(self._write, x, into, self._crossing.mark()))
 
     def start_bring(self, x: Tensor, into: Tensor, purpose: str) -> Future[None]:
-        """Start to copy from a disk to memory, behind all that was sent before."""
+        """Start to copy from a disk to memory, after all that was sent before."""
         self._ledger.add(DISK, f"{purpose} back", x.numel(), x.element_size())
         return self._thread.submit(self._read, x, into, self._crossing.mark())
 

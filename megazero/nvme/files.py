@@ -1,7 +1,7 @@
 """Open files without a name, on disks of this machine, whose bytes are there before they are needed.
 
 A file without a name cannot be found by others nor by a later run, and the system frees it when the process ends,
-however it ends: so nothing is left behind, and nothing left behind is taken for state. Its bytes are reserved when it
+however it ends: so nothing is left, and no old file is taken for state. Its bytes are reserved when it
 grows, before training: a disk is never full in the middle of an update.
 """
 

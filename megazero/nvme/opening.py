@@ -61,7 +61,7 @@ def best_speed(folder: Path, most: int, seconds: float = math.inf) -> DiskSpeed:
 
     Args:
         most: bytes to take of the disk, and of memory.
-        seconds: behind which no more settings are tried; one always is.
+        seconds: after which no more settings are tried; one always is.
 
     Raises:
         BuildError: the queue cannot be built.

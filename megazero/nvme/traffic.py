@@ -1,4 +1,4 @@
-"""Read and write the pieces of buffers on disks, ahead and behind, through a bounded amount of memory of the host."""
+"""Read and write the pieces of buffers on disks, ahead and afterwards, through bounded memory of the host."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable

@@ -62,4 +62,5 @@ class Allocations(TorchDispatchMode):
         return 0
 
     def went(self, size: int, number: int) -> None:
+        """Count memory that was freed."""
         self.now -= size

@@ -99,7 +99,7 @@ class AdamW:
                 piece = next(pieces, None)
             if self._adamw is None and not same_place(updated, masters):
                 updated.copy_(masters)
-        assert piece is None or (unit.masters.is_meta and bool(skip)), "every piece lies within a window"
+        assert piece is None or (unit.masters.is_meta and bool(skip)), "every piece is within a window"
 
     def _update(
         self, piece: _Piece, flats: Sequence[Tensor], lr: float, scale: Tensor, divide_by: Tensor, skip: Tensor

@@ -7,7 +7,7 @@ the memory's, one after the other, because the second is what small products los
 
 so that efficiency falls smoothly with the smallest of the three. A weight's gradient is read and written again where it
 accumulates over micro-batches. Operations that compute next to nothing take their bytes over the memory's bandwidth;
-for a token, h the hidden size, f that of the MLP, e bytes an element, everything behind /t on 1 / t of it:
+for a token, h the hidden size, f that of the MLP, e bytes an element, everything after /t on 1 / t of it:
 
                      forward                        backward
     norms            2 x 2 h e                      2 x 3 h e
@@ -22,7 +22,7 @@ mask hides, half of them, stores no scores, and computes them again in backward:
 their dropout and its mask: 13 bytes a score forward (written; softmax in and out; dropout in and out, a mask; read), 19
 backward.
 
-Codes of quantised values (`zero.quantize`) are passes over the memory before and behind each operation. Of P gathered
+Codes of quantised values (`zero.quantize`) are passes over the memory before and after each operation. Of P gathered
 elements of e bytes, and P reduced ones of g bytes, as codes of c bytes, scales included, on N ranks:
 
     gathers         quantised by their owner, (e + c) P / N; written by every rank, (c + e) P

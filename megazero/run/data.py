@@ -98,8 +98,8 @@ def _validation_sets(config: Config, length: int) -> dict[str, WindowDataset]:
 
 
 def _lengths(course: Course) -> list[int]:
-    """Return the lengths of windows in a run, in the order of its parts, and behind it."""
-    return list(dict.fromkeys(part.seq_len for part in (*course.parts, *course.behind)))
+    """Return the lengths of windows in a run, in the order of its parts, and after it."""
+    return list(dict.fromkeys(part.seq_len for part in (*course.parts, *course.after)))
 
 
 def sources_text(data: RunData) -> str:
@@ -164,7 +164,7 @@ def sources_of(course: Course) -> list[Source]:
 def _phases(course: Course, length: int) -> Iterator[Phase]:
     """Yield from which sample on which weights hold in the windows of a length; of none, where others are read."""
     names, last = [source.name for source in sources_of(course)], None
-    for part in (*course.parts, *course.behind):
+    for part in (*course.parts, *course.after):
         phase = Phase(part.samples, tuple(0 for _ in names))
         if part.seq_len == length:
             sources = part.config.data.sources

@@ -2,7 +2,7 @@
 
 A run goes on with the options it was made with; `--allow-change` names those that may be others from the step on with
 which it goes on (`config/changes.py` says which can). The manifests of later steps have each change as {step, key,
-from, to}: `to` holds behind that step. With them the course of the run (`config/stages.py`) is what it was: which
+from, to}: `to` holds after that step. With them the course of the run (`config/stages.py`) is what it was: which
 samples were consumed, and how many tokens. A change of key `data` is one of what is read, by its digests.
 
 A source is its name. Under the same name it goes on where it was, whatever its files are; one that is not named any
@@ -24,7 +24,7 @@ _ORDER = ("data.sources", "data.train", "stages", "batch.global", "model.seq_len
 def accounted_for(
     manifest: Manifest, config: Config, allowed: Sequence[str]
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the history that a config has behind a step, and the digest of its data where other data are allowed.
+    """Return the history that a config has after a step, and the digest of its data where other data are allowed.
 
     Args:
         allowed: what `--allow-change` names.

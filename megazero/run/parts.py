@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     """The outcome of a job: which steps of a run it has done, and why it ends.
 
     Attributes:
-        first, done: steps done before it, and behind it.
+        first, done: steps done before it, and after it.
         reason: why it ends before the last step; None: it does not, or everything is done.
         owes: a validation of the last step was broken off.
         scores: of the last validation, by the name of a set.
@@ -75,7 +75,7 @@ def train_parts(run: Run, start: Start) -> Outcome:
             gc.collect()  # layers, units and their hooks know each other
             ledger.let_go(held)
     finally:
-        run.signals.only_note(lambda _: None)  # the run ends anyway; a line of it would come behind the last one
+        run.signals.only_note(lambda _: None)  # the run ends anyway; a line of it would come after the last one
         HEART.say("")
 
 
@@ -126,7 +126,7 @@ def _train_part(run: Run, start: Start, here: int, spent: float) -> Start | Outc
 def _part_from(run: Run, start: Start) -> Part:
     """Return the part to build: when a job begins, that of the last step, which may owe its row and a validation.
 
-    Where options have changed behind it, or these ranks cannot train it any more, the part of the next step.
+    Where options have changed after it, or these ranks cannot train it any more, the part of the next step.
     """
     course = Course(run.config, start.history)
     part, behind = course.trained(start.at), course.part(start.at)

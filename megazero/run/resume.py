@@ -77,7 +77,7 @@ def find_start(run: Run) -> Start:
 
 
 def counted_from(run: Run, start: Start, manifest: Manifest | None) -> Start:
-    """Return a start with the steps done and the history that the config has behind a step.
+    """Return a start with the steps done and the history that the config has after a step.
 
     Args:
         manifest: of the step; None: there is none.

@@ -113,7 +113,7 @@ def _train_in(run: Run, place: RankContext) -> int:
     except BaseException as error:
         log.error("%s: %s", type(error).__name__, error)
         raise
-    # A job that was killed behind its last save has left some of this undone.
+    # A job that was killed after its last save has left some of this undone.
     if ran.first < ran.done or run.from_first(lambda: not folder.ledger.exists()):
         write_ledger(folder, run.grid, run.device)
     return _ended(run, ran, time.monotonic() - began)

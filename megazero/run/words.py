@@ -47,7 +47,7 @@ def beginning(run: Run, start: Start, part: Part, ready: Ready, found: Manifest 
         yield from _other_rate(config, course, found)
     if changed := changed_since(found, ready.about.history):
         told = ", ".join(in_words(changed))
-        yield f"changed behind step {changed[0]['step']}, as --allow-change lets it: {told}"
+        yield f"changed after step {changed[0]['step']}, as --allow-change lets it: {told}"
     yield f"data {sources_text(ready.data)}, tokenizer {_tokenizer(config, ready)}"
     yield from packing_text(ready.data)
     yield _resting(config, ready.trainer)
@@ -78,7 +78,7 @@ def next_part(before: Part, part: Part, of: int) -> str:
     old, new = flatten(before.config), flatten(part.config)
     other = [f"{key} {spelt(old[key])} -> {spelt(new[key])}" for key in new if old[key] != new[key]]
     other = [text for text in other if not text.startswith("data.sources ")]
-    return f"step {part.first + 1} of {of}: {part.name or 'behind the last stage'}: {', '.join(other)}"
+    return f"step {part.first + 1} of {of}: {part.name or 'after the last stage'}: {', '.join(other)}"
 
 
 def say(text: str) -> None:

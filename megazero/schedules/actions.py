@@ -112,7 +112,7 @@ def backwards(stage: int, micro_batches: Iterable[int]) -> Iterator[Action]:
 
 
 def before_forward(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Return (stage, micro-batch) of a rank's backwards behind which a forward of the same stage comes next.
+    """Return (stage, micro-batch) of a rank's backwards after which a forward of the same stage comes next.
 
     Weight gradients may be computed between the two.
     """

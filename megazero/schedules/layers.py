@@ -7,7 +7,7 @@ busiest rank's work as small as it can be.
 
 Lowering adds to a schedule
 
-    add_transfers     sends behind what makes a message, receives posted one computation before they are needed
+    add_transfers     sends after what makes a message, receives posted one computation before they are needed
     add_reductions    gradients go to where the optimizer state is: once a step (ZeRO stages 0 and 1), or after each
                       micro-batch (2 and 3); and the tied weight's gradient is summed over first and last stage
 

@@ -55,7 +55,7 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
         raise UserError(221, f"{what}{tokenizer.fingerprint}", "give data.tokenizer of then", where=folder.config)
     ids = tokenizer.encode(prompt) or [tokenizer.eod]
     new = sample(model, ids, sampling, window=config.model.seq_len, vocab=tokenizer.vocab_size, stop=tokenizer.eod)
-    # New ids are decoded behind those of the prompt: some kinds drop a space where a text begins.
+    # New ids are decoded after those of the prompt: some kinds drop a space where a text begins.
     return prompt + tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)) :]
 
 

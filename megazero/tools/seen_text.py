@@ -77,7 +77,7 @@ def _parts(source: Source, window: int, tokenizer: Tokenizer | None) -> Iterator
 def _course(folder: RunFolder, config: Config) -> Course:
     """Return the course of a run: its config's, with the history that its newest checkpoint knows.
 
-    Where the run has gone on from there with other options, and saved nothing yet, they have changed behind it.
+    Where the run has gone on from there with other options, and saved nothing yet, they have changed after it.
     """
     store = Store(folder.checkpoints)
     manifest = next(manifests(store, store.steps()), None)

@@ -21,7 +21,7 @@ class GarbageCollection:
         return self
 
     def after(self, done: int, *, rests: bool) -> None:
-        """Collect behind step `done` (from 1) if it is its turn, or if the device rests there: a validation, a save."""
+        """Collect after step `done` (from 1) if it is its turn, or if the device rests there: a validation, a save."""
         if rests or done % EVERY == 0:
             gc.collect()
 

@@ -13,7 +13,7 @@ from megazero.zero.engine import Engine
 
 # A place in the flow of a step's data (first forwards, then backwards, from the loss on), and what is wrong there.
 Fault = tuple[int, str]
-AFTER_SUMS = 1 << 30  # the place of faults in sums over ranks: behind all that a rank computes
+AFTER_SUMS = 1 << 30  # the place of faults in sums over ranks: after all that a rank computes
 
 
 def own_fault(

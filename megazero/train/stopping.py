@@ -78,7 +78,7 @@ class Stopping:
         now, is_first, told = self._clock(), self._world.rank == 0, self._signals.first
         self._longest = max(self._longest, now - (now if self._last is None else self._last))
         self._last = now
-        # The next vote is a step away, and what it says is acted upon behind its update and one more step.
+        # The next vote is a step away, and what it says is acted upon after its update and one more step.
         late = self._end is not None and now + 3 * self._longest + 1.5 * saving >= self._end
         known = {FAILED: failed, TIME: is_first and late}
         known[FILE] = is_first and os.path.lexists(self._file)  # False too where the disk does not answer

@@ -3,7 +3,7 @@
 The trainer receives built objects and plain numbers. Steps are counted from 0 here and shown from 1; a step is one
 batch consumed, skipped or not; the learning rate counts updates, which are steps minus skipped ones.
 
-The host does not wait for the device inside a step. What a step computed is copied to the host behind it, and read
+The host does not wait for the device inside a step. What a step computed is copied to the host after it, and read
 before the first backward of the *next* step (or when the step is logged): the host waits for the end of the one step
 only, and the device has forwards of the next to do meanwhile. So the exact learning rate of the next update is known,
 and a loss that is not finite is noticed before a second update could have happened (the device suppresses the first one
@@ -61,7 +61,7 @@ class TrainSchedule:
     last: int
 
     def validates(self, done: int) -> bool:
-        """Return whether there is a validation behind step `done`, counted from 1."""
+        """Return whether there is a validation after step `done`, counted from 1."""
         return done == self.steps or (self.valid_every is not None and done % self.valid_every == 0)
 
     def logs(self, done: int) -> bool:
@@ -253,7 +253,7 @@ class Trainer:
         return OVERFLOWS if self.engine.loss_scale.dynamic else 1
 
     def validates(self, done: int) -> bool:
-        """Return whether there is a validation behind step `done`, counted from 1."""
+        """Return whether there is a validation after step `done`, counted from 1."""
         return bool(self.validations) and self.schedule.validates(done)
 
     def _row(self, pending: _Pending, read: StepNumbers) -> dict[str, Value]:
@@ -291,7 +291,7 @@ class Trainer:
             self.checkpoints.save(done, progress)
 
     def _validate(self, done: int) -> dict[str, Score] | None:
-        """Return the scores behind a step; None: they were broken off, and `reason` says why."""
+        """Return the scores after a step; None: they were broken off, and `reason` says why."""
         self.now(done, "validation")
         scores: dict[str, Score] = {}
         with self.recorder.paused(), torch.no_grad():

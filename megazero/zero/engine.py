@@ -18,7 +18,7 @@ before the host has noticed. Only with a loss scale (fp16) is that an ordinary e
 All ranks have the same flag, even if one rank's copy of reduced gradients alone is not finite: its sum of squares is
 then in what they all sum.
 
-What the ranks have to agree on in a step (`votes`) is summed together with the loss, before the update: behind it the
+What the ranks have to agree on in a step (`votes`) is summed together with the loss, before the update: after it the
 sum would wait for the gathers of parameters that follow each unit's update.
 """
 

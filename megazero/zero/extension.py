@@ -23,7 +23,7 @@ class Gathering:
     """Gather the parameters of one unit from the shards of all ranks, as they are.
 
     Attributes:
-        keep: called with the message of all ranks, one behind the other, when it has come; None: it is not kept.
+        keep: called with the message of all ranks, one after the other, when it has come; None: it is not kept.
         reads_shard: the next gather reads this rank's shard where it rests.
         rounds: values arrive rounded.
     """

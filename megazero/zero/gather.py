@@ -20,7 +20,7 @@ class Gather:
     """The gathering of parameters along the axes of their units, and which of them are on their way.
 
     Attributes:
-        following: the units that the first layer of the forward behind the backward under way uses; empty if another
+        following: the units that the first layer of the forward after the backward under way uses; empty if another
             backward or the update comes next.
     """
 

@@ -58,12 +58,12 @@ class DeliveryCounter:
         deliveries = self._by_micro_batch.get(self.micro_batch)
         if deliveries is None:
             deliveries = self._by_micro_batch[self.micro_batch] = Deliveries()
-        assert deliveries.left or not deliveries.due, f"{parameter} is used behind the backward of {self._now}"
+        assert deliveries.left or not deliveries.due, f"{parameter} is used after the backward of {self._now}"
         deliveries.due[parameter] += 1
         deliveries.left += 1
 
     def delivered(self, parameter: str) -> None:
-        """Count a gradient that has been added to the buffer; call `on_complete` behind the last one."""
+        """Count a gradient that has been added to the buffer; call `on_complete` after the last one."""
         deliveries = self._by_micro_batch.get(self.micro_batch)
         assert deliveries is not None and deliveries.due[parameter], f"no gradient of {parameter} is due in {self._now}"
         self._delivered.add(parameter)

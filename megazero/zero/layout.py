@@ -7,7 +7,7 @@ its own heads only:
 
     | decayed | not decayed, split over the tensor axis | not decayed, whole: tp_replicated | tp_partial |
 
-(with a few elements of padding behind each parameter, zero for ever and never saved)
+(with a few elements of padding after each parameter, zero for ever and never saved)
 
 so that
 
@@ -87,7 +87,7 @@ class UnitLayout:
         tp_replicated: elements [tp_replicated, numel) are whole on every rank of the tensor axis.
         tp_partial: each of these ranks has a part of the gradient of elements [tp_partial, numel), without sequence
             parallelism too; None: of no element.
-        aligned: elements with the padding behind the last parameter.
+        aligned: elements with the padding after the last parameter.
         alignment: every parameter begins at a multiple of so many elements, and every shard.
     """
 
@@ -124,7 +124,7 @@ class UnitLayout:
 
 
 def lay_out(name: str, entries: list[Entry], alignment: int = ALIGNMENT) -> UnitLayout:
-    """Place the entries of one unit behind each other: by group, those that decay first, then those that are split.
+    """Place the entries of one unit after each other: by group, those that decay first, then those that are split.
 
     Those whose gradients are partial come last.
 

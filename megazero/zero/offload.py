@@ -10,7 +10,7 @@ The reduced gradients of a unit are sent away while backward computes those of t
 micro-batches the accumulated sum comes back, and the next micro-batch's is added on the device, so sums are taken in
 the same place and order as without offload. After the update each unit's parameters are sent to the device while the
 host updates the next unit. From a paged home an update reads masters, moments and gradients window by window, and
-writes them back behind it (`comm/home.py`). Results are the same bit for bit.
+writes them back after it (`comm/home.py`). Results are the same bit for bit.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Offload:
         return self.host
 
     def join(self) -> None:
-        """Queue later work behind all that was sent, whose memory may still be read."""
+        """Queue later work after all that was sent, whose memory may still be read."""
         for home in self._homes():
             home.join()
 

@@ -76,7 +76,7 @@ class Reduction:
             unit.gradients.deliveries.end()
 
     def finish(self) -> None:
-        """Wait for the reductions under way; behind the last micro-batch, sum over the replicas."""
+        """Wait for the reductions under way; after the last micro-batch, sum over the replicas."""
         self._finish(0)
         if self._last and self.inspect is None:
             sum_replicas(self._units)

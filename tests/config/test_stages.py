@@ -48,7 +48,7 @@ def test_stages_that_change_what_is_trained_on_alone_are_trained_in_one_go() -> 
     stages = "stages=[{until_step: 3, data: {sources: [{path: b}]}}, {until_step: 5}, {until_step: 10, data: {sources: "
     stages += "[{path: a}]}}]"
     course = Course(load("tiny", ["run.steps=10", "data.train=null", "data.sources=[{path: a}, {path: c}]", stages]))
-    parts = (*course.parts, *course.behind)
+    parts = (*course.parts, *course.after)
     mixes = [(part.first, [source.name for source in part.config.data.sources or ()]) for part in parts]
     assert mixes == [(0, ["b"]), (3, ["a", "c"]), (5, ["a"]), (10, ["a", "c"])]
     assert [course.until(part) for part in course.parts] == [10, 10, 10]

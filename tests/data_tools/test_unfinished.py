@@ -96,7 +96,7 @@ def test_the_same_line_goes_on_and_gives_the_same_bytes(
             (tmp_path / "out.unfinished/000099.bin.tmp-0").write_bytes(b"x")
         capsys.readouterr()
         assert preprocess.main([*text, *more, "--output", str(out)]) == 0
-        went_on += "going on behind" in capsys.readouterr().err
+        went_on += "going on after" in capsys.readouterr().err
         assert {n: c.replace(b"out", b"whole") for n, c in made(out).items()} == expected
         assert not (tmp_path / "out.unfinished").exists()
         for name in NAMES:

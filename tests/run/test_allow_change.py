@@ -39,12 +39,12 @@ def test_an_optimizer_that_changes_is_a_stage(tiny_data: TinyData, paths, run: P
     new = ("optimizer.betas=[0.8,0.9]", "run.steps=6", *options(paths, 2))
     assert go_on(tiny_data, run, *new, "run.steps=5", allow="optimizer.betas") == 0
     out = capsys.readouterr().out
-    assert "changed behind step 3, as --allow-change lets it: optimizer.betas [0.9, 0.95] -> [0.8, 0.9]\n" in out
+    assert "changed after step 3, as --allow-change lets it: optimizer.betas [0.9, 0.95] -> [0.8, 0.9]\n" in out
     entry = {"step": 3, "key": "optimizer.betas", "from": [0.9, 0.95], "to": [0.8, 0.9]}
     assert history(run, 3) == [] and history(run, 4) == history(run, 5) == [entry]
     assert "'optimizer.betas'" in (run / "logs/rank_00.log").read_text()
     assert go_on(tiny_data, run, *new) == 0
-    assert history(run, 6) == [entry] and "changed behind" not in capsys.readouterr().out
+    assert history(run, 6) == [entry] and "changed after" not in capsys.readouterr().out
     planned = "stages=[{until_step: 3, optimizer: {betas: [0.9, 0.95]}}]"
     assert launch(tiny_data.load(tmp_path / "planned", *LINE, *new, planned), "small", 1) == 0
     rows = [[repeating(row) for row in read_rows(each / "metrics.jsonl")] for each in (run, tmp_path / "planned")]
@@ -142,7 +142,7 @@ def test_another_mix_is_said_source_by_source(
     err = capsys.readouterr().err
     assert f"(its -> this): {said}" in err and len(err) <= 301
     assert go_on(tiny_data, run, *new, allow="data") == 0
-    assert f"changed behind step 3, as --allow-change lets it: {said}" in capsys.readouterr().out
+    assert f"changed after step 3, as --allow-change lets it: {said}" in capsys.readouterr().out
 
 
 def test_another_mix_of_a_stage_is_said(tiny_data: TinyData, paths, run: Path, capsys) -> None:

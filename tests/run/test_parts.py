@@ -181,7 +181,7 @@ def test_what_is_said(tiny_data: TinyData, staged, tmp_path: Path, capsys) -> No
     assert "8 steps of 128, then 256, then 512 tokens on cpu" in out
     says = [line for line in out.splitlines() if line.startswith(("step 3 of 8: ", "step 5 of 8: ", "step 7 of 8: "))]
     begun = [line.split(": ", 2)[1] for line in says if line.count(": ") > 1]
-    assert begun == ["stages[1]", "stages[2]", "behind the last stage"], out
+    assert begun == ["stages[1]", "stages[2]", "after the last stage"], out
     assert "batch.global 4 -> 8" in says[0] and "model.seq_len 32 -> 64" in says[1]
     assert says[2].endswith(": schedule.decay constant -> cosine, data.mask_eod true -> false")
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [

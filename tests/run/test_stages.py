@@ -57,7 +57,7 @@ def test_sources_of_each_step(tiny_data: TinyData, staged, tmp_path: Path) -> No
     assert [sorted(set(row.tolist())) for row in of[:3]] == [[0]] * 3
     assert np.bincount(of[3:6].ravel(), minlength=3).tolist() == [6, 4, 2]
     assert np.bincount(of[6:9].ravel(), minlength=3).tolist() == [0, 3, 9]
-    assert set(of[9].tolist()) <= {0, 1, 2}, "behind the last stage the config holds"
+    assert set(of[9].tolist()) <= {0, 1, 2}, "after the last stage the config holds"
     for source in range(3):
         own = windows[of == source]
         assert len(set(own.tolist())) == len(own)

@@ -241,7 +241,7 @@ def test_a_gradient_at_the_wrong_moment_is_an_error_with_its_name() -> None:
     assert completed == [1]
     with pytest.raises(AssertionError, match=r"no gradient of b is due"):
         deliveries.delivered("b")
-    with pytest.raises(AssertionError, match=r"b is used behind the backward of"):
+    with pytest.raises(AssertionError, match=r"b is used after the backward of"):
         deliveries.expect("b")
     deliveries.end()
     deliveries.expect("b")  # the micro-batch is over, its number may come again

@@ -56,7 +56,7 @@ def swap(axis: Axis, tag: int, outgoing: Sequence[Tensor], incoming: Sequence[Te
 
 
 def others(axis: Axis) -> list[int]:
-    """Return the other ranks of an axis, beginning behind this one, so that not all ranks send to rank 0 first."""
+    """Return the other ranks of an axis, beginning after this one, so that not all ranks send to rank 0 first."""
     return [(axis.rank + i) % axis.size for i in range(1, axis.size)]
 
 

@@ -4,7 +4,7 @@ Ranks that share a GPU cannot use NCCL, which refuses two ranks on one device; g
 operation copies what it sends from the device into pinned memory, runs there exactly as it does between CPUs, to the
 same bits, and the wait for it copies what has come to the device.
 
-Both copies are queued on the current stream, behind what computes the tensor and before what reads it, and the host
+Both copies are queued on the current stream, after what computes the tensor and before what reads it, and the host
 waits for each: messages are sent by the host, and need the numbers. So no copy is under way when a call returns, and
 neither a buffer nor a tensor can be used again too early, whatever stream the next call is made on.
 """

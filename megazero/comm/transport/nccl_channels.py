@@ -39,7 +39,7 @@ class NcclChannels:
         """Send one element through a channel and wait for it.
 
         The first message blocks both hosts until both have come to it. Every rank goes through its channels in the
-        order of their index. So both ranks of the first one that is not connected come to it, and nobody waits in a
+        order of their index. So both ranks of the first one that is not connected come to it, and no rank waits in a
         circle; in the order of a schedule they may (tests/comm/test_connect.py).
         """
         sends, x = axis.rank == channel.source, torch.zeros(1, device=self._device)

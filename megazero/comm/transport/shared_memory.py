@@ -14,7 +14,7 @@ number of operations may be under way: no two ranks wait for each other.
 
 Messages from one rank to one other (`p2p.py`) have slots of their own, so that neither kind ever waits for the other to
 be read. A sender that finds none free keeps the message and goes on; a reader that waits takes whatever is for it,
-expected or not, so that no message blocks those behind it.
+expected or not, so that no message blocks those after it.
 
 The memory has no name: a file descriptor that others open through /proc. It is gone with the last process that has it.
 """

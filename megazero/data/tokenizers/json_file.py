@@ -2,7 +2,7 @@
 
 The file says how text becomes ids. Which id ends a document it does not say: that is the eos_token of the
 tokenizer_config.json next to it, or the one known name among the special tokens. A special token that stands in a text
-is text here, as everything in it; nothing is put before or behind it.
+is text here, as everything in it; nothing is put before or after it.
 """
 
 import json

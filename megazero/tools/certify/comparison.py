@@ -205,7 +205,7 @@ def not_held_once(ranks: Sequence[Results]) -> str | None:
                 break
             end, before = stop, number
         if end != numel:
-            who = "nobody" if end < numel else f"rank {before}"
+            who = "no rank" if end < numel else f"rank {before}"
             return f"element {min(end, numel)} of {name}, which has {numel}, is held by {who}"
     return None
 

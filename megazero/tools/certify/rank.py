@@ -144,7 +144,7 @@ def parameters_as_they_rest(engine: Engine) -> Iterator[tuple[str, Tensor]]:
 
 
 def reduced_gradients(engine: Engine, applied: Tensor, clipped: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield this tensor rank's part of the reduced gradients behind an update, without its clip factor.
+    """Yield this tensor rank's part of the reduced gradients after an update, without its clip factor.
 
     Args:
         applied: what the update multiplied gradients in memory by; those that rest on disks are as they were.

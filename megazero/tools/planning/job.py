@@ -127,7 +127,7 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
     course = Course(with_micro(config, ranks, machine))
     parts = [(part, job := job_of(part.config, ranks), _ranks(job, machine, system)) for part in course.parts]
     part, job, found = max(parts, key=lambda each: _fullest(each[2]).peak)
-    words = f"{part.name or 'behind the last stage'}, which needs most memory" if len(parts) > 1 else ""
+    words = f"{part.name or 'after the last stage'}, which needs most memory" if len(parts) > 1 else ""
     whole = float(course.tokens(config.run.steps)) if tokens is None else tokens
     return Plan(job, machine, system, found, whole, _steps(course, whole), words)
 

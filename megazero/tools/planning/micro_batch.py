@@ -29,7 +29,7 @@ def with_micro(config: Config, ranks: int, machine: Machine | None = None) -> Co
         return config
     pipeline, course = config.parallel.pipeline, Course(config)
     data = max(1, ranks // (config.parallel.tensor * pipeline))
-    parts = [part.config for part in (*course.parts, *course.behind) if part.config.batch.micro is None]
+    parts = [part.config for part in (*course.parts, *course.after) if part.config.batch.micro is None]
     whole = gcd(*(part.batch.global_ for part in parts))
     each = whole // data if whole % data == 0 else 1  # not divisible: another size would not help, and MZ-106 says so
     least = min(each, FILLING * pipeline) if pipeline > 1 else 1
