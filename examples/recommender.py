@@ -86,8 +86,6 @@ def main() -> None:
         found = sharded.step()
         if sharded.rank == 0 and (step + 1) % 10 == 0:
             print(f"step {step + 1}: loss {found.loss:.4f}")
-    if sharded.rank == 0:
-        print(sharded.describe())
 
 
 if __name__ == "__main__":

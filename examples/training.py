@@ -56,8 +56,6 @@ def train(
     parser.add_argument("--save", help="a folder for a checkpoint at the end")
     options = parser.parse_args()
     sharded = megazero.shard(make(), {"name": "adamw", "lr": 1e-3}, stage=options.stage, clip=1.0)
-    if sharded.rank == 0:
-        print(sharded.describe())
     for step in range(options.steps):
         sharded.backward(loss(sharded, batch(step, sharded.rank)))
         found = sharded.step()

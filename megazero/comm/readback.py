@@ -60,3 +60,7 @@ class Readback:
         """Wait until the tensors have come, and return them."""
         passed(self._mark)
         return self._copies
+
+    def numbers(self) -> list[float]:
+        """Wait until the first of the tensors has come, and return its elements."""
+        return self.wait()[0].tolist()

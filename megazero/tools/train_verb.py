@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
             do = "give checkpoint.resume=auto or PATH, or leave it out"
             raise UserError(100, "--allow-change is for a run that goes on", do, where="train")
         if not world.launcher:
-            look(config, name_of(options.config))
+            look(config, name_of(options.config), options.nproc)
         with doing("loading torch"):
             from megazero.tools.training.launch import launch
 

@@ -213,7 +213,7 @@ class Trainer:
     def _read(self) -> None:
         """Read how the step issued last went, once: the host waits for its end here, and nowhere else."""
         if self._pending is not None and self._numbers is None:
-            self._numbers = StepNumbers.of(self._pending.packed.wait()[0].tolist())
+            self._numbers = StepNumbers.of(self._pending.packed.numbers())
             if not self._numbers.finite and self.overflows + 1 == self._most_overflows:
                 self._reduced_fault = self.engine.reduced_fault()  # backward will overwrite them
 

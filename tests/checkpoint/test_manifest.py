@@ -92,7 +92,7 @@ def test_an_edited_one_is_found(tmp_path: Path) -> None:
         ({"block": 7}, "block 7"),
         ({"tensors": {"a": Logical(shape=[6], pieces=[[0, 0, 4, 100, 116, 132]])}}, "a has 4 of 6 elements"),
         ({"tensors": {"a": Logical(shape=[6], pieces=[[0, 1, 6, 100, 120, 140]])}}, "1 to 6 after element 0"),
-        ({"tensors": {"a": Logical(shape=[6], pieces=[[0, 0, 6, 190, 100, 100]])}}, "behind the end of shard_00000"),
+        ({"tensors": {"a": Logical(shape=[6], pieces=[[0, 0, 6, 190, 100, 100]])}}, "after the end of shard_00000"),
         ({"tensors": {"a": Logical(shape=[6], pieces=[[2, 0, 6, 100, 100, 100]])}}, "has a piece"),
         ({"tensors": {"a": Logical(shape=[6], pieces=[[0, 0, 6, 100]])}}, "has a piece"),
         ({"tensors": {"a": Logical(shape=[0], pieces=[[0, 0, 0, 100, 100, 100]])}}, "has a piece of elements 0 to 0"),

@@ -136,7 +136,7 @@ def _(site: Site) -> list[str]:
 
 
 usage(
-    "a stage behind the end of its run",
+    "a stage after the end of its run",
     "MZ-106 command line: stages end by run.steps is broken: they end with steps 9, run.steps is 4; raise run.steps, …",
     "stages=[{until_step: 9}]",
 )

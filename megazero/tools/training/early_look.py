@@ -14,16 +14,21 @@ from megazero.data.joined import refuse_missing
 from megazero.data.loss_mask import mask_path
 from megazero.data.origin import require_mask, require_tokenizer
 from megazero.data.tokenizer import open_tokenizer
+from megazero.run.fitting import check_parts
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
+from megazero.tools.planning.micro_batch import with_micro
 
 
-def look(config: Config, name: str) -> None:
-    """Refuse missing packages, a folder that is taken, data that is missing or does not fit.
+def look(config: Config, name: str, nproc: int | None) -> None:
+    """Refuse a wrong number of ranks, missing packages, a folder that is taken, data that is missing or does not fit.
 
     Raises:
-        UserError: 160, 161; 110, 420; 201, 222, 228; 162, 209, 210, 112; 203, 221, 225.
+        UserError: 106; 160, 161; 110, 420; 201, 222, 228; 162, 209, 210, 112; 203, 221, 225.
     """
+    if nproc is not None:
+        done = 0 if config.checkpoint.resume == "none" else None
+        check_parts(Course(with_micro(config, nproc)), nproc, f"--nproc {nproc}", done=done)
     refuse_sinks(wandb=config.observe.wandb is not None, tensorboard=config.observe.tensorboard)
     folder, data = RunFolder(run_dir(config, name)), config.data
     if config.checkpoint.resume == "none":
