@@ -65,10 +65,10 @@ def read_file(path: Path, limit: int, *, follow: bool = True) -> bytes:
         OSError: it cannot be opened or read.
     """
     with open_regular(path, follow=follow) as descriptor, open(descriptor, "rb", closefd=False) as file:
-        content = file.read(limit + 1)  # the system gives no memory before it is written to
+        size = os.fstat(descriptor).st_size  # 0 of files in /proc
+        content = file.read(min(size or limit, limit) + 1)
         if len(content) > limit:
-            size = max(os.fstat(descriptor).st_size, len(content))  # those of /proc have a size of 0
-            raise UnexpectedFileError(f"expected at most {limit:,} bytes, got {size:,}", path)
+            raise UnexpectedFileError(f"expected at most {limit:,} bytes, got {max(size, len(content)):,}", path)
     return content
 
 

@@ -183,8 +183,16 @@ def read_part(path: Path) -> WrittenShard:
 
 def _contradictions(manifest: Manifest, folder: Path) -> Iterator[str]:
     """Yield what would make a reader look outside a file, leave an element unread, or take one step for another."""
+    kinds, progress = manifest.kinds, manifest.progress
     if manifest.block != BLOCK:
         yield f"block {manifest.block}"
+    if kinds[:1] != [WEIGHT] or len({*kinds}) < len(kinds) or (len(kinds) > 1 and progress is None):
+        yield f"kinds {kinds}"
+    for index, file in enumerate(manifest.files):
+        if (file.name, len(file.blocks)) != (shard_name(index), -(-file.size // BLOCK)):
+            yield f"file {index} is {file.name} of {file.size:,} bytes with {len(file.blocks)} hashes"
+    if manifest.step != (0 if progress is None else progress.updates + progress.skipped):
+        yield f"its updates and skipped steps make no {manifest.step} steps"
     for name in manifest.tensors:
         yield from _wrong_pieces(manifest, name)
     if (named := step_of(folder)) is not None and named != manifest.step:

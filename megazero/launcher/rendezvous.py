@@ -175,7 +175,7 @@ def _open_outboxes(
             if rank != own:
                 shared_memory.open(rank, there.pid, there.outbox)
         opened = True
-    except OSError:  # a hardened kernel may forbid it; sockets do as well
+    except (OSError, ValueError):  # a hardened kernel may forbid it; sockets do as well
         opened = False
     store.set(f"opened/{own}", str(int(opened)))
     keys = [f"opened/{rank}" for rank in here]

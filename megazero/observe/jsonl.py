@@ -67,7 +67,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def drop_rows_after(path: Path, step: int) -> dict[str, Any] | None:
     """Remove the rows beyond `step`, and a torn last line, in one atomic replacement, before a run resumes.
 
-    A file that has nothing to remove is not touched. Returns the last row, None if there is none.
+    So are rows of a job that was delayed while another took its folder over, where they are between the other's. A
+    file that has nothing to remove is not touched. Returns the last row, None if there is none.
 
     Raises:
         ValueError: a line is no row.
@@ -75,8 +76,13 @@ def drop_rows_after(path: Path, step: int) -> dict[str, Any] | None:
     """
     if not path.exists():
         return None
+    kept: list[tuple[int, bytes]] = []
     # What follows the first row beyond is dropped, whatever it is.
-    lines = [line for _, line in takewhile(lambda pair: pair[0]["step"] <= step, _rows(path))]
+    for row, line in takewhile(lambda pair: pair[0]["step"] <= step, _rows(path)):
+        while kept and kept[-1][0] >= row["step"]:
+            kept.pop()
+        kept.append((row["step"], line))
+    lines = [line for _, line in kept]
     if sum(map(len, lines)) != path.stat().st_size:
         replace_file(path, lines)
     return parse_object(lines[-1]) if lines else None

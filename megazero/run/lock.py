@@ -104,10 +104,14 @@ class RunLock:
         for tries_left in reversed(range(_TRIES)):
             try:
                 descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o644)
-                text = os.pread(descriptor, _LOCK_BYTES, 0)
-            except OSError:  # a link, a folder, a FIFO, or another user's
+            except OSError:  # a link, a folder, or another user's
                 if not os.path.lexists(self._path):
                     raise
+                raise self._no_lock() from None
+            try:
+                text = os.pread(descriptor, _LOCK_BYTES, 0)
+            except OSError:  # a FIFO
+                os.close(descriptor)
                 raise self._no_lock() from None
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

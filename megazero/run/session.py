@@ -148,7 +148,7 @@ def _draw(folder: RunFolder) -> None:
     try:
         with doing("drawing the loss curve"):
             draw_loss(read_rows(folder.metrics), folder.loss_plot)
-    except (OSError, ValueError, MemoryError) as error:  # rows deleted, a full disk
+    except (OSError, ValueError, OverflowError, MemoryError) as error:  # rows deleted, a full disk
         warn(f"no loss curve: {error or 'out of memory'}")
 
 

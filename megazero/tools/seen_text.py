@@ -88,6 +88,8 @@ def _course(folder: RunFolder, config: Config) -> Course:
 
 def as_text(found: list[dict[str, Any]]) -> str:
     """Return what was found as a table, texts by their beginning; names only where there are some."""
+    if not found:
+        return "this rank has read nothing in that step"
     heads = tuple(head for head in found[0] if head != "text" and any(each[head] is not None for each in found))
     lines = in_columns([heads, *(tuple(_shown(each[head]) for head in heads) for each in found)])
     texts = ["", *(_shown(each.get("text", "")) for each in found)]

@@ -124,3 +124,12 @@ def test_a_line_that_is_no_row_is_named(tmp_path, line, what):
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 4}\n')
     with pytest.raises(ValueError, match="line 2: .*" + re.escape(what)):
         drop_rows_after(path, 9)
+
+
+def test_rows_of_a_job_that_was_held_up_are_left_out(tmp_path):
+    """It wrote one between those of the job that has taken the folder over; the later ones are the run's."""
+    path = tmp_path / "metrics.jsonl"
+    stray = [(1, 0.1), (2, 0.2), (5, 9.9), (3, 0.3), (4, 0.4), (5, 0.5), (6, 0.6)]
+    path.write_bytes(b"".join(encode({"step": step, "loss": loss}) for step, loss in stray))
+    assert drop_rows_after(path, 5) == {"step": 5, "loss": 0.5}
+    assert read_rows(path) == [{"step": step, "loss": step / 10} for step in range(1, 6)]

@@ -12,6 +12,7 @@ from megazero.data.loader import BatchLoader
 from megazero.data.tokenizer import open_tokenizer
 from megazero.run.data import open_data
 from megazero.run.folder import RunFolder
+from megazero.tools.seen_text import as_text
 from megazero.tools.training.launch import launch
 from tests.sources import cut, options
 from tests.tiny_run import TinyData
@@ -93,3 +94,8 @@ def test_a_rank_of_a_grid(run: RunFolder, tmp_path: Path, capsys, monkeypatch) -
     assert ranks[0] == ranks[1] == ranks[6] != ranks[2]
     assert sorted(part["sample"] for rank in (0, 2, 4) for part in ranks[rank]) == [part["sample"] for part in whole]
     assert ranks[2][0]["sample"] == 96 + 2, "of 24 sequences, two a micro-batch"
+
+
+def test_a_rank_that_read_nothing_in_a_step() -> None:
+    """As after a resume with more data ranks than the step had micro-batches."""
+    assert as_text([]) == "this rank has read nothing in that step"
