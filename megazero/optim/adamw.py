@@ -65,8 +65,6 @@ class AdamW:
         ops: Operations,
     ):
         self.betas, self.eps = betas, eps
-        fixed = {"beta1": betas[0], "beta2": betas[1], "eps": eps}
-        self._torch = partial(adamw, fused=True, amsgrad=False, maximize=False, **fixed)
         self._adamw = ops.adamw_ if all(unit.resting.updated.values.dtype.itemsize == 2 for unit in units) else None
         self.state = {unit: {name: unit.resting.new_state() for name in self.STATE} for unit in units}
         self._pieces = {unit: _pieces(unit, weight_decay, bucket if self._widens(unit) else None) for unit in units}
@@ -115,7 +113,9 @@ class AdamW:
             gradients = self._staging[: len(gradients)].copy_(gradients)
         scales = {"grad_scale": None if wide else divide_by, "found_inf": skip}
         rates = {"lr": lr * piece.lr_factor, "weight_decay": piece.decay}
-        self._torch([masters], [gradients], [first], [second], [], [piece.step], **scales, **rates)
+        fixed = {"beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps}
+        update = partial(adamw, fused=True, amsgrad=False, maximize=False, **fixed)
+        update([masters], [gradients], [first], [second], [], [piece.step], **scales, **rates)
 
     def _widens(self, unit: Unit) -> bool:
         """Return whether gradients are copied to the masters' precision before the update."""
