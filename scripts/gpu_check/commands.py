@@ -27,8 +27,8 @@ def python(words: Sequence[object], log: Path, limit: float, device: torch.devic
 def run(words: Sequence[object], log: Path, limit: float, device: torch.device, **environment: str) -> str:
     """Run any command as `python` does."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}
-    hidden["OMP_NUM_THREADS"] = "1"
-    line = ["env", *(f"{name}={value}" for name, value in (hidden | environment).items()), *map(str, words)]
+    variables = {"OMP_NUM_THREADS": "1"} | hidden | environment
+    line = ["env", *(f"{name}={value}" for name, value in variables.items()), *map(str, words)]
     fault = ""
     with log.open("wb") as out:
         process = subprocess.Popen(line, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
