@@ -122,7 +122,7 @@ def _overlapping(logical: Logical, wanted: Piece) -> Iterator[list[int]]:
         piece = logical.pieces[index]
         if piece[1] >= wanted.stop:
             return
-        if piece[2] > wanted.start:  # what is after the last one is not there
+        if piece[2] > wanted.start:  # elements after the last piece do not exist
             yield piece
 
 

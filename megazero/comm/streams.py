@@ -56,7 +56,7 @@ class SideStream:
         self._stream: Any = None if self._streams is None else self._streams.new(device)
 
     def queued(self) -> AbstractContextManager[object]:
-        """Queue what is called inside on the side stream, after all that is queued on the current one so far."""
+        """Queue the operations of the context on the side stream, after those on the current stream so far."""
         if self._streams is None:
             return nullcontext()
         self._streams.follow(self._stream, self._streams.current())

@@ -65,7 +65,7 @@ def _flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _in_json(value: Any) -> Any:
-    """Return a value of a config in JSON's types, without what is null inside."""
+    """Return a value of a config in JSON's types, without the null values inside it."""
     if isinstance(value, dict):
         return {key: _in_json(inner) for key, inner in value.items() if inner is not None}
     return [_in_json(inner) for inner in value] if isinstance(value, list | tuple) else value

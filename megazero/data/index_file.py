@@ -119,6 +119,6 @@ class Index:
         if (other := self.modes[first : first + _BLOCK]).any():
             at = int(np.argmax(other != 0))
             what = f"expected mode 0, text, got {other[at]} for sequence {first + at:,}, "
-            what += "of which tokens are no ids of text"
+            what += "whose tokens are not ids of text"
             raise UserError(203, what, "train on text alone", where=self._path)
         return int(ends[-1])

@@ -93,7 +93,7 @@ class GraphedLayer(Recomputed):
 
     @cached_property
     def _parameters(self) -> list[nn.Parameter]:
-        """The parameters; not before the first call, because those that have memory come after the layer's making."""
+        """Return the parameters; from the first call on, because they get their memory after the layer is made."""
         return list(self._module.parameters())
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:

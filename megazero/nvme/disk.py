@@ -265,7 +265,7 @@ class Crossing:
     """
 
     def __init__(self, device: torch.device):
-        self._device = device  # a thread's current one is the first, unless it is told
+        self._device = device  # a new thread's current device is the first one
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def mark(self) -> Mark:
