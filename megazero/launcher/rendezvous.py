@@ -61,10 +61,7 @@ def connect(
     backend = "nccl" if on_gpu and not world.shares_gpus else "gloo"
     # NCCL's own watchdog ends the process without a word about who is missing: it comes after ours.
     group_timeout = 2 * timeout if backend == "nccl" else timeout
-    transport = None
-    if shared_memory and backend == "gloo" and supported():
-        with contextlib.suppress(OSError):  # a sandbox without memfd: sockets do as well
-            transport = SharedMemoryTransport(world.rank, world.size, timeout)
+    transport = _transport_of(world.rank, world.size, timeout) if shared_memory and backend == "gloo" else None
     store, roll = _meet(place, start_timeout or timeout, _presence(fingerprint, transport))
     store.set_timeout(timeout)  # all ranks are there
     together = partial(_together, place, group_timeout.total_seconds())
@@ -154,6 +151,13 @@ def _together(place: RankContext, seconds: float, what: str) -> Iterator[None]:
     except RuntimeError as error:
         raise CollectiveError("world", f"{what}: {error}") from None
     place.status_slot.end("world")
+
+
+def _transport_of(rank: int, size: int, timeout: timedelta) -> SharedMemoryTransport | None:
+    """Return this rank's transport through shared memory; None where the system forbids it, and sockets serve."""
+    with contextlib.suppress(OSError):  # a sandbox without memfd
+        return SharedMemoryTransport(rank, size, timeout) if supported() else None
+    return None
 
 
 def _presence(fingerprint: str, shared_memory: SharedMemoryTransport | None) -> Presence:

@@ -19,7 +19,6 @@ from megazero.base.errors import UserError
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
-from megazero.comm.ledger import Ledger
 from megazero.comm.pool import Pool
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
@@ -47,7 +46,6 @@ class Memory:
     world: Axis
     axes: UnitAxes
     device: torch.device
-    ledger: Ledger
     offload: Offload
     kernels: str
     initial: Initial | None
@@ -60,7 +58,7 @@ class Memory:
 
     def pool(self, dtype: torch.dtype) -> Pool:
         """Return the buffers of all units for whole parameters, and whole gradients, of a dtype."""
-        return self._pools.setdefault(dtype, Pool(dtype, self.device, self.ledger, "pool"))
+        return self._pools.setdefault(dtype, Pool(dtype, self.device, self.world.comm.ledger, "pool"))
 
     def unit(self, layout: UnitLayout, dtype: torch.dtype, *, trained: bool) -> Unit:
         """Return a unit of zeros."""

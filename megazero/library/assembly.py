@@ -138,7 +138,7 @@ class Assembly:
         for member in members:
             member.unit = new
         there = "" if frozen.home is None else "host_"
-        self.memory.ledger.hold(f"{there}parameters", -frozen.values.nbytes)
+        self.memory.world.comm.ledger.hold(f"{there}parameters", -frozen.values.nbytes)
         part.find_units()
         watch(part, new, self.calls.stray)
         return new

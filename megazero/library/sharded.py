@@ -93,7 +93,7 @@ class Sharded(WholeValues):
 
     def _listen(self) -> None:
         """Count the events of the units from now on, if they are watched."""
-        self._events = UnitEvents(self._assembly.values.units, self._assembly.memory.ledger.seconds)
+        self._events = UnitEvents(self._assembly.values.units, self._assembly.memory.world.comm.ledger.seconds)
         self._events.listen(on=self._watch is not None)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -223,11 +223,11 @@ class Sharded(WholeValues):
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Return the bytes that this rank holds, now and at most, by category: the ledger."""
-        return self._assembly.memory.ledger.bytes_as_dict()
+        return self._assembly.memory.world.comm.ledger.bytes_as_dict()
 
     def traffic(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return what this rank has sent: operations, elements and bytes by axis and purpose: the ledger."""
-        return self._assembly.memory.ledger.traffic_as_dict()
+        return self._assembly.memory.world.comm.ledger.traffic_as_dict()
 
     def watch(self, every: int = 10, out: TextIO = sys.stderr) -> None:
         """Write a table of what happened to each unit, on rank 0 and once in so many steps (`observe/unit_table.py`).
