@@ -56,7 +56,7 @@ from megazero.schedules.actions import Kind
 from scripts.bench import data_parallel as peers
 from scripts.bench import figures
 from scripts.bench.harness import AGAIN, Group, Measured, add_options, chosen, measure, rows_of
-from scripts.bench.other_tree import checkout, pairs_of, with_before
+from scripts.bench.other_tree import add_before, pairs_of, with_before
 from scripts.bench.ours import CLIP, CPU, LR, SHARED, SOCKETS, feeder, grid_of, meet, random_batches
 from scripts.bench.plain_gpt import Block
 from scripts.bench.processes import Call, System
@@ -76,9 +76,7 @@ _ALL = {"forward us": "forward", "backward us": "backward", "both us": "", "wall
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", choices=PLACES, nargs="+", default=list(PLACES))
-    parser.add_argument(
-        "--before", type=checkout, metavar="TREE", help="a checkout: each of ours next to its own there"
-    )
+    add_before(parser)
     add_options(parser)
     options = parser.parse_args()
     return figures.tell(reports(options), as_json=options.json, save=options.save)

@@ -1,6 +1,7 @@
 """Compare models of transformers under `megazero.shard` with DDP, FSDP1, FSDP2 and DeepSpeed: speed and memory.
 
     python scripts/bench/library.py [--model gpt2 vit] [--launches 3] [--pairs 21] [--only PATTERN ...] [--save]
+    python scripts/bench/library.py --only 'ours-stage?' --before TREE     each stage next to itself in another checkout
 
     gpt2    transformers' GPT-2 of 124M parameters, cut to 4 layers: hidden 768, 12 heads, vocabulary 50,257 tied, 128
             tokens, micro-batch 1                                                                    67M parameters
@@ -35,9 +36,10 @@ from megazero.library import meeting
 from scripts.bench import data_parallel as peers
 from scripts.bench.data_parallel import Work
 from scripts.bench.harness import Group, add_options, chosen, run
+from scripts.bench.other_tree import add_before, with_before
 from scripts.bench.ours import BETAS, CLIP, DECAY, EPS, LR, SHARED, SOCKETS, comm_of
 from scripts.bench.processes import Call, System
-from scripts.bench.zero import REFERENCE, STAGES, Stage, missing
+from scripts.bench.zero import STAGES, Stage, cut, plain
 
 RANKS, TOGETHER = 2, 3
 TOKENS = 128
@@ -48,9 +50,11 @@ VIT: dict[str, Any] = {"num_hidden_layers": 6, "num_labels": 1000}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=WORKS, nargs="+", default=list(WORKS))
+    add_before(parser)
     add_options(parser)
     options = parser.parse_args()
-    return run((group for model in options.model for group in groups_of(model, options.only)), options)
+    groups = (group for model in options.model for group in groups_of(model, options.only, options.before))
+    return run(groups, options)
 
 
 def gpt2() -> nn.Module:
@@ -97,21 +101,15 @@ WORKS = {
 }
 
 
-def groups_of(model: str, only: list[str]) -> Iterator[Group]:
+def groups_of(model: str, only: list[str], before: str | None) -> Iterator[Group]:
     """Yield the groups of systems of a model."""
-    work = WORKS[model]
-    reference = System(REFERENCE, peers.plain_rank, (work,), ranks=RANKS, has_loss=False)
-    _, *asked = chosen([reference, *systems_of(work)], only)
-    absent = {system.name: reason for system in asked if (reason := missing(system.name)) is not None}
-    here = [one for one in asked if one.name not in absent]
-    cuts = [here[start : start + TOGETHER] for start in range(0, len(here), TOGETHER)]
-    for number, systems in enumerate(cuts, 1):
-        title = f"{model} ({number} of {len(cuts)})"
-        yield Group(title, [reference, *systems], absent=absent if number == len(cuts) else {})
+    asked = chosen([plain(WORKS[model]), *systems_of(model)], only)
+    return cut(model, with_before(asked, before, "library", (model,)), TOGETHER)
 
 
-def systems_of(work: Work) -> list[System]:
+def systems_of(model: str) -> list[System]:
     """Return all systems but the reference."""
+    work = WORKS[model]
     systems = [
         System(f"ours-stage{stage}{suffix}", our_rank, (work, stage, transport), ranks=RANKS, transport=transport)
         for suffix, transport in (("", SHARED), ("-sockets", SOCKETS))

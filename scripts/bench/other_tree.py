@@ -16,6 +16,12 @@ from scripts.bench.harness import Pair
 from scripts.bench.processes import System
 
 
+def add_before(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names the other checkout."""
+    says = "a checkout: each of ours runs next to its namesake there"
+    parser.add_argument("--before", type=checkout, metavar="TREE", help=says)
+
+
 def checkout(path: str) -> str:
     """Return the whole path of a checkout; a type of argparse."""
     if not (Path(path) / "megazero/__init__.py").is_file():

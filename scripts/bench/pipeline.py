@@ -41,7 +41,7 @@ from megazero.schedules.catalogue import make
 from megazero.schedules.simulate import Costs, simulate
 from scripts.bench.dtensor_gpt import UntiedGPT
 from scripts.bench.harness import Group, add_options, chosen, run
-from scripts.bench.other_tree import checkout, pairs_of, with_before
+from scripts.bench.other_tree import add_before, pairs_of, with_before
 from scripts.bench.ours import (
     ADAM,
     CLIP,
@@ -69,9 +69,7 @@ COST_ROUNDS = 12
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--before", type=checkout, metavar="TREE", help="a checkout: each of ours next to its own there"
-    )
+    add_before(parser)
     add_options(parser)
     options = parser.parse_args()
     return run(groups_of(options.only, options.before), options)

@@ -38,7 +38,7 @@ from megazero.config.schema import Batch, Config, Model, Parallel, resolved
 from megazero.kernels.select import choose
 from scripts.bench import recomputing_peers
 from scripts.bench.harness import Group, add_options, chosen, run
-from scripts.bench.other_tree import checkout, pairs_of, with_before
+from scripts.bench.other_tree import add_before, pairs_of, with_before
 from scripts.bench.ours import CPU, SEQ_LEN, SHARED, SOCKETS, VARIANTS, VOCAB, engine_step, grid_of
 from scripts.bench.processes import Call, System
 
@@ -49,9 +49,7 @@ RANKS = 2
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, nargs="+", default=["small"])
-    parser.add_argument(
-        "--before", type=checkout, metavar="TREE", help="a checkout: each of ours next to its own there"
-    )
+    add_before(parser)
     add_options(parser)
     options = parser.parse_args()
     return run((group_of(model, options.only, options.before) for model in options.model), options)

@@ -47,7 +47,7 @@ from megazero.plan.layers import flops_per_token
 from scripts.bench import data_parallel as peers
 from scripts.bench.figures import versions
 from scripts.bench.harness import WARM_UP, Group, add_options, chosen, run
-from scripts.bench.other_tree import checkout, pairs_of, with_before
+from scripts.bench.other_tree import add_before, pairs_of, with_before
 from scripts.bench.ours import CPU, SEQ_LEN, SOCKETS, VARIANTS, VOCAB, engine_step, grid_of
 from scripts.bench.processes import Call, System
 
@@ -63,9 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, nargs="+", default=["small"])
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument(
-        "--before", type=checkout, metavar="TREE", help="a checkout: each of ours next to its own there"
-    )
+    add_before(parser)
     parser.add_argument("--gpu", action="store_true", help="the engine alone, 1.3B parameters in bf16")
     add_options(parser)
     options = parser.parse_args()
@@ -85,23 +83,28 @@ def main() -> int:
 
 def groups_of(model: str, accumulation: int, only: list[str], before: str | None) -> Iterator[Group]:
     """Yield the groups of systems of a model."""
-    reference = System(
-        REFERENCE, peers.plain_rank, (peers.gpt(config_of(model, 1, accumulation), RANKS),), ranks=RANKS, has_loss=False
-    )
-    _, *asked = chosen([reference, *systems_of(model, accumulation)], only)
-    absent = {system.name: reason for system in asked if (reason := missing(system.name)) is not None}
-    here = with_before([one for one in asked if one.name not in absent], before, "zero", (model, accumulation))
-    together = TOGETHER[model] if before is None else max(TOGETHER[model] // 2 * 2, 2)  # pairs stay together
+    reference = plain(peers.gpt(config_of(model, 1, accumulation), RANKS))
+    asked = chosen([reference, *systems_of(model, accumulation)], only)
     title = f"{model}" + (f", {accumulation} micro-batches" if accumulation > 1 else "")
+    return cut(title, with_before(asked, before, "zero", (model, accumulation)), TOGETHER[model])
+
+
+def plain(work: peers.Work) -> System:
+    """Return the reference: two ranks of plain torch that exchange nothing."""
+    return System(REFERENCE, peers.plain_rank, (work,), ranks=RANKS, has_loss=False)
+
+
+def cut(title: str, systems: Sequence[System], together: int) -> Iterator[Group]:
+    """Yield groups of at most `together` systems, pairs of two trees together; the first is the reference of each."""
+    reference, *asked = systems
+    absent = {system.name: reason for system in asked if (reason := missing(system.name)) is not None}
+    here = [one for one in asked if one.name not in absent]
+    if any(one.name.startswith("before") for one in here):
+        together = max(together // 2 * 2, 2)
     cuts = [here[start : start + together] for start in range(0, len(here), together)]
-    for number, systems in enumerate(cuts, 1):
-        last = number == len(cuts)
-        yield Group(
-            f"{title} ({number} of {len(cuts)})",
-            [reference, *systems],
-            pairs=pairs_of,
-            absent=absent if last else {},
-        )
+    for number, some in enumerate(cuts, 1):
+        missed = absent if number == len(cuts) else {}
+        yield Group(f"{title} ({number} of {len(cuts)})", [reference, *some], pairs=pairs_of, absent=missed)
 
 
 def missing(name: str) -> str | None:
