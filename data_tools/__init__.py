@@ -1,7 +1,7 @@
 """Commands that make and check token files: train_tokenizer, preprocess, inspect, merge.
 
-Each is a verb of megazero, runs as `python data_tools/NAME.py` too, and offers `main(argv) -> exit code`. They share
-command (options, errors, exit codes), corpus (reading text), encoding (text to ids in worker processes).
+Each is a command of megazero, also runs as `python data_tools/NAME.py`, and offers `main(argv) -> exit code`. They
+share command (options, errors, exit codes), corpus (reading text), encoding (text to ids in worker processes).
 """
 
 import sys
@@ -11,9 +11,9 @@ from typing import NoReturn
 
 
 def run_script(script: str) -> NoReturn:
-    """Run the command of a script of this folder, and end the process with its exit code.
+    """Run the command of a script in this folder, and end the process with the command's exit code.
 
-    A missing package ends it before. The heartbeat runs during the imports, which take a second on a busy machine.
+    A missing package ends the process first. The heartbeat runs during the imports, which take a second on a busy host.
     """
     from megazero.base.heartbeat import HEART
     from megazero.base.packages import require

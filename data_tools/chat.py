@@ -1,17 +1,17 @@
-"""Turn a conversation into pieces of text and special tokens, and mark the answers as trained.
+"""Split a conversation into pieces of text and special tokens, and mark the answers as trained.
 
-The template renders the conversation. Names of special tokens that the template writes become their ids; those that
-stand in a message are text, like any other, so that no message can end a turn, or begin one of another role, by writing
-the name. For that every name in the strings of a record, and a part of a name at a string's end, is broken by a mark
-that no text has, and that is taken out again when names have been looked for. (A role is not: it must be a plain name.)
+The template renders the conversation. A special token's name that the template writes becomes its id; a name inside a
+message stays plain text, so that no message can end a turn, or begin one of another role, by writing the name. To tell
+them apart, a mark that no text contains is put into every name in the strings of a record, and next to a part of a name
+at either end of a string; it is removed after the search for names. (A role gets no mark: it must be a plain name.)
 
-What is an answer says the template, by {% generation %} blocks. Where it has none, an answer is what the messages up to
-it render to, after what those before it render to with the beginning of an answer (`add_generation_prompt`); so it is
-what a model has to write when it is asked. That is exact where each rendering is the beginning of the next; a record
-for which a template renders it otherwise is refused. White space after a special token that ends an answer is not part
-of it: the model is not asked for more.
+The template marks the answers by {% generation %} blocks. Without such blocks, an answer is the rendering of the
+messages up to and including it, minus the rendering of the messages before it with the generation prompt
+(`add_generation_prompt`): the text that a model has to generate. This is exact if each rendering is a prefix of the
+next; a record for which it is not is refused. White space after the special token that ends an answer is not part of
+the answer: the model need not generate it.
 
-Prompt and answer are encoded apart, as they are when text is generated; so are special tokens and what is between them.
+Prompt and answer are encoded separately, as in generation; so are special tokens and the text between them.
 """
 
 import re
@@ -25,17 +25,17 @@ from data_tools.templates import BEGIN, END, RenderError, Template
 from megazero.base.errors import UserError
 
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_ANSWERS = "assistant"  # the role, as transformers' templates have it
-_BREAK = "\ufdd2"  # inside a name that is text; like BEGIN and END no character
+_ANSWERS = "assistant"  # the role of answers in transformers' templates
+_BREAK = "\ufdd2"  # put into a name that is plain text; like BEGIN and END, a Unicode noncharacter
 _BAD_RECORD = 227
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(Select):
-    """A conversation is taken of a record, under the one field.
+    """Choose the conversation of a record, from the one field.
 
     Attributes:
-        template: renders it.
+        template: renders the conversation.
         specials: ids of special tokens by their names.
     """
 
@@ -43,11 +43,11 @@ class Chat(Select):
     specials: Mapping[str, int]
 
     def _taken(self, record: Any, refuse: Refuse) -> list[Piece]:
-        """Return a conversation in pieces; none where it has no answer.
+        """Return the pieces of a conversation; no pieces if it has no answer.
 
         Raises:
-            UserError: made by `refuse`: no conversation is there; 227, the template does not suit it; 226, the template
-                is at fault.
+            UserError: made by `refuse` if there is no conversation; 227, the template cannot render it; 226, the
+                template itself is faulty.
         """
         try:
             messages, tools = self._given(record, refuse)
@@ -61,7 +61,7 @@ class Chat(Select):
         return pieces if any(piece.scored for piece in pieces) else []
 
     def _given(self, record: Any, refuse: Refuse) -> tuple[list[dict[str, Any]], Any]:
-        """Return messages and tools of a record, with broken names. Raises what `refuse` makes."""
+        """Return the messages and tools of a record, with marks in their names. Raises the error of `refuse`."""
         found = value_at(record, self.fields[0]) if isinstance(record, dict) else record
         if not isinstance(record, dict) or not isinstance(found, list):
             got = f"no such key among {', '.join(record)[:60]}" if found is MISSING else type(found).__name__
@@ -79,7 +79,7 @@ class Chat(Select):
         return messages, self._broken(record.get("tools"), refuse)
 
     def _stretches(self, messages: list[dict[str, Any]], tools: Any) -> list[tuple[str, bool]]:
-        """Return the rendered text in stretches, with whether each is an answer. Raises RenderError."""
+        """Return the stretches of the rendered text as (text, is an answer). Raises RenderError."""
         whole = self.template.render(messages, tools, prompt=False)
         if self.template.marks_answers:
             return _marked(whole)
@@ -98,7 +98,7 @@ class Chat(Select):
         return [*found, (whole[at:], False)]
 
     def _pieces(self, text: str, scored: bool) -> list[Piece]:
-        """Return a stretch in pieces: the names of special tokens, and the text between them."""
+        """Split a stretch into pieces: the names of special tokens, and the text between them."""
         parts = re.split(f"({self._name})", text)
         return [
             Piece(part.replace(_BREAK, ""), scored, self.specials[part] if at % 2 else None)
@@ -109,8 +109,8 @@ class Chat(Select):
     def _broken(self, value: Any, refuse: Refuse) -> Any:
         """Return a value of a record with a mark after the first character of every name in its strings.
 
-        A mark at the end, or the beginning, of a string without its white space, which templates take off, breaks a
-        name that text next to it would complete.
+        A string that begins or ends with a part of a name also gets a mark there, because adjacent text could complete
+        the name. White space at the ends is ignored, as templates strip it.
         """
         if isinstance(value, list):
             return [self._broken(each, refuse) for each in value]
@@ -126,24 +126,24 @@ class Chat(Select):
         return f"{text[:start]}{first}{body}{last}{text[start + len(body) :]}"
 
     def _apart(self, text: str) -> str:
-        """Return a text with a mark in every name of a special token, also where names overlap."""
+        """Return a text with a mark in every name of a special token, including overlapping names."""
         return re.sub(f"(?s)(?=(?:{self._name}))(.)", rf"\1{_BREAK}", text)
 
     @cached_property
     def _parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the beginnings of the names of special tokens, and their ends, each without the whole name."""
+        """Return the proper prefixes and the proper suffixes of the names of special tokens."""
         cuts = [(name, at) for name in self.specials for at in range(1, len(name))]
         return tuple({name[:at] for name, at in cuts}), tuple({name[at:] for name, at in cuts})
 
     @cached_property
     def _name(self) -> str:
-        """Return the pattern of a special token's name, the longest of several."""
+        """Return a pattern that matches the name of a special token; longer names match first."""
         names = sorted((name for name in self.specials if len(name) > 1), key=lambda name: (-len(name), name))
         return "|".join(map(re.escape, names)) or "(?!)"
 
 
 def _marked(text: str) -> list[tuple[str, bool]]:
-    """Return a rendered text in stretches, those between BEGIN and END as answers. Raises RenderError."""
+    """Split a rendered text into (text, is an answer): answers are between BEGIN and END. Raises RenderError."""
     parts = re.split(f"([{BEGIN}{END}])", text)
     if parts[1::2] != [BEGIN, END] * (len(parts) // 4):
         raise RenderError("{% generation %} blocks lie in each other, or are cut")

@@ -1,8 +1,8 @@
-"""Turn faults into one line and an exit code, for every command of this folder.
+"""Turn errors into one line and an exit code, for every command of this folder.
 
 0    done
-1    a fault of the data or of the disk   (MZ-2xx)
-2    a fault of the command line          (MZ-190)
+1    an error in the data or of the disk  (MZ-2xx)
+2    an error in the command line         (MZ-190)
 130  interrupted
 """
 
@@ -22,7 +22,7 @@ positive = at_least(1, int, 2**31 - 1)  # the type of an option that counts some
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose faults are one line with a code, like all others."""
+    """A parser that reports its errors in one line with a code, like all other errors."""
 
     def error(self, message: str) -> NoReturn:
         """Refuse the command line with MZ-190."""
@@ -35,21 +35,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def prefix(text: str) -> Path:
-    """Return the path of an option that names a data set; "data/" is data.bin and data.idx."""
+    """Return the prefix of a data set from an option; "data/" means data.bin and data.idx."""
     if Path(text).name in ("", ".."):
         raise argparse.ArgumentTypeError(f"expected a prefix such as data/train, got {text!r}")
     return Path(text)
 
 
 def suffix(text: str) -> str:
-    """Return the value of an option that names the end of file names."""
+    """Return a suffix of file names from an option."""
     if re.fullmatch(r"\.[^\s/]+", text) is None:
         raise argparse.ArgumentTypeError(f"expected a suffix such as .txt, with its dot, got {text[:20]!r}")
     return text
 
 
 def part(text: str) -> Part:
-    """Return the value of an option such as 3/16."""
+    """Return the part of a corpus from an option such as 3/16."""
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise argparse.ArgumentTypeError(f"expected K/N with 1 <= K <= N, such as 3/16, got {text[:20]!r}")
@@ -57,7 +57,7 @@ def part(text: str) -> Part:
 
 
 def add_inputs(parser: Parser) -> None:
-    """Add the options about the text, with the same meaning in every command that reads it."""
+    """Add the options that choose the text; they mean the same in every command that reads text."""
     ends = ".txt .md .py .jsonl, each also with .gz or .zst, .parquet .arrow"
     what = ".jsonl (a document per line), .parquet and .arrow (a document per row), any other file (one document), "
     what += f"or a folder (its files {ends})"
@@ -82,7 +82,7 @@ def run(
     argv: Sequence[str] | None,
     after_interrupt: str = "no half file is left",
 ) -> int:
-    """Parse, run, and turn faults into a line on stderr and an exit code; the last words are said after Ctrl-C."""
+    """Parse, run, and turn errors into a line on stderr and an exit code; Ctrl-C prints `after_interrupt`."""
     try:
         command(parser.parse_args(argv))
     except UserError as error:

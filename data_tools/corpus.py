@@ -1,14 +1,14 @@
-"""Read text, whatever its size, in bounded memory.
+"""Read text of any size in bounded memory.
 
 A corpus is a list of files. `.jsonl` holds a document per line and a table (`.parquet`, `.arrow`) one per row, in some
-of its fields; any other file is one document; `.gz` and `.zst` are decompressed. A document comes as a run of pieces,
-so that one file of 100 GB costs no more memory than a thousand small ones. A piece ends where a cut changes no id:
-after a newline, for a vocabulary in which a newline is a token of its own; at the end of the document, for any other.
-Only after `WHOLE` characters without such a place is a document cut elsewhere, and that piece says so.
+of its fields; any other file is one document; `.gz` and `.zst` are decompressed. A document is read as a sequence of
+pieces, so that one file of 100 GB costs no more memory than a thousand small ones. A piece ends where a cut changes no
+id: after a newline if the vocabulary has a newline as a token of its own, otherwise at the end of the document. A
+document is cut elsewhere only after `WHOLE` characters without such a place, and that piece says so (`Piece.cut`).
 
-Text must be UTF-8 and is passed on unchanged, but for a byte order mark at the beginning of a file. Other text is
-refused, or where the user has asked for that skipped, counted and listed (`Counts`): the whole file, or of a `.jsonl`
-the line, of a table the row. A file of text is checked before its first piece is passed on, so that no part of a bad
+Text must be UTF-8 and is passed on unchanged, except for a byte order mark at the beginning of a file. Other text is
+refused, or with `skip_bad` skipped, counted and listed (`Counts`): the line of a `.jsonl`, the row of a table, or else
+the whole file. With `skip_bad`, a text file is checked before its first piece is passed on, so that no part of a bad
 file gets into a data set.
 """
 
@@ -34,14 +34,14 @@ from megazero.base.errors import UserError
 from megazero.base.reading import looked_up
 
 PIECE_BYTES = 256 * 1024  # read at a time
-WHOLE = 16 * 1024 * 1024  # characters of a piece without a place where a cut changes no id
-LINE_BYTES = 256 * 1024 * 1024  # JSON has to be held as a whole: a bound on one document of a .jsonl
-_SMALL_TABLE, _DENSE_TABLE = 1 << 30, 1000  # characters of text; more than both for each byte of the file is an attack
+WHOLE = 16 * 1024 * 1024  # the most characters of a piece that has no place where a cut changes no id
+LINE_BYTES = 256 * 1024 * 1024  # the longest line of a .jsonl: JSON has to be held as a whole
+_SMALL_TABLE, _DENSE_TABLE = 1 << 30, 1000  # characters of text, in all and per byte of the file; above both: an attack
 _TEXT = (".txt", ".md", ".py", ".jsonl")
 TEXT_SUFFIXES = (*_TEXT, *TABLES, *(text + end for text in _TEXT for end in COMPRESSED))
 _BOM = "\ufeff"
-# Where a long text is cut, best first. No word of the published patterns (GPT-2, cl100k, o200k) goes over these places,
-# and a tokenizer that puts a space before a text puts none before the first kind of rest.
+# Where a long text is cut, best first. No word of the published patterns (GPT-2, cl100k, o200k) spans these places. A
+# tokenizer that puts a space before a text puts none before a rest of the first kind, which begins with a space.
 _PLACES = (
     re.compile(r".*\S(?= \S)", re.DOTALL),  # before a single space
     re.compile(r".*[^\W_](?=[ \n\t])", re.DOTALL),  # after a word
@@ -79,7 +79,7 @@ def _walk(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
 
 
 _TEXT_FIELD, _ALL = Select(), Part()
-_ALWAYS = 2**63  # after the end of any file
+_ALWAYS = 2**63  # beyond the end of any file
 
 
 class Reader:
@@ -87,15 +87,15 @@ class Reader:
 
     Args:
         files: all files of the corpus.
-        select: what is taken of records.
-        part: what is read of them.
-        known: hashes of documents that have been there, which are left out; None: those that come again are read again.
-        whole: no document is to be cut, as a cut anywhere may change ids.
+        select: chooses the text of a record.
+        part: the part of the files to read.
+        known: hashes of documents read before, whose duplicates are left out; None: keep duplicates.
+        whole: cut no document at a newline, as a cut anywhere may change ids.
         skip_bad: count bad records and leave them out; False: refuse the first one.
 
     Attributes:
-        counts: what was left out so far, and the hashes of documents where duplicates are.
-        bytes_read: so far, to show progress: of files, of compressed files and tables those of their text.
+        counts: the records left out so far, and the hashes of the documents if duplicates are left out.
+        bytes_read: bytes read so far, to show progress; for compressed files and tables, the size of their text.
 
     Raises:
         UserError: 162, a package is missing; 211 unreadable file, 212 not UTF-8 (file and byte), 213 not the expected
@@ -131,20 +131,20 @@ class Reader:
                 raise _unreadable(path, error) from error
 
     def _refuse(self, error: UserError) -> None:
-        """Count what is bad, where the user has asked for that; else, and of a bad template, raise the error."""
+        """Count a bad record if `skip_bad` is set; otherwise, or if the template is faulty, raise the error."""
         if not self._skip_bad or error.code == TEMPLATE_FAULT:
             raise error
         self.counts.skip(error)
 
     def _take(self, given: list[Piece]) -> Iterator[Piece]:
-        """Yield the document of a record, unless it has been there."""
+        """Yield the pieces of a record's document, unless it is a duplicate."""
         if self._known is None or self._is_new(piece.text for piece in given):
             *pieces, end = chain.from_iterable(map(self._cut, given or [Piece("")]))
             yield from pieces
             yield replace(end, last=True)
 
     def _is_new(self, blocks: Iterable[str]) -> bool:
-        """Return whether a document has not been there, as it is with an empty one; remember it."""
+        """Return False if a document is a duplicate, which an empty one never is; remember the document."""
         hashed, size = xxhash.xxh3_128(), 0
         for block in blocks:
             hashed.update(block.encode())
@@ -159,7 +159,7 @@ class Reader:
         return True
 
     def _cut(self, whole: Piece) -> Iterator[Piece]:
-        """Yield a piece that is whole in memory in smaller ones; none ends its document."""
+        """Split a piece that is in memory into smaller ones; none is marked as the last of its document."""
         if whole.id is not None:
             yield whole
             return
@@ -184,7 +184,7 @@ class Reader:
                 yield piece
 
     def _lines(self, path: Path, start: int, stop: int) -> Iterator[Piece]:
-        """Yield the documents of lines that begin in [start, stop) of a file of JSON lines."""
+        """Yield the documents of the JSON lines that begin at bytes [start, stop) of a file."""
         with open_text(path) as file:
             offset = start
             if start:
@@ -200,13 +200,13 @@ class Reader:
                         yield from self._take(self._select.pieces(_parsed(text, refuse), refuse))
                 except UserError as error:
                     self._refuse(error)
-                if size > LINE_BYTES and not line.endswith(b"\n"):  # the rest of it is no line
+                if size > LINE_BYTES and not line.endswith(b"\n"):  # the rest of it is not a line
                     size += len(_rest_of_line(file, line))
                 offset += size
                 self.bytes_read += size
 
     def _rows(self, path: Path) -> Iterator[Piece]:
-        """Yield the documents of the rows of a table, which may hold no more text than text of its size would."""
+        """Yield the documents of the rows of a table. Raises DamagedError: the text is too large for the file."""
         text, most = 0, max(_SMALL_TABLE, _DENSE_TABLE * path.stat().st_size)
         for number, row in enumerate(rows(path, self._select), start=1):
             refuse = _refuser(f"{path}, row {number}")
@@ -230,7 +230,7 @@ def _blocks(file: BufferedIOBase, path: Path) -> Iterator[str]:
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     block = b"\0"
     while block:
-        block, pending = file.read(PIECE_BYTES), len(decoder.getstate()[0])  # of a character that was cut
+        block, pending = file.read(PIECE_BYTES), len(decoder.getstate()[0])  # bytes of a character that was cut
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
@@ -240,7 +240,7 @@ def _blocks(file: BufferedIOBase, path: Path) -> Iterator[str]:
 
 
 def _cut(blocks: Iterable[str], whole: bool) -> Iterator[Piece]:
-    """Yield a text in pieces, cut after newlines, or only where it is too long if it is to stay whole."""
+    """Cut a text into pieces after newlines; with `whole`, only where it is too long."""
     rest = ""
     for block in blocks:
         rest += block
@@ -260,7 +260,7 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 
 
 def _not_utf8(error: UnicodeDecodeError, where: Path | str, offset: int) -> UserError:
-    """Return the error of bytes that begin at `offset` of a file and are not UTF-8."""
+    """Return the error for bytes at `offset` of a file that are not UTF-8."""
     what = f"byte {offset + error.start:,} (0x{error.object[error.start]:02x}) is not UTF-8: {error.reason}"
     return UserError(212, what, "convert the file, for example with iconv, or give --skip-bad", where=where)
 
@@ -270,7 +270,7 @@ def _refuser(where: str) -> Callable[[str], UserError]:
 
 
 def _rest_of_line(file: BufferedIOBase, line: bytes) -> bytearray:
-    """Return what is left of a line, without keeping more than its length would need."""
+    """Read to the end of a line; return as many bytes as were read, whose values mean nothing."""
     rest = bytearray()
     while not line.endswith(b"\n") and (line := file.readline(LINE_BYTES)):
         rest += b"\n" * len(line)
@@ -278,7 +278,7 @@ def _rest_of_line(file: BufferedIOBase, line: bytes) -> bytearray:
 
 
 def _text_of(line: bytes, where: str, offset: int) -> str:
-    """Return the text of a line, which begins at this byte of its file; the file's first without its mark."""
+    """Decode a line that begins at byte `offset` of its file; drop the byte order mark of the first line."""
     if len(line) > LINE_BYTES:
         raise _refuser(where)(f"expected a line of at most {LINE_BYTES:,} bytes, got more")
     try:

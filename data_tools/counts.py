@@ -1,4 +1,4 @@
-"""Count documents, tokens and what was left out; list the files and records that are bad."""
+"""Count documents, tokens and records that were left out; list the bad files and records."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from pathlib import Path
 from megazero.base.errors import UserError
 from megazero.base.files import write_atomically
 
-LISTED, _SHOWN = 10_000, 5  # in the file, and on standard error
+LISTED, _SHOWN = 10_000, 5  # bad records in the file, and on standard error
 
 
 @dataclass
@@ -15,15 +15,15 @@ class Counts:
     """The counts of some documents.
 
     Attributes:
-        documents, tokens: in the files; tokens count the ends of documents, too.
+        documents, tokens: in the token files; tokens include the end-of-document ids.
         empty: documents without a token, which are left out.
-        bytes, id_bytes: of the text, and those that its ids stand for.
+        bytes, id_bytes: bytes of the text, and bytes that its ids stand for.
         longest: tokens of the longest document.
         scored: tokens that are trained on.
-        cut: documents that were so long that they were cut where that may change ids.
-        duplicates, rejected: records that had been there before, were bad.
-        skipped: the reasons, for the first bad ones.
-        digests: of the documents, where duplicates are looked for: 32 hex digits each.
+        cut: documents so long that they were cut where a cut may change ids.
+        duplicates, rejected: records left out as duplicates, and as bad.
+        skipped: the reasons for the first bad ones.
+        digests: hashes of the documents, 32 hex digits each, if duplicates are left out.
     """
 
     documents: int = 0
@@ -44,7 +44,7 @@ class Counts:
         longest = max(self.longest, other.longest)
         for name, value in vars(other).items():
             total = getattr(self, name)
-            total += value  # a list in place
+            total += value  # extends a list in place
             setattr(self, name, total)
         self.longest = longest
 
@@ -55,7 +55,7 @@ class Counts:
             self.skipped.append(f"{error.where}: {error.what}")
 
     def list_skipped(self, output: Path, say: Callable[[str], object]) -> None:
-        """Say what was skipped, and leave the list next to the output; no list where nothing was.
+        """Report what was skipped, and list it in a file next to the output; write no file if nothing was skipped.
 
         Raises:
             UserError: 208, the list cannot be written.

@@ -1,20 +1,20 @@
-"""Encode text into ids in worker processes, results in the order of the text.
+"""Encode text into ids in worker processes; results keep the order of the text.
 
-SentencePiece encodes some 3 MB/s per core, so this is where the time of preprocessing goes. Pieces of text are handed
-out in batches of about a quarter of a megabyte to the workers in turn; each has one batch at a time, so memory does not
-grow with the corpus, and results are taken back in the order in which they went out, so the output is the same, byte
-for byte, whatever the number of workers.
+SentencePiece encodes about 3 MB/s per core, so encoding takes most of the time of preprocessing. Pieces of text are
+sent to the workers in turn, in batches of about a quarter of a megabyte. Each worker has one batch at a time, so memory
+does not grow with the corpus. Results are received in the order in which the batches were sent, so the output is the
+same, byte for byte, for any number of workers.
 
-Each worker has a pipe of its own, which ends when it is killed, in the middle of a message, too. (Through one queue for
-all, the others wait for the queue's lock then, and we for the rest of the message, for ever: Python's process pool
-hangs so.) Workers end when this process does, however it ends: then their pipe does. They are in a session of their
-own, so that Ctrl-C reaches this process alone.
+Each worker has a pipe of its own, which closes when the worker is killed, even in the middle of a message. (With one
+queue for all, the other workers would wait for ever for the queue's lock, and this process for the rest of the message:
+Python's process pool hangs like this.) Workers end when this process ends in any way, as their pipe then closes. They
+run in a session of their own, so that Ctrl-C reaches only this process.
 """
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # a worker: from the repository, not from this folder, whose inspect.py hides Python's
+if __name__ == "__main__":  # a worker: import from the repository; this folder's inspect.py would hide Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import subprocess
@@ -32,14 +32,14 @@ from megazero.data.tokenizer import Tokenizer, open_tokenizer
 
 
 class Encoder:
-    """Workers that encode; a context manager, which ends them.
+    """A pool of worker processes that encode text; a context manager that ends them.
 
-    One worker is this process: what goes through a pipe, and the start of a process, would cost more than they give.
+    A single worker is this process: a second process and its pipe would cost more time than they save.
 
     Args:
-        tokenizer: its file.
-        dtype: of the ids.
-        workers: how many.
+        tokenizer: the tokenizer's file.
+        dtype: the type of the ids.
+        workers: the number of workers.
     """
 
     def __init__(self, tokenizer: Path, dtype: np.dtype, workers: int):
@@ -51,11 +51,11 @@ class Encoder:
         return self
 
     def encode(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, np.ndarray]]:
-        """Yield every piece with its ids [n] of the type, in order.
+        """Yield every piece with its ids [n] of type `dtype`, in order.
 
         Raises:
-            UserError: 216, a worker process died; 209, the tokenizer's library fails over a text; whatever reading the
-                pieces raises.
+            UserError: 216, a worker process died; 209, the tokenizer's library fails on a text; any error of the
+                iterator `pieces`.
         """
         if self._workers == 1:
             tokenizer = open_tokenizer(self._tokenizer)
@@ -67,13 +67,13 @@ class Encoder:
         try:
             for number, batch in enumerate(_batches(pieces)):
                 done = [*_encoded(*under_way.popleft())] if len(under_way) == self._workers else []
-                connection = self._connections[number % self._workers]  # of what is done now
+                connection = self._connections[number % self._workers]  # whose batch is done
                 connection.send(batch)
                 under_way.append((batch, connection))
                 yield from done
             for each in under_way:
                 yield from _encoded(*each)
-        except (EOFError, OSError) as error:  # OSError without a number: the pipe ended within a message
+        except (EOFError, OSError) as error:  # OSError without errno: the pipe closed within a message
             raise UserError(216, "a worker process died (killed, or out of memory)", "try fewer --workers") from error
 
     def __exit__(self, *_: object) -> None:
@@ -87,11 +87,11 @@ class Encoder:
         line = [sys.executable, __file__, str(self._tokenizer), self._dtype.str, str(theirs.fileno())]
         self._connections.append(ours)
         self._processes.append(subprocess.Popen(line, pass_fds=[theirs.fileno()], start_new_session=True))
-        theirs.close()  # ours ends when the worker does
+        theirs.close()  # so that ours closes when the worker ends
 
 
 def _encoded(batch: list[Piece], connection: Connection) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Return the pieces of a batch with the ids that a worker has made of them. Raises what it could not do."""
+    """Receive the ids of a batch from its worker; return (piece, ids) pairs. Raises the worker's UserError."""
     found = connection.recv()
     if isinstance(found, dict):
         raise UserError(**found)
@@ -103,11 +103,11 @@ def _ids(tokenizer: Tokenizer, piece: Piece, dtype: np.dtype) -> np.ndarray:
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Yield runs of pieces with some PIECE_BYTES of text, so that short documents do not cost a message each."""
+    """Yield batches of pieces with about PIECE_BYTES of text, so that short documents do not cost a message each."""
     batch, characters = [], 0
     for piece in pieces:
         batch.append(piece)
-        characters += len(piece.text) + 64  # as if no piece were empty: bounds the number of pieces, too
+        characters += len(piece.text) + 64  # so that the number of empty pieces is bounded, too
         if characters >= PIECE_BYTES:
             yield batch
             batch, characters = [], 0
@@ -116,13 +116,13 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _work(connection: Connection, tokenizer: Tokenizer, dtype: np.dtype) -> None:
-    """Encode what comes until the other end of the pipe is closed."""
+    """Encode each batch that arrives, until the other end of the pipe is closed."""
     try:
         while True:
             batch = connection.recv()
             try:
                 connection.send([_ids(tokenizer, piece, dtype) for piece in batch])
-            except UserError as error:  # itself it cannot be pickled
+            except UserError as error:  # the error itself cannot be pickled
                 connection.send({"code": error.code, "what": error.what, "do": error.do, "where": error.where})
     except (EOFError, ConnectionError, MemoryError):
         return

@@ -1,4 +1,4 @@
-"""Open files of text, as they are or compressed: .gz, .zst (the package pyarrow); say by its name what a file holds."""
+"""Open text files, plain or compressed: .gz, .zst (the package pyarrow); tell the kind of a file by its name."""
 
 import gzip
 import io
@@ -14,26 +14,26 @@ COMPRESSED, TABLES = (".gz", ".zst"), (".parquet", ".arrow")
 
 
 class DamagedError(OSError):
-    """An error for a file that is cut off or not what its name says; `strerror` says which, as in any OSError."""
+    """An error for a file that is cut off or not of the kind that its name says; `strerror` is the reason."""
 
     def __init__(self, what: str):
         super().__init__(0, what)
 
 
 def kind_of(path: Path) -> str:
-    """Return the suffix that says what a file holds: that before .gz or .zst."""
+    """Return the suffix that tells the kind of a file, without .gz and .zst."""
     return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
 @contextmanager
 def damage(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn what a library says of a damaged file, errors of these kinds, into DamagedError."""
+    """Turn errors of these kinds, which a library raises for a damaged file, into DamagedError."""
     try:
         yield
     except (UserError, DamagedError):
         raise
     except kinds as error:
-        if isinstance(error, OSError) and error.errno:  # the system's
+        if isinstance(error, OSError) and error.errno:  # an error of the system
             raise
         said = " ".join(str(error).split())[:120] or type(error).__name__
         raise DamagedError(f"damaged or cut off: {said}") from error

@@ -1,14 +1,14 @@
-"""Read token files of other projects, which `merge.py` copies into our format: training reads that format alone.
+"""Read token files of other projects; `merge.py` copies them into our format, the only one that training reads.
 
-    X.ds    datatrove's, on which nanotron trains. X.ds has ids of 16 or 32 bits; X.ds.index the token at which each
-            document ends, u64; X.ds.loss (it may be missing) a byte for each token, 1 where it counts in the loss.
-    X.npy   OLMo-core's and Dolma's: raw ids in spite of the name, of the smallest unsigned type that holds the
-            tokenizer's ids. A file that numpy has written is read as well.
+    X.ds    datatrove's, which nanotron trains on. X.ds has ids of 16 or 32 bits; X.ds.index the token at which each
+            document ends, u64; X.ds.loss (it may be missing) a byte for each token, 1 if it counts in the loss.
+    X.npy   OLMo-core's and Dolma's: raw ids despite the name, of the smallest unsigned type that holds the
+            tokenizer's ids. A file written by numpy is read as well.
     X.bin   without an index: nanoGPT's (raw ids of 16 bits) or llm.c's, which begins with 256 int32: 20240520, 1 (ids
             of 16 bits) or 20240801, 7 (of 32 bits), then the number of ids.
 
-All are little endian. In the last two kinds a document ends with the end-of-document id; ids after the last one are a
-document too. (In llm.c's files that id begins a document.)
+All are little endian. In .npy and .bin files a document ends with the end-of-document id; ids after the last such id
+are a document too. (In llm.c's files that id begins a document.)
 
 Sources: huggingface/datatrove, src/datatrove/pipeline/tokens/tokenizer.py; allenai/OLMo-core,
 src/olmo_core/data/utils.py; karpathy/nanoGPT, data/openwebtext/prepare.py; karpathy/llm.c, dev/data/data_common.py.
@@ -26,17 +26,17 @@ from megazero.data.token_dataset import TokenDataset
 from megazero.data.tokenizer import Tokenizer
 
 _LLM_C_KINDS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-_BLOCK = 1 << 22  # tokens that are looked at together
+_BLOCK = 1 << 22  # tokens searched at a time
 
 
 class ForeignDataset(TokenDataset):
     """Token files of another project.
 
     Args:
-        path: of the ids.
-        ids: mapped.
-        ends: of all documents, int64.
-        scored: a byte for each token; None: all are trained on.
+        path: the file of the ids.
+        ids: memory-mapped token ids.
+        ends: the token at which each document ends, int64.
+        scored: a byte for each token, 0 if it is not trained on; None: all are trained on.
     """
 
     def __init__(self, path: Path, ids: np.ndarray, ends: np.ndarray, scored: np.ndarray | None = None):
@@ -54,12 +54,12 @@ class ForeignDataset(TokenDataset):
         return self._offsets[first:stop]
 
     def scored(self, start: int, stop: int) -> np.ndarray:
-        """Return which tokens [start, stop) count in the loss."""
+        """Return which of the tokens [start, stop) count in the loss."""
         return np.ones(stop - start, bool) if self._scored is None else self._scored[start:stop].astype(bool)
 
 
 def is_foreign(path: Path) -> bool:
-    """Return whether a path names files of another project; a missing X.bin means the prefix X."""
+    """Return whether a path names files of another project. A missing X.bin does not: prefix X was probably meant."""
     if Path(f"{path}.idx").exists():
         return False
     return path.suffix in (".ds", ".npy") or (path.suffix == ".bin" and path.exists())
@@ -69,11 +69,11 @@ def open_foreign(path: Path, tokenizer: Tokenizer | None) -> TokenDataset:
     """Open token files of another project; the ends of all documents are held in memory, 8 bytes each.
 
     Args:
-        tokenizer: that the files were made with; None: it is not known.
+        tokenizer: the tokenizer that made the ids; None: unknown.
 
     Raises:
-        UserError: 201, a file is missing, or half of a pair; 202, no header of numpy; 204, files contradict each other;
-            222, the tokenizer is needed; 223, the ids are not its; 225, a wrong loss.
+        UserError: 201, a file is missing, or is half of a pair; 202, an invalid numpy file; 204, files contradict each
+            other; 222, a tokenizer is needed; 223, the ids are not the tokenizer's; 225, an invalid loss file.
     """
     if not path.exists():
         raise UserError(201, f"no such token file{looked_up(path)}", "give a file of token ids", where=path)
@@ -89,7 +89,7 @@ def open_foreign(path: Path, tokenizer: Tokenizer | None) -> TokenDataset:
 
 
 def _bytes(path: Path) -> np.ndarray:
-    """Return the bytes of a file, mapped where it has any: uint8. Raises UserError 201."""
+    """Return the bytes of a file, uint8, memory-mapped unless it is empty. Raises UserError 201."""
     return np.memmap(path, np.uint8, "r") if DataFile(path, "tokens", 204).size else np.empty(0, np.uint8)
 
 
@@ -131,7 +131,7 @@ def _open_headerless(path: Path, tokenizer: Tokenizer) -> TokenDataset:
 
 
 def _open_numpy(path: Path) -> np.ndarray:
-    """Return the ids of a file that numpy has written. Raises UserError 202."""
+    """Return the ids of a file written by numpy. Raises UserError 202."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, OSError) as error:
@@ -144,7 +144,7 @@ def _open_numpy(path: Path) -> np.ndarray:
 
 
 def _layout(path: Path, raw: np.ndarray, vocab: int) -> tuple[np.dtype, int, int]:
-    """Return the type of raw ids, the byte of the first, and their number."""
+    """Return the type of raw ids, the byte offset of the first, and their number. Raises UserError 223."""
     if path.suffix == ".npy":
         kind = next(kind for kind in ("<u1", "<u2", "<u4", "<u8") if vocab - 1 <= np.iinfo(kind).max)
         return np.dtype(kind), 0, len(raw) // np.dtype(kind).itemsize

@@ -1,17 +1,17 @@
-"""Say what a token data set holds, after checking all of it.
+"""Check all of a token data set and report what it holds.
 
     megazero inspect data/quickstart/train
     megazero inspect data/quickstart/train --tokenizer data/quickstart/tokenizer.model --document 7
 
 Opening it checks the index; then every id is read and checked against the vocabulary (--vocab, or the tokenizer's).
-With a tokenizer it says how often each special token occurs. A document is shown with the names of its special tokens,
-and where not every token counts in the loss, in stretches that do and that do not.
+With a tokenizer, the report counts each special token. A document is shown with the names of its special tokens; if the
+data set has a loss mask, it is split into stretches that count in the loss and stretches that do not.
 """
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
+if __name__ == "__main__":  # as a script: import from the repository; this folder's inspect.py would hide Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     from data_tools import run_script
 
@@ -67,7 +67,7 @@ def inspect(options: argparse.Namespace) -> None:
 
 
 def _table(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a report for people, each with its name."""
+    """Yield the lines of a human-readable report as (name, text)."""
     for name, value in report.items():
         if name == "specials":
             found = {token: special for token, special in value.items() if special["count"]}
@@ -80,7 +80,7 @@ def _table(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, "every token counts in the loss" if value is None else "no token"
         elif name == "stretches":
             yield from (("scored" if each["scored"] else "not scored", repr(each["text"])) for each in value)
-        elif name != "answers":  # they are among the stretches
+        elif name != "answers":  # the stretches contain them
             yield name, f"{value:,}" if isinstance(value, int | float) else "-" if value is None else str(value)
 
 
@@ -88,7 +88,7 @@ def _scan(dataset: TokenDataset, vocab: int | None, counts: np.ndarray) -> dict[
     """Return the smallest and the largest id of the whole file, and how many tokens are trained on (None: all).
 
     Args:
-        counts: how often each id of a tokenizer occurs is added here.
+        counts: the number of occurrences of each id of a tokenizer is added to it.
 
     Raises:
         UserError: 205, an id outside of [0, vocab).
@@ -113,7 +113,7 @@ def _scan(dataset: TokenDataset, vocab: int | None, counts: np.ndarray) -> dict[
 
 
 def _document(dataset: TokenDataset, tokenizer: Tokenizer, document: int) -> dict[str, Any]:
-    """Return the text of a document; with a mask also its answers, and in stretches. Raises UserError 190."""
+    """Return the text of a document; with a mask, also its answers and its stretches. Raises UserError 190."""
     if not 0 <= document < dataset.num_documents:
         what = f"--document {document}: there are documents 0 to {dataset.num_documents - 1:,}"
         raise UserError(190, what, "choose one of those", where="inspect")

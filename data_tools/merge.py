@@ -3,15 +3,15 @@
     megazero merge data/books data/web --output data/all
     megazero merge olmo.npy --tokenizer tokenizer.json --output data/olmo
 
-Documents keep their order, and get one sequence each; empty ones are dropped. All inputs must store ids in the same
-type, and come from the same tokenizer, as far as that is written down next to them (`megazero/data/origin.py`). Where
-one of them has a mask, all of them get one: of those without every token counts.
+Documents keep their order and become one sequence each; empty ones are dropped. All inputs must store ids in the same
+type and come from the same tokenizer, as far as the files next to them tell (`megazero/data/origin.py`). If any input
+has a loss mask, so has the output; every token of an input without a mask counts.
 """
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
+if __name__ == "__main__":  # as a script: import from the repository; this folder's inspect.py would hide Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     from data_tools import run_script
 
@@ -35,7 +35,7 @@ from megazero.data.token_dataset import TokenDataset
 from megazero.data.tokenizer import open_tokenizer
 
 BLOCK = 1 << 20  # tokens copied at a time
-_SIGNED = {"uint32": np.dtype(np.int32), "uint64": np.dtype(np.int64)}  # what an index can say instead
+_SIGNED = {"uint32": np.dtype(np.int32), "uint64": np.dtype(np.int64)}  # the index format lacks these
 
 
 def merge(options: argparse.Namespace) -> None:
@@ -48,7 +48,7 @@ def merge(options: argparse.Namespace) -> None:
             what = f"stores {dataset.dtype}, but {datasets[0].prefix} stores {datasets[0].dtype}"
             raise UserError(217, what, "preprocess both with the same tokenizer", where=dataset.prefix)
     whole = joined([origin_of(dataset) for dataset in datasets], datasets[0].prefix)
-    path_of(options.output).unlink(missing_ok=True)  # of token files that are replaced
+    path_of(options.output).unlink(missing_ok=True)  # it describes the token files to be replaced
     masked = any(dataset.mask_digest for dataset in datasets)
     with IndexedDatasetWriter(options.output, stored, masked=masked) as writer:
         for dataset in datasets:
@@ -61,7 +61,7 @@ def merge(options: argparse.Namespace) -> None:
 
 
 def copy_documents(dataset: TokenDataset, writer: IndexedDatasetWriter) -> None:
-    """Append the documents of a data set that hold a token. Raises UserError 205: ids that the writer's type lacks."""
+    """Append the non-empty documents of a data set. Raises UserError 205: an id is too large for the writer's type."""
     largest = np.iinfo(writer.dtype).max
     for block in TokenStream(dataset).blocks("copying the documents"):
         begin, end = int(block.starts[0]), int(block.starts[-1])

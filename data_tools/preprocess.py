@@ -3,21 +3,20 @@
     megazero preprocess --input books/ web.jsonl --tokenizer books.model --output data/books
     megazero preprocess --chat --input chats.jsonl --tokenizer llama/tokenizer.json --output data/chats
 
-Every document is encoded and ended with the tokenizer's end-of-document id. Ids are stored as uint16 where the
-vocabulary has at most 65,536 of them, else as int32. Empty documents are skipped and counted. The data set appears
-whole or not at all; PREFIX.json next to it says what it was made of. With --chat a record is a conversation that a
-template renders (`chat.py`): the document is what it renders, nothing is put after it, and PREFIX.mask says which
-tokens are answers.
+Every document is encoded and ended with the tokenizer's end-of-document id. Ids are stored as uint16 if the vocabulary
+has at most 65,536 of them, else as int32. Empty documents are skipped and counted. The data set appears whole or not at
+all; PREFIX.json next to it records its origin. With --chat, a record is a conversation that a template renders
+(`chat.py`): the rendered text is the document, no id is added at its end, and PREFIX.mask marks the tokens of answers.
 
 The text is checked before the first token is made: encoding takes hours where checking takes minutes. The corpus is
-encoded in parts, as with --part, and joined at the end. Finished parts are kept (`unfinished.py`): the same line, run
-again after it was killed, goes on after them and gives the same bytes.
+encoded in parts, as with --part, which are joined at the end. Finished parts are kept (`unfinished.py`): the same
+command line, run again after it was killed, continues after them and writes the same bytes.
 """
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
+if __name__ == "__main__":  # as a script: import from the repository; this folder's inspect.py would hide Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     from data_tools import run_script
 
@@ -50,7 +49,7 @@ from megazero.data.joined import open_files
 from megazero.data.origin import Origin, path_of
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 
-PART_BYTES, MOST_PARTS = 64_000_000, 100  # of the corpus: what is lost where the command is killed
+PART_BYTES, MOST_PARTS = 64_000_000, 100  # bytes of corpus per part, at least; a killed command loses one part
 
 
 def preprocess(options: argparse.Namespace) -> None:
@@ -74,7 +73,7 @@ def preprocess(options: argparse.Namespace) -> None:
             what = f"expected text, got {counts.empty:,} empty documents "
             what += f"and {counts.rejected:,} skipped as bad " if options.skip_bad else ""
             raise UserError(214, f"{what}in {len(files):,} files", "check --input", where=files[0])
-        path_of(options.output).unlink(missing_ok=True)  # of token files that are replaced
+        path_of(options.output).unlink(missing_ok=True)  # it describes the token files to be replaced
         with IndexedDatasetWriter(options.output, _dtype(tokenizer), masked=masked) as writer:
             copy_documents(open_files(unfinished.folder), writer)
             if writer.num_documents != counts.documents:
@@ -86,7 +85,7 @@ def preprocess(options: argparse.Namespace) -> None:
 
 
 def _report(counts: Counts, masked: bool) -> str:
-    """Return what went into a data set, and what was left out, in words."""
+    """Describe in words what a data set holds, and what was left out."""
     left_out = {"duplicates": counts.duplicates, "skipped as bad": counts.rejected}
     empty = f"{counts.empty:,} {'without an answer' if masked else 'empty ones'} skipped"
     empty += "".join(f", {count:,} {why}" for why, count in left_out.items() if count)
@@ -100,7 +99,7 @@ def _report(counts: Counts, masked: bool) -> str:
 
 
 def _job(options: argparse.Namespace, tokenizer: Tokenizer, files: list[Path], select: Select) -> str:
-    """Return all that the result depends on, in words."""
+    """Return a hash of everything that the result depends on."""
     looks = [path.stat() for path in files]
     corpus = [(str(path), look.st_size, look.st_mtime_ns) for path, look in zip(files, looks, strict=True)]
     words = [corpus, tokenizer.fingerprint, select, options.part, options.skip_bad, options.deduplicate]
@@ -109,7 +108,7 @@ def _job(options: argparse.Namespace, tokenizer: Tokenizer, files: list[Path], s
 
 
 def _select(options: argparse.Namespace, tokenizer: Tokenizer) -> Select:
-    """Return what is taken of records. Raises UserError: 162, 226, a template that cannot be had."""
+    """Return the selection of text from records. Raises UserError: 162, 226, the template cannot be used; 190."""
     if options.chat is None:
         return Select(tuple(options.field or ["text"]))
     if len(fields := options.field or ["messages"]) > 1:
@@ -119,7 +118,7 @@ def _select(options: argparse.Namespace, tokenizer: Tokenizer) -> Select:
 
 
 def _files(options: argparse.Namespace) -> list[Path]:
-    """Return the files of the corpus; of conversations those with records. Raises UserError 211, 214."""
+    """Return the files of the corpus; with --chat, only the kinds that hold records. Raises UserError 211, 214."""
     suffixes = options.suffix
     if options.chat is not None and suffixes is TEXT_SUFFIXES:
         suffixes = [suffix for suffix in TEXT_SUFFIXES if ".jsonl" in suffix or suffix in TABLES]
@@ -146,7 +145,7 @@ def _make_parts(
         done = sum(counts.documents for counts in unfinished.done)
         tell(f"{options.output}: going on after {done:,} documents that are done")
     elif not options.skip_bad:
-        with doing("checking the text, MB", total // 1_000_000) as progress:  # a bad one is refused before any work
+        with doing("checking the text, MB", total // 1_000_000) as progress:  # refuses bad text before any work
             for _ in (reader := Reader(files, select, part=options.part, whole=whole)):
                 progress.done = reader.bytes_read // 1_000_000
     known = {digest for counts in unfinished.done for digest in counts.digests} if options.deduplicate else None
@@ -202,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_output(parser)
     kinds = "of `megazero tokenizer`; tokenizer.json, *.tiktoken, bytes"
     parser.add_argument("--tokenizer", required=True, type=Path, metavar="FILE", help=kinds)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # ours, else all
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # usable, else all
     parser.add_argument("--workers", type=positive, default=cores, help="processes that encode (default: all cores)")
     chat = "records are conversations, rendered by this template (default: the tokenizer's own); --field names "
     chat += "the list of messages (default: messages), and answers alone are trained on"

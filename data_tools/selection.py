@@ -11,9 +11,9 @@ MISSING = object()
 
 
 def value_at(record: Mapping[str, Any], path: str) -> Any:
-    """Return what a record holds under a path: a key, or keys of objects inside each other, with dots between.
+    """Return the value of a record at a path: a key, or the keys of nested objects with dots between; else MISSING.
 
-    Bytes, which columns of a table may hold, are text. Raises UnicodeDecodeError: they are not UTF-8.
+    Bytes, which columns of a table may hold, are decoded. Raises UnicodeDecodeError: they are not UTF-8.
     """
     found: Any = record
     for key in [path] if path in record else path.split("."):
@@ -25,14 +25,14 @@ def value_at(record: Mapping[str, Any], path: str) -> Any:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a document, which is encoded by itself.
+    """A part of a document that is encoded separately.
 
     Attributes:
-        text: of a corpus at most WHOLE + PIECE_BYTES characters; the last piece of a document may be empty.
+        text: at most WHOLE + PIECE_BYTES characters if read from a corpus; may be empty in a document's last piece.
         scored: its tokens are trained on.
-        id: of the special token whose name the text is; None: the text is text.
+        id: the id of the special token that `text` names; None: `text` is plain text.
         last: it ends its document.
-        cut: it ends where the ids may not be those of the whole document.
+        cut: it ends where the cut may change the document's ids.
     """
 
     text: str
@@ -44,19 +44,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class Select:
-    """Take a text of a record; the subclass `Chat` (`data_tools/chat.py`) takes a conversation.
+    """Choose the text of a record; the subclass `Chat` (`data_tools/chat.py`) chooses a conversation.
 
     Attributes:
-        fields: paths of the text; of several, the texts are joined by a line end. Of a conversation: of its messages.
+        fields: paths of the text; several texts are joined by a newline. For a conversation: the path of its messages.
     """
 
     fields: tuple[str, ...] = ("text",)
 
     def pieces(self, record: Any, refuse: Refuse) -> list[Piece]:
-        """Return the document of a record in pieces.
+        """Return the pieces of a record's document.
 
         Raises:
-            UserError: made by `refuse`: the record has not what is to be taken, or text that UTF-8 cannot hold.
+            UserError: made by `refuse`: the record lacks the text, or UTF-8 cannot encode the text.
         """
         pieces = self._taken(record, refuse)
         try:

@@ -13,13 +13,13 @@ _ROWS = 256  # decoded at a time
 
 
 def rows(path: Path, select: Select) -> Iterator[dict[str, Any] | Exception]:
-    """Yield the rows of a table, with the columns that are looked at.
+    """Yield the rows of a table, with the selected columns only.
 
-    A row with a value that Python cannot hold, such as text that is not UTF-8, comes as the error.
+    For a row with a value that Python cannot hold, such as text that is not UTF-8, the error is yielded instead.
 
     Raises:
-        UserError: 162, pyarrow is not installed; 213, a column is not there.
-        DamagedError: the file is no table, or is cut off.
+        UserError: 162, pyarrow is not installed; 213, a column is missing.
+        DamagedError: the file is not a table, or is cut off.
     """
     require_extra("pyarrow", "text", path)
     with damage(Exception):
@@ -30,7 +30,7 @@ def rows(path: Path, select: Select) -> Iterator[dict[str, Any] | Exception]:
 def _row(batch: Any, i: int) -> dict[str, Any] | Exception:
     try:
         row = batch.slice(i, 1)
-        row.validate(full=True)  # in a damaged file a text may lie outside of its buffer
+        row.validate(full=True)  # in a damaged file a text may be outside of its buffer
         return row.to_pylist()[0]
     except (ValueError, OverflowError) as error:
         return error
@@ -50,7 +50,7 @@ def _batches(path: Path, select: Select) -> Iterator[Any]:
         try:
             reader = pyarrow.ipc.open_file(source)
             batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        except pyarrow.ArrowInvalid:  # the other form, without a footer
+        except pyarrow.ArrowInvalid:  # the streaming format, which has no footer
             source.seek(0)
             reader = batches = pyarrow.ipc.open_stream(source)
         columns = _columns(reader.schema.names, select, path)

@@ -1,11 +1,12 @@
-"""Read and render chat templates, as transformers writes them: Jinja, in its sandbox (the package jinja2).
+"""Read and render chat templates in transformers' format: Jinja, in its sandbox (the package jinja2).
 
-A template is a program of somebody else's. In Jinja's sandbox it reads what it is given and changes nothing; it reaches
-no file, no module and no attribute with an underscore. Its time and memory are not bounded.
+A template is an untrusted program. In Jinja's sandbox it can read its inputs but not change them, and it cannot reach
+files, modules or attributes that begin with an underscore. Its time and memory are not bounded.
 
-What is rendered depends on the record alone, so that the same line gives the same bytes on any day: `strftime_now`,
-`random` and `lipsum` are not there. Else names and settings are those of transformers: `bos_token`, `eos_token` ...,
-`messages`, `tools`, `add_generation_prompt`, `raise_exception`, `tojson`, `break`, `continue`, `{% generation %}`.
+The rendered text depends on the record alone, so that the same command line gives the same bytes on any day:
+`strftime_now`, `random` and `lipsum` are not available. Other names and settings are those of transformers:
+`bos_token`, `eos_token` ..., `messages`, `tools`, `add_generation_prompt`, `raise_exception`, `tojson`, `break`,
+`continue`, `{% generation %}`.
 """
 
 import json
@@ -25,13 +26,13 @@ from megazero.data.tokenizers.common import BESIDE_BYTES, CHAT_TEMPLATE, CONFIG,
 if TYPE_CHECKING:  # a package that may be missing
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-TEMPLATE_FAULT = 226  # the code of what is the template's fault, whatever the record
-BEGIN, END = "\ufdd0", "\ufdd1"  # around what a {% generation %} block renders; Unicode gives them to no character
+TEMPLATE_FAULT = 226  # the code of an error in the template itself, whatever the record
+BEGIN, END = "\ufdd0", "\ufdd1"  # around the output of a {% generation %} block; Unicode noncharacters
 _JINJA = (3, 1, 6)
 
 
 class RenderError(Exception):
-    """An error that a template raises, or runs into, with some record."""
+    """An error that a template raises, or that occurs in it, for some record."""
 
 
 class Template:
@@ -39,14 +40,14 @@ class Template:
 
     Args:
         source: its text.
-        where: its file, for messages.
-        names: what else it may use, `bos_token` and the like.
+        where: its file, for error messages.
+        names: more variables that it may use, `bos_token` and the like.
 
     Attributes:
         marks_answers: it has {% generation %} blocks.
 
     Raises:
-        UserError: 162, jinja2 is not installed, or an old one is; 226, it is no template.
+        UserError: 162, jinja2 is not installed or too old; 226, `source` is not a valid template.
     """
 
     def __init__(self, source: str, where: Path, names: Mapping[str, str]):
@@ -58,7 +59,7 @@ class Template:
             environment = _environment()
             self.marks_answers = any(True for _ in environment.parse(source).find_all(nodes.ExtensionAttribute))
             self._compiled = environment.from_string(source)
-        except Exception as error:  # the library's own, and what Python's compiler says of its code
+        except Exception as error:  # of the library, or of Python's compiler for the code it generates
             line = f"line {lineno}: " if (lineno := getattr(error, "lineno", None)) else ""
             raise self._fault(f"is no Jinja template: {line}{_words(error)}") from None
 
@@ -70,11 +71,11 @@ class Template:
 
         Args:
             messages, tools: of the conversation.
-            prompt: with what begins the next answer (`add_generation_prompt`).
+            prompt: append the beginning of the next answer (`add_generation_prompt`).
 
         Raises:
-            RenderError: the template raises an error, or runs into one.
-            UserError: 226, it does what the sandbox forbids.
+            RenderError: the template raises an error, or an error occurs in it.
+            UserError: 226, it does something that the sandbox forbids.
         """
         from jinja2.exceptions import SecurityError
 
@@ -91,7 +92,7 @@ class Template:
 
 
 def _environment() -> "ImmutableSandboxedEnvironment":
-    """Return Jinja's sandbox, with the names and blocks that transformers adds and without what draws lots."""
+    """Return Jinja's sandbox with the names and blocks that transformers adds, and without random functions."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension
@@ -99,7 +100,7 @@ def _environment() -> "ImmutableSandboxedEnvironment":
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The block {% generation %}: what it renders is an answer, and comes between BEGIN and END."""
+        """The block {% generation %}: its output is an answer, and is put between BEGIN and END."""
 
         tags = {"generation"}  # noqa: RUF012 - as the library declares it
 
@@ -123,7 +124,7 @@ def _environment() -> "ImmutableSandboxedEnvironment":
 
 
 def _require_jinja(where: Path) -> None:
-    """Refuse a template where jinja2 is missing, or is one whose sandbox has known holes. Raises UserError 162."""
+    """Refuse templates if jinja2 is missing, or is a version whose sandbox has known holes. Raises UserError 162."""
     found = version("jinja2") if find_spec("jinja2") is not None else "none"
     if tuple(map(int, re.findall(r"\d+", found)[:3])) < _JINJA:
         what = f"expected the package jinja2 {'.'.join(map(str, _JINJA))} or later, whose sandbox is whole, got {found}"
@@ -134,7 +135,7 @@ def open_template(path: Path | None, tokenizer: Tokenizer) -> Template:
     """Open a chat template.
 
     Args:
-        path: its file; None: the tokenizer's own, chat_template.jinja or in tokenizer_config.json, next to its file.
+        path: its file; None: the tokenizer's, in chat_template.jinja or tokenizer_config.json next to the tokenizer.
         tokenizer: gives the names of special tokens.
 
     Raises:
@@ -144,7 +145,7 @@ def open_template(path: Path | None, tokenizer: Tokenizer) -> Template:
     where = path or (beside if beside.exists() else tokenizer.path.with_name(CONFIG))
     if path is None and not beside.exists():
         source = config.get("chat_template")
-        if isinstance(source, list):  # of several the default
+        if isinstance(source, list):  # several templates: use the default
             named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
             source = named.get("default")
     else:
@@ -160,7 +161,7 @@ def open_template(path: Path | None, tokenizer: Tokenizer) -> Template:
 
 
 def _token_names(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the names of special tokens by what they are for; those of the config, else the tokenizer's."""
+    """Return the names of special tokens by role (`bos_token` ...): the config's, else the tokenizer's."""
     of_id = {i: name for name, i in tokenizer.specials.items()}
     own = {"bos_token": of_id[tokenizer.bos], "eos_token": of_id[tokenizer.eod]}
     if tokenizer.bos == tokenizer.eod:

@@ -3,15 +3,15 @@
     megazero tokenizer --input books/ --output books.model --vocab 8192
 
 The text is used as it is: no normalisation, all white space kept, runs of spaces may be pieces (indentation is most of
-a program), newline and tab are pieces of their own, digits stand alone, and what has no piece is spelt in bytes. Ids:
-<unk> 0, <s> 1, </s> 2 (end of document), newline 3, tab 4, then 256 bytes, then the learned pieces; exactly --vocab of
-them. A large corpus is sampled evenly, so memory does not grow with it.
+a program), newline and tab are pieces of their own, digits stand alone, and characters without a piece are spelled in
+bytes. Ids: <unk> 0, <s> 1, </s> 2 (end of document), newline 3, tab 4, then 256 bytes, then the learned pieces; exactly
+--vocab ids in all. A large corpus is sampled evenly, so memory does not grow with it.
 """
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: from the repository, not from this folder, whose inspect.py hides Python's
+if __name__ == "__main__":  # as a script: import from the repository; this folder's inspect.py would hide Python's
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     from data_tools import run_script
 
@@ -37,7 +37,7 @@ from megazero.data.tokenizer import open_tokenizer
 from megazero.data.tokenizers.common import SPACE_MARK
 
 SAMPLE_BYTES = 64_000_000  # more text changes a vocabulary of this kind little
-CHECK_BYTES = 4_000_000  # of the sample, encoded and decoded again at the end
+CHECK_BYTES = 4_000_000  # of the sample, for the round-trip check at the end
 SENTENCE_BYTES = 16_384  # the library drops longer ones; ours are cut to fit
 SETTINGS = {  # of the library's trainer
     "model_type": "bpe",
@@ -49,7 +49,7 @@ SETTINGS = {  # of the library's trainer
     "user_defined_symbols": ["\n", "\t"],
     "split_digits": True,
     "character_coverage": 0.9999,
-    "required_chars": SPACE_MARK,  # without a piece of its own a space is spelt in bytes and read back as the mark
+    "required_chars": SPACE_MARK,  # without a piece of its own, a space is spelled in bytes and decoded as the mark
     "max_sentence_length": SENTENCE_BYTES,
     "minloglevel": 2,  # errors only
 }
@@ -77,7 +77,7 @@ def train_tokenizer(options: argparse.Namespace) -> None:
 
 
 def _sample(reader: Reader, total: int) -> list[str]:
-    """Return about SAMPLE_BYTES of text, spread evenly over a corpus of so many bytes; all of a smaller one."""
+    """Return about SAMPLE_BYTES of text, spread evenly over a corpus of `total` bytes; all of a smaller corpus."""
     share = min(1.0, SAMPLE_BYTES / max(total, 1))
     sample, seen, kept = [], 0, 0
     with doing("reading the text, MB", total // 1_000_000) as progress:
@@ -92,10 +92,10 @@ def _sample(reader: Reader, total: int) -> list[str]:
 
 
 def _train(sample: list[str], vocab: int) -> bytes:
-    """Return the model of a vocabulary. Raises UserError 215.
+    """Train a vocabulary; return its model file. Raises UserError 215.
 
-    The library trains for seconds to minutes in one call, and Python's handlers of signals run when that returns. So
-    Ctrl-C ends the process at once meanwhile, as the system does it.
+    The library trains for seconds to minutes in one call, and Python runs signal handlers only when the call returns.
+    So SIGINT has the system's default action during the call: Ctrl-C ends the process at once.
     """
     model, given = io.BytesIO(), {"sentence_iterator": sentences(sample), "vocab_size": vocab}
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -111,7 +111,7 @@ def _train(sample: list[str], vocab: int) -> bytes:
 
 
 def sentences(sample: Iterable[str]) -> Iterator[str]:
-    """Yield lines, with their ends, none longer than the library reads (a character has at most 4 bytes)."""
+    """Yield lines with their line ends, none longer than the library reads (a character has at most 4 bytes)."""
     size = SENTENCE_BYTES // 4
     for text in sample:
         for line in text.replace("\0", "").splitlines(keepends=True):  # the library drops lines with a NUL
@@ -119,7 +119,7 @@ def sentences(sample: Iterable[str]) -> Iterator[str]:
 
 
 def _check(model: bytes, sample: list[str]) -> float:
-    """Return bytes per token on a part of the sample, after checking that its round trip comes back equal."""
+    """Return bytes per token on a part of the sample; check that decoding its ids gives the same text."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "tokenizer.model")
         path.write_bytes(model)

@@ -1,10 +1,10 @@
-"""Keep the finished parts of a command where another one, of the same words, finds them: PREFIX.unfinished/.
+"""Keep the finished parts of a command in PREFIX.unfinished/, where the same command finds them when run again.
 
-    job                          which command line it is
+    job                          identifies the command line
     000012.bin .idx .mask        token files of the 13th part, a pair like any other
     000012.done                  its counts; written last
 
-A part that has no counts is made again. When all are there, `preprocess` joins them as any other folder of shards.
+A part without counts is made again. When all parts are done, `preprocess` joins them like any other folder of shards.
 """
 
 import fcntl
@@ -18,22 +18,22 @@ from megazero.base.errors import UserError
 from megazero.base.files import write_atomically, writing
 from megazero.base.reading import parse_object, read_file
 
-_BYTES = 1 << 30  # of the counts of a part, with the hashes of its documents
+_BYTES = 1 << 30  # the largest .done file, which holds the hashes of the part's documents
 
 
 class Unfinished:
-    """The folder of a command that is under way, which goes on where one of the same words has ended.
+    """The folder of the finished parts of a command; the same command, run again, continues after them.
 
     Args:
         output: prefix of the token files.
-        job: all that the result depends on, in words.
+        job: identifies everything that the result depends on.
 
     Attributes:
         folder: where the parts are.
         done: the counts of the finished parts, in order.
 
     Raises:
-        UserError: 208, it cannot be written, or another command is at work there.
+        UserError: 208, the folder cannot be written, or another command is using it.
     """
 
     def __init__(self, output: Path, job: str):
@@ -52,7 +52,7 @@ class Unfinished:
                 raise UserError(208, what, "wait for it, or give another --output", where=self._output) from None
             job = self.folder / "job"
             if not job.exists() or job.read_text() != self._job:
-                job.unlink(missing_ok=True)  # first: a killed cleaning leaves parts that no command believes
+                job.unlink(missing_ok=True)  # first: if the cleanup is killed, the parts that remain match no command
                 for path in {*self.folder.iterdir()} - {self.folder / "lock"}:
                     path.unlink()
                 write_atomically(job, self._job.encode())
@@ -65,11 +65,11 @@ class Unfinished:
         return self.folder / f"{len(self.done):06d}"
 
     def finish(self, counts: Counts) -> None:
-        """Note that this part is finished: its files are on the disk. Raises UserError 208."""
+        """Record that this part is finished; its files must be on the disk. Raises UserError 208."""
         write_atomically(Path(f"{self.prefix()}.done"), json.dumps(asdict(counts)).encode())
         self.done.append(counts)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or not any(counts.documents for counts in self.done):  # nothing to go on from
+        if kind is None or not any(counts.documents for counts in self.done):  # nothing to continue from
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()

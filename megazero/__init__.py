@@ -1,7 +1,7 @@
-"""megazero: ZeRO-100B and Megatron-style 3D parallelism for GPT training, and ZeRO for modules of others.
+"""megazero: ZeRO-100B and Megatron-style 3D parallelism for GPT training, and ZeRO for any torch module.
 
-`shard`, `Sharded`, `backward` and `launch` are the library (docs/library.md). Importing the package imports nothing
-else, torch neither: what is asked for is imported then.
+`shard`, `Sharded`, `backward` and `launch` are the library (docs/library.md). Importing the package does not import
+them or torch: each name is imported at its first use.
 """
 
 import importlib

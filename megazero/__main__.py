@@ -1,19 +1,19 @@
 """The verbs: `python -m megazero VERB`, also installed as `megazero`; `train.py` is the verb train.
 
     train      trains a config
-    explain    shows every option, its type, default, meaning, and what it goes together with
+    explain    shows every option, its type, default, meaning, and rules with other options
     generate   continues a prompt with a run's weights
     certify    compares every layout of a config with one process
-    export     writes a run's weights as transformers reads them
-    import     makes a run's folder of transformers' weights
-    schedule   shows what every rank of a pipeline does in a step, and draws it
-    plan       tells memory, traffic, time and cost of a job before it runs, and finds the fastest layout that fits
-    doctor     measures this machine, and says what is missing
-    data       tells which text a step of a run saw
-    simulate   runs one rank of any number without data: its memory and what it sends, to the byte
-    tokenizer, preprocess, inspect, merge   make token files of text, and check them (the commands of data_tools/)
+    export     writes a run's weights in the format of transformers
+    import     makes a run's folder from weights in the format of transformers
+    schedule   shows and draws the actions of every rank of a pipeline in a step
+    plan       estimates memory, traffic, time and cost of a job, and finds the fastest layout that fits
+    doctor     measures this machine, and reports what is missing
+    data       shows the text that a step of a run trained on
+    simulate   runs one rank of a job of any size without data: its memory and traffic, to the byte
+    tokenizer, preprocess, inspect, merge   make token files from text, and check them (the commands of data_tools/)
 
-Exit codes: docs/operations.md. A fault that a user can repair is one line on stderr; a traceback is a fault of ours.
+Exit codes: docs/operations.md. A fault that a user can repair is one line on stderr; a traceback is a bug of megazero.
 Configs are checked before torch is imported, so a typo costs a fraction of a second.
 """
 
@@ -41,7 +41,7 @@ from megazero.base.version import __version__
 from megazero.tools import certify_verb, data_verb, train_verb
 from megazero.tools.train_verb import MOST_LOCAL
 
-# Verbs that are commands of data_tools: the module, and what it does.
+# Verbs that are commands of data_tools: verb: (module, help text).
 _DATA_TOOLS = {
     "tokenizer": ("train_tokenizer", "train a vocabulary on text"),
     "preprocess": ("preprocess", "turn text into token files"),
@@ -52,11 +52,11 @@ _MOST_GPUS = 2**20  # ranks of a job
 
 
 def command(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb as a process of its own, which is never silent for long; return the exit code."""
+    """Run one verb as the whole process, with signal handling and heartbeat; return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["train"]:
         handle(end_at_once)
-    # What a run says is a log on standard output; of other verbs that is their answer, which a reader may parse.
+    # `train` logs to standard output; on other verbs' standard output is only their answer, which programs may parse.
     HEART.begin(sys.stdout if given[:1] == ["train"] else sys.stderr, " ".join(["starting megazero", *given[:1]]))
     try:
         code = main(given)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         options, unknown = parser.parse_known_args(given)
         if hasattr(options, "overrides") and not any(word.startswith("-") for word in unknown):
-            options.overrides += unknown  # argparse takes only those before the first flag
+            options.overrides += unknown  # argparse takes only overrides before the first flag
             unknown = []
         if unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -246,12 +246,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_planning(verbs)
     _add_run_folders(verbs)
     for verb, (_, what) in _DATA_TOOLS.items():
-        verbs.add_parser(verb, help=what)  # which `main` starts: to list it here must not cost its imports
+        verbs.add_parser(verb, help=what)  # only for --help: `main` starts the command, which saves its imports here
     return parser
 
 
 def _add_planning(verbs: Any) -> None:
-    """Add the verbs that tell something before anything is trained."""
+    """Add the verbs for planning before a run."""
     ranks = _at_least(1, int, _MOST_GPUS)
     schedule = _with_config(verbs, _schedule, "schedule", "show and draw what every rank of a pipeline does in a step")
     schedule.add_argument("--nproc", type=ranks, help="ranks of the run; decides the data axis")
@@ -281,7 +281,7 @@ def _add_planning(verbs: Any) -> None:
 
 
 def _add_run_folders(verbs: Any) -> None:
-    """Add the verbs that read or make the folder of a run."""
+    """Add the verbs that read or make a run's folder."""
     data_verb.add(verbs)
     generate = verbs.add_parser("generate", help="continue a prompt with a run's weights")
     generate.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")

@@ -1,1 +1,1 @@
-"""Hold what every package may use: errors, files, reading of foreign input, the heartbeat, terminal output."""
+"""Provide helpers for every package: errors, files, reading of untrusted input, the heartbeat, terminal output."""

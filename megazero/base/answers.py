@@ -13,12 +13,12 @@ from megazero.base.terminal import fitted, width
 
 
 def answer(text: str) -> None:
-    """Print the answer of a verb. A reader that closes the pipe early (`| head`) is no fault.
+    """Print the answer of a verb. A reader that closes the pipe early (`| head`) is not an error.
 
     Raises:
         UserError: 405, standard output cannot be written.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # any text on any terminal
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal's encoding may lack characters of the text
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with HEART.paused():
@@ -30,12 +30,12 @@ def answer(text: str) -> None:
 
 
 def show(found: object, text: str, *, as_json: bool) -> None:
-    """Print what a verb found: an object as JSON, or a text that fits the terminal. Raises UserError 405."""
+    """Print a verb's result: `found` as JSON, or `text` wrapped to the terminal's width. Raises UserError 405."""
     answer(json.dumps(found, indent=1) if as_json else fitted(text, width()))
 
 
 def flush_output() -> None:
-    """Flush standard output: at exit Python would fail with exit code 120. Output that has no reader is dropped."""
+    """Flush standard output; drop output without a reader, for which Python would exit with code 120."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -46,9 +46,9 @@ def flush_output() -> None:
 
 
 def leave(code: int) -> int:
-    """End this process and skip torch's teardown, which takes a second; return the exit code where torch is not loaded.
+    """End this process without torch's teardown, which takes a second; return the exit code if torch is not loaded.
 
-    The registered exit functions run and the output is flushed first, as Python would do.
+    Run the registered exit functions and flush the output first, as Python does.
     """
     if "torch" not in sys.modules:
         return code
@@ -64,7 +64,7 @@ def fail(said: object, code: int) -> int:
 
 
 def tell(line: object) -> None:
-    """Write a line on standard error; without one the process goes on, because a message is not worth it."""
+    """Write a line on standard error. Ignore a failure: a lost message is no reason to end the process."""
     with HEART.paused(), suppress(OSError, ValueError):
         if sys.stderr is not None:
             print(line, file=sys.stderr, flush=True)

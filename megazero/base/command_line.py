@@ -1,4 +1,4 @@
-"""Parse the command lines of all verbs alike: mistakes are reported in one way, numbers have bounds."""
+"""Parse command lines the same way in all verbs: mistakes raise a UserError, numbers have bounds."""
 
 import argparse
 
@@ -18,10 +18,10 @@ OVERRIDES = """overrides:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises a mistake as a UserError."""
+    """A parser that raises a UserError for a mistake on the command line."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        """Raise UserError 100 in place of argparse's own exit."""
+        """Raise UserError 100 instead of exiting as argparse does."""
         raise UserError(100, message, f"see `{self.prog} --help`")
 
 

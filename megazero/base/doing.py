@@ -1,6 +1,6 @@
-"""Name what this process is doing that may take long; the heartbeat (`heartbeat.py`) shows it.
+"""Record the activities of this process that may take long, for the heartbeat (`heartbeat.py`) to show.
 
-A process has one list of activities, `ACTIVITIES`, which code reaches from everywhere as it reaches a logger.
+A process has one list of activities, `ACTIVITIES`, which all code uses as it uses a logger.
 """
 
 import threading
@@ -15,10 +15,10 @@ class Doing:
     """An activity that may take long.
 
     Attributes:
-        what: the words to print: "validating".
+        what: the name to print, for example "validating".
         detail: its phase.
         done, total: its progress; total None: unknown.
-        since: when it began, in seconds of the list's clock.
+        since: its start time, in seconds of the list's clock.
     """
 
     what: str
@@ -38,7 +38,7 @@ class Doing:
 
 
 class Activities:
-    """The activities of a process, the innermost last. The outermost is always there, and `now` sets it."""
+    """The nested activities of a process, innermost last. The outermost always exists; `now` sets it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
@@ -55,9 +55,9 @@ class Activities:
 
     @contextmanager
     def doing(self, what: str, total: int | None = None) -> Iterator[Doing]:
-        """Name an activity that may take long while the context is open; yield it, to count its progress."""
+        """Record an activity while the context is open; yield it, so that the caller can count its progress."""
         entry = Doing(what, "", 0, total, self.clock())
-        if threading.current_thread() is not threading.main_thread():  # no other thread waits for it
+        if threading.current_thread() is not threading.main_thread():  # the user waits for the main thread only
             yield entry
             return
         self._entries.append(entry)

@@ -2,7 +2,7 @@
 
     MZ-203 rank=0 step=17 data/train.bin: token 9001 in document 12 >= vocabulary 8192; use another tokenizer
 
-Code, then where (rank, step, file, as far as known), then what was expected against what came, then what to do.
+The parts: code; place (rank, step, file, as far as known); expected against found; what to do.
 The hundreds digit is the kind of fault and decides the exit code (docs/operations.md lists every code):
 
     1xx  usage or configuration    exit 2
@@ -10,19 +10,20 @@ The hundreds digit is the kind of fault and decides the exit code (docs/operatio
     3xx  a failure while training  exit 1
     4xx  files of a run            exit 1
     5xx  use of the library        exit 1
+    6xx  offload to disks          exit 1
 
-Our own broken invariants are `assert`, never a `UserError`.
+Broken invariants of megazero itself are an `assert`, never a `UserError`.
 """
 
-LINE_LIMIT = 300  # characters; long values are shortened by whoever formats them, this is the last resort
-_MOST_FAULTS = 100  # lines of one list: a reader stops long before the ten thousandth
+LINE_LIMIT = 300  # characters; a last resort: callers shorten long values themselves
+_MOST_FAULTS = 100  # lines of one list; a longer list would not be read to its end
 
 
 def one_line(text: str) -> str:
     """Return a text as one line of at most LINE_LIMIT printable characters.
 
-    File names and values come from outside: a control character in one could move a terminal's cursor or change its
-    colours, so whatever is not printable is written as its escape.
+    File names and values are untrusted: a control character could move a terminal's cursor or change its colours, so
+    each non-printable character is written as its escape.
     """
     line = " ".join(text[: 8 * LINE_LIMIT].split())
     if not line.isprintable():
@@ -31,7 +32,7 @@ def one_line(text: str) -> str:
 
 
 def _shortened(where: str) -> str:
-    """Return a path with its middle left out if it is long, so that the fault itself still fits into the line."""
+    """Return a path, without its middle if it is long, so that the fault itself fits into the line."""
     return where if len(where) <= LINE_LIMIT // 2 else f"{where[: LINE_LIMIT // 4]}…{where[-LINE_LIMIT // 4 :]}"
 
 
@@ -40,10 +41,10 @@ class UserError(ValueError):
 
     Args:
         code: three digits, the hundreds digit as in the module's table.
-        what: the fault: expected against got.
+        what: the fault: expected value against actual value.
         do: what to do about it.
-        where: file (and line), or option, or command; empty when there is none.
-        rank, step: where in the run, when it runs.
+        where: file (and line), option or command; empty if none applies.
+        rank, step: of the run, if one is under way.
     """
 
     def __init__(
@@ -65,14 +66,14 @@ class UserError(ValueError):
 
     @property
     def exit_code(self) -> int:
-        """Return 2 for errors of usage and config, 1 for all others."""
+        """Return 2 for errors of usage and configuration, 1 for all others."""
         return 2 if self.code < 200 else 1
 
     def located(self, rank: int, step: int | None, place: str) -> "UserError":
-        """Return this error with the rank, the step (where it has none yet) and the place in it.
+        """Return a copy of this error with the place, and with rank and step where the error has none yet.
 
         Args:
-            place: phase and host; left out where the command line or config is at fault, whichever rank found it.
+            place: phase and host; left out for errors of usage and configuration, which do not depend on the rank.
         """
         rank, step = (rank if self.rank is None else self.rank), (step if self.step is None else self.step)
         what = self.what if self.code < 200 else f"{self.what} ({place})"
@@ -80,13 +81,13 @@ class UserError(ValueError):
 
 
 def of_system(error: OSError) -> UserError:
-    """Return the error for a system call that failed where no caller handles it: a file name that is too long, say."""
+    """Return the error for a failed system call that no caller handles, such as a file name that is too long."""
     what = f"cannot be used: {error.strerror or error}"
     return UserError(401, what, "see that path, and the disk it is on", where=error.filename or "")
 
 
 class FailedElsewhere(UserError):  # noqa: N818 - not an error of this rank
-    """An error that another rank has raised, and reports."""
+    """An error that another rank has raised and reports itself."""
 
     def __init__(self, rank: int, code: int):
         super().__init__(code, f"stopped, because rank {rank} failed")
@@ -105,5 +106,5 @@ class FaultList(UserError):  # noqa: N818 - a list of errors, not another kind o
         self.errors = errors
 
     def located(self, rank: int, step: int | None, place: str) -> UserError:
-        """Return the list as it is: each fault has its place."""
+        """Return the list unchanged: each fault already has its place."""
         return self

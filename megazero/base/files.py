@@ -1,9 +1,8 @@
 """Write files that appear whole or not at all.
 
-A file is written under a unique temporary name next to its target, flushed to the disk, and renamed: readers meet the
-old content or the new, never half of it, whatever kills the writer, a power cut included. The name carries a random
-part, so that two writers never share a temporary file, and is opened exclusively with the user's own permissions
-(umask).
+A file is written under a unique temporary name next to its target, flushed to the disk, and renamed: readers see the
+old content or the new, never a part, even if the writer is killed or the power fails. The temporary name has a random
+part, so two writers never share a temporary file; the file is opened exclusively, with the user's umask.
 """
 
 import errno
@@ -24,19 +23,19 @@ def temporary_name(path: Path) -> Path:
 
 
 def replace_file(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a whole file in one atomic replacement. Raises OSError, and then leaves nothing.
+    """Replace a whole file atomically and flush its folder. Raises OSError; no temporary file is left then.
 
     Args:
-        content: the bytes, or parts of them one after the other.
+        content: the bytes, or an iterable of consecutive parts.
     """
     announce_file(path, content)
     flush_folder(path.parent)
 
 
 def announce_file(path: Path, content: bytes | Iterable[bytes]) -> None:
-    """Write a file that appears whole, as the last action in its folder. Raises OSError.
+    """Write a file atomically, as the last action in its folder, which is not flushed. Raises OSError.
 
-    A process that sees it may rename or remove the folder at once; that process flushes the folder to make it durable.
+    Another process that sees the file may rename or remove the folder at once; that process flushes the folder.
     """
     temporary = temporary_name(path)
     try:
@@ -51,11 +50,11 @@ def announce_file(path: Path, content: bytes | Iterable[bytes]) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which becomes `target` on success; on failure remove it and any parents made for it.
+    """Yield a new folder that is renamed to `target` on success; on failure remove it and the parents made for it.
 
     Raises:
         FileExistsError: the target exists.
-        OSError: it cannot be written.
+        OSError: the folder cannot be written.
     """
     if target.exists() or target.is_symlink():
         raise FileExistsError(errno.EEXIST, "exists already", str(target))
@@ -69,26 +68,26 @@ def new_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         for folder in missing:
-            with suppress(OSError):  # somebody else has put something there
+            with suppress(OSError):  # another process may have put files there
                 folder.rmdir()
         raise
 
 
 def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    """Write all of it to a file without a buffer: the system may take less at a time."""
+    """Write all bytes to an unbuffered file, where one `write` may take only a part."""
     view = memoryview(data)
     while len(view):
         view = view[file.write(view) :]
 
 
 def flush(file: BinaryIO) -> None:
-    """Flush everything written so far to the disk."""
+    """Flush all bytes written so far to the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def flush_file(path: Path) -> None:
-    """Flush the content of a file that another process or handle has written to the disk."""
+    """Flush to the disk a file that another process or handle has written."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -104,7 +103,7 @@ def flush_folder(folder: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise UserError 208 where the system refuses, in the context, to write `path`."""
+    """Turn an OSError inside the context, which writes `path`, into UserError 208."""
     try:
         yield
     except OSError as error:
@@ -113,7 +112,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a small file; make its folder if it is missing. Raises UserError 208."""
+    """Replace a small file atomically; make its folder if it is missing. Raises UserError 208."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content)

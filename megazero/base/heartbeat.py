@@ -1,13 +1,12 @@
-"""Show what a process is doing when nothing else has been written for a while.
+"""Show the current activity of a process when it has written nothing else for a while.
 
 Code that may take long names its work with `doing` (`doing.py`). A thread shows it:
 
-    ━━━━──────── validating 40/120  1 s    a terminal: one live line below all others, removed at the end
-    validating 40/120  35 s                anywhere else: one line in 30 s of silence, in a phase that is as long
+    ━━━━──────── validating 40/120  1 s    on a terminal: one live line below all others, removed at the end
+    validating 40/120  35 s                elsewhere: one line per 30 s of silence, once the phase has lasted 30 s
 
-A process has one heartbeat, `HEART`, which code reaches from everywhere as it reaches a logger. It is silent until
-`begin`, which only commands call, and only on rank 0. Other writers write inside `paused`, so that lines do not tear
-each other.
+A process has one heartbeat, `HEART`, which all code uses as it uses a logger. It is silent until `begin`, which only
+commands call, and only on rank 0. Other writers write inside `paused`, so that lines do not interleave.
 """
 
 import atexit
@@ -20,10 +19,10 @@ from typing import TextIO
 
 from megazero.base.doing import ACTIVITIES, Activities
 
-FIRST, SECOND = 0.6, 1.0  # on a terminal: seconds of silence before the line, and between two looks of it
-QUIET = 30.0  # anywhere else: seconds of silence, and of a phase, before it is named
-_LOOK = 0.2
-_PATIENCE = 1.0  # seconds for a write under way
+FIRST, SECOND = 0.6, 1.0  # on a terminal: seconds of silence before the first draw, and between two draws
+QUIET = 30.0  # elsewhere: seconds that both the silence and the phase must last before a line
+_LOOK = 0.2  # seconds between two ticks
+_PATIENCE = 1.0  # seconds to wait for a write under way
 _BAR = 12  # columns
 _CLEAR = "\r\x1b[K"
 
@@ -34,17 +33,17 @@ class Heartbeat:
     def __init__(self, activities: Activities):
         self._activities, self._clock, self._lock = activities, activities.clock, threading.RLock()
         self._stream: TextIO | None = None
-        self._redraws = self._drawn = False  # it is a terminal; the live line stands on it
+        self._redraws = self._drawn = False  # the stream is a terminal; the live line is on it
         self._wrote = 0.0
         self._promised = ""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, stream: TextIO | None, what: str) -> None:
-        """Start to show.
+        """Start the heartbeat.
 
         Args:
-            stream: the output; None (it was closed before the start): stay silent.
+            stream: the output; None (it was closed before the process started): stay silent.
             what: the activity until another one is named.
         """
         self._stream, self._wrote = stream, self._clock()
@@ -54,12 +53,12 @@ class Heartbeat:
         self.resume()
 
     def end(self) -> None:
-        """Stop for good."""
+        """Stop the heartbeat for the rest of the process."""
         self.pause()
         self._stream = None
 
     def pause(self) -> None:
-        """Remove the line and end the thread: a fork copies no threads, but would copy a lock that one holds."""
+        """Remove the line and end the thread. Call it before a fork, which copies locks but no threads."""
         thread, self._thread = self._thread, None
         self._stop.set()
         if thread is not None:
@@ -73,14 +72,14 @@ class Heartbeat:
         if self._stream is not None and self._thread is None:
             self._stop.clear()
             self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-            # The thread inherits the mask: signals, also those that the main thread holds back later, are not for it.
+            # The thread inherits the signal mask: it must not receive signals, nor those the main thread blocks later.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             self._thread.start()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let other code write lines: the live line is removed first, and drawn again below them."""
+        """Let other code write lines: remove the live line first, and draw it again below them."""
         with self._lock:
             drawn = self._drawn
             self._clear()
@@ -92,7 +91,7 @@ class Heartbeat:
                     self._draw()
 
     def say(self, text: str) -> None:
-        """Write a line at the next beat; for a signal handler, which may not write itself."""
+        """Write a line at the next tick; for signal handlers, which must not write themselves."""
         self._promised = text
 
     def tick(self) -> None:
@@ -111,7 +110,7 @@ class Heartbeat:
                 self._wrote = now
 
     def _write(self, text: str) -> None:
-        """Write a text; nothing more once the stream is closed."""
+        """Write a text; stay silent after the first write that fails."""
         try:
             if self._stream is not None:
                 self._stream.write(text)
@@ -120,7 +119,7 @@ class Heartbeat:
             self._stream = None
 
     def _draw(self) -> None:
-        """Draw the live line, as wide as the terminal is."""
+        """Draw the live line, cut to the terminal's width."""
         current, self._wrote, self._drawn = self._activities.current, self._clock(), True
         done = "━" * (_BAR * current.done // current.total) if current.total else ""
         line = f"{done:─<{_BAR}.{_BAR}} {current.words(self._wrote)}"

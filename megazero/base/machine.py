@@ -1,21 +1,21 @@
-"""Read what this machine has, and what of it this job may use: cores, memory, file systems. Imports no torch."""
+"""Read the cores, memory and file systems of this machine, and the limits of this job. Imports no torch."""
 
 import ctypes
 import os
 import sys
 from pathlib import Path
 
-_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_M_MMAP_THRESHOLD = -3  # from glibc's malloc.h
 
 
 def job_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes of memory that this job may use: all of the machine, or as much as its cgroups allow."""
+    """Return the bytes of memory that this job may use: the machine's total, or less if its cgroups limit it."""
     _, limit = cgroup_limits(proc / "self/cgroup", cgroups)
     return min(known_memory(proc)["MemTotal"], limit or sys.maxsize)
 
 
 def cgroup_limits(listing: Path, root: Path) -> tuple[float | None, int | None]:
-    """Return (cores, bytes) that the job's cgroup (version 2) and those above it allow; None: they do not limit it."""
+    """Return the (cores, bytes) limits of the job's cgroup (version 2) and its parents; None where there is none."""
     lines = listing.read_text().splitlines() if listing.exists() else []
     quotas: list[float] = []
     limits: list[int] = []
@@ -28,13 +28,13 @@ def cgroup_limits(listing: Path, root: Path) -> tuple[float | None, int | None]:
 
 
 def free_memory() -> int:
-    """Return the bytes that may be allocated now without swapping; half of all where the system does not say."""
+    """Return the bytes that can be allocated without swapping; half of all memory if the system does not report it."""
     known = known_memory(Path("/proc"))
     return min(known.get("MemAvailable", known["MemTotal"] // 2), job_memory())
 
 
 def known_memory(proc: Path) -> dict[str, int]:
-    """Return MemTotal, and where the system says so MemAvailable, in bytes."""
+    """Return MemTotal and, if the system reports it, MemAvailable, in bytes."""
     listing = proc / "meminfo"
     rows = [line.split() for line in listing.read_text().splitlines()] if listing.exists() else []
     known = {row[0].rstrip(":"): int(row[1]) << 10 for row in rows if row[0] in ("MemTotal:", "MemAvailable:")}
@@ -42,7 +42,7 @@ def known_memory(proc: Path) -> dict[str, int]:
 
 
 def file_system_of(place: Path) -> str:
-    """Return the type of the file system of a folder; a shared or a memory one is worth knowing."""
+    """Return the type of a folder's file system, which shows whether it is a shared or an in-memory one."""
     listing = Path("/proc/mounts")
     rows = [line.split() for line in listing.read_text().splitlines()] if listing.exists() else []
     holding = [row for row in rows if place.resolve().is_relative_to(row[1])]
@@ -59,11 +59,11 @@ def _words(file: Path) -> list[str]:
 
 
 def return_freed_memory() -> None:
-    """Let this process give freed memory of 128 KiB or more back to the system at once.
+    """Make this process return freed blocks of 128 KiB or more to the system at once.
 
-    The C library keeps what is freed, up to 32 MiB a piece, in heaps with gaps that other sizes do not fit. Where
-    states are larger than memory that is much: of four ranks with 96 million parameters each on disks, a rank's 960 MB
-    become 570. (glibc's M_MMAP_THRESHOLD; other C libraries have no such heaps, or no such option.)
+    glibc keeps freed blocks of up to 32 MiB in its heaps, where blocks of other sizes may not fit the gaps. This counts
+    where states are larger than memory: for four ranks with 96 million parameters each on disks, a rank's memory drops
+    from 960 MB to 570 MB. (glibc's M_MMAP_THRESHOLD; other C libraries lack such heaps or this option.)
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

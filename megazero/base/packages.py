@@ -1,6 +1,6 @@
-"""The packages that megazero imports; a missing one is reported in one line.
+"""List the packages that megazero imports, and report a missing one in one line.
 
-A user who forgot to activate the environment gets no traceback.
+A user who forgot to activate the environment gets this line in place of a traceback.
 """
 
 import importlib.util
@@ -16,10 +16,10 @@ class Package:
     """A package, and whether training needs it.
 
     Attributes:
-        name: as pip knows it.
-        module: as Python imports it.
-        least: the oldest version that does, () for any.
-        use: what an optional one is for; "" for one that is needed.
+        name: its name for pip.
+        module: its name for Python's import.
+        least: the oldest version that works; () for any.
+        use: the feature that needs an optional package; "" for a required one.
     """
 
     name: str
@@ -51,13 +51,13 @@ _NEEDED = tuple(package.module.partition(".")[0] for package in PACKAGES if not 
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a package can be imported; a folder of its name next to the program is no package."""
+    """Return True if a package can be imported; a plain folder of that name does not count."""
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None
 
 
 def missing(name: str | None) -> UserError | None:
-    """Return error 121 for a module that is missing; None: it is of no package that megazero uses."""
+    """Return UserError 121 for a missing module; None if it belongs to no package of the list."""
     module = (name or "").partition(".")[0]
     package = next((each for each in PACKAGES if each.module.partition(".")[0] == module), None)
     if package is None:
@@ -70,7 +70,7 @@ def missing(name: str | None) -> UserError | None:
 
 
 def refuse_sinks(*, wandb: bool = False, tensorboard: bool = False) -> None:
-    """Refuse to log to what is asked for where its package is not installed. Raises UserError 160, 161."""
+    """Refuse a requested metrics sink whose package is not installed. Raises UserError 160, 161."""
     what, do = "the {0} package is not installed", "run `pip install {0}`, or set observe.{0}={1}"
     if wandb and not is_installed("wandb"):
         raise UserError(160, what.format("wandb"), do.format("wandb", "null"), where="observe.wandb")
@@ -79,7 +79,7 @@ def refuse_sinks(*, wandb: bool = False, tensorboard: bool = False) -> None:
 
 
 def require() -> None:
-    """End the process with one line where a package is missing."""
+    """End the process with a one-line message if a required package is missing."""
     name = next((name for name in _NEEDED if importlib.util.find_spec(name) is None), None)
     if name is not None:
         print(missing(name), file=sys.stderr)

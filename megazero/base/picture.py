@@ -1,6 +1,6 @@
-"""Pictures, written whole as SVG or PNG.
+"""Write pictures atomically as SVG or PNG.
 
-matplotlib is used through its object interface: no display, no shared state with a caller's plots.
+matplotlib is used through its object interface, which needs no display and shares no state with a caller's plots.
 """
 
 import io
@@ -20,7 +20,7 @@ FORMATS = (".svg", ".png")
 
 
 def check_name(path: Path | None, verb: str) -> None:
-    """Refuse a picture's name without a known format, and any picture without matplotlib. Raises UserError 100, 121."""
+    """Refuse a picture with an unknown suffix, and any if matplotlib is missing. Raises UserError 100, 121."""
     if path is not None and path.suffix not in FORMATS:
         raise UserError(100, f"--draw {path}: expected a name that ends in {' or '.join(FORMATS)}", where=verb)
     if path is not None and not is_installed("matplotlib") and (error := missing("matplotlib")):
@@ -29,13 +29,13 @@ def check_name(path: Path | None, verb: str) -> None:
 
 @contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator["Figure"]:
-    """Yield an empty figure of so many inches; write it when it is filled, by the path's suffix. Raises OSError."""
-    from matplotlib import rc_context  # half a second and 30 MB that only a picture needs
+    """Yield an empty figure of width x height inches; write it on exit, in the path's format. Raises OSError."""
+    from matplotlib import rc_context  # imported here: it takes half a second and 30 MB
     from matplotlib.figure import Figure
 
     figure, image = Figure(figsize=(width, height), dpi=150, layout="constrained"), io.BytesIO()
     yield figure
-    metadata = {"Date": None} if path.suffix == ".svg" else None  # the same bytes at any time
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "megazero"}):  # text as text, names that repeat
+    metadata = {"Date": None} if path.suffix == ".svg" else None  # no date: equal figures give equal bytes
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "megazero"}):  # text stays text; ids are deterministic
         figure.savefig(image, format=path.suffix[1:], metadata=metadata)
     replace_file(path, image.getvalue())

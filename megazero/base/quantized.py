@@ -1,10 +1,10 @@
-"""Size what values take when they are quantised to 8 or 4 bits in blocks (`zero.quantize`).
+"""Compute the size of values that are quantised to 8 or 4 bits in blocks (`zero.quantize`).
 
-n values become the codes of all of them, then an fp32 scale for each block of `BLOCK`: n bits / 8 + 4 ceil(n / BLOCK)
-bytes, rounded up to `ROUND`, so that what follows is aligned.
+n values become n codes, then one fp32 scale for each block of `BLOCK` values: n bits / 8 + 4 ceil(n / BLOCK) bytes,
+rounded up to `ROUND`, so that the data after them is aligned.
 """
 
-BITS = {"none": None, "int8": 8, "int4": 4}  # of a code, by the words of `zero.quantize`
+BITS = {"none": None, "int8": 8, "int4": 4}  # bits of a code for each value of a `zero.quantize` option
 BLOCK = 256  # values that share a scale
 ROUND = 16  # bytes; n is a multiple of as many elements, see plan/placements.py
 
@@ -21,9 +21,9 @@ def quantized_bytes(numel: int, bits: int) -> int:
 
 
 def sent_bytes(numel: int, bits: int | None, item: int) -> int:
-    """Return the bytes of `numel` values on their way.
+    """Return the bytes that sending `numel` values takes.
 
     Args:
-        bits: of a code; None: they are sent as they are, `item` bytes each.
+        bits: of a code; None: the values are sent unquantised, `item` bytes each.
     """
     return numel * item if bits is None else quantized_bytes(numel, bits)

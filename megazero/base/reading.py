@@ -1,9 +1,8 @@
-"""Read files of unknown origin: kind and size are checked before a byte is believed.
+"""Read untrusted files: check kind and size before using the content.
 
-A path that a user, another program or another user gives may be a FIFO that blocks for ever, a device, a folder, or a
-file of 100 GB. `read_file` takes regular files of at most a given size and nothing else; `parse_json` turns everything
-that is wrong with JSON text into one kind of error. Both are for small files (manifests, locks, configurations); what
-is read in pieces opens its file with `open_regular`.
+A given path may be a FIFO that blocks for ever, a device, a folder, or a file of 100 GB. `read_file` reads only regular
+files of at most a given size; `parse_json` raises one type of error for any invalid JSON text. Both are for small files
+(manifests, locks, configurations); code that reads a file in pieces opens it with `open_regular`.
 """
 
 import errno
@@ -21,7 +20,7 @@ _KINDS = {"p": "a FIFO", "s": "a socket", "c": "a device", "b": "a device", "d":
 
 
 class UnexpectedFileError(OSError):
-    """An error for a file of another kind or size than expected; `strerror` says which, as in any OSError."""
+    """An error for a file of an unexpected kind or size; `strerror` describes it, as in any OSError."""
 
     def __init__(self, what: str, path: Path):
         super().__init__(0, what, str(path))
@@ -35,7 +34,7 @@ def open_regular(path: Path, *, follow: bool = True) -> Iterator[int]:
         follow: whether the last part of the path may be a symbolic link.
 
     Raises:
-        UnexpectedFileError: it is no regular file.
+        UnexpectedFileError: it is not a regular file.
         OSError: it cannot be opened.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
@@ -61,11 +60,11 @@ def read_file(path: Path, limit: int, *, follow: bool = True) -> bytes:
         follow: whether the last part of the path may be a symbolic link.
 
     Raises:
-        UnexpectedFileError: it is no regular file, or larger.
+        UnexpectedFileError: it is not a regular file, or is larger than `limit`.
         OSError: it cannot be opened or read.
     """
     with open_regular(path, follow=follow) as descriptor, open(descriptor, "rb", closefd=False) as file:
-        size = os.fstat(descriptor).st_size  # 0 of files in /proc
+        size = os.fstat(descriptor).st_size  # 0 for files in /proc
         content = file.read(min(size or limit, limit) + 1)
         if len(content) > limit:
             raise UnexpectedFileError(f"expected at most {limit:,} bytes, got {max(size, len(content)):,}", path)
@@ -73,7 +72,7 @@ def read_file(path: Path, limit: int, *, follow: bool = True) -> bytes:
 
 
 def exists(path: Path) -> bool:
-    """Return whether a path exists; False too for a name that no file can have, or that may not be looked at."""
+    """Return True if a path exists; False also for an invalid name and for one without access permission."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -81,7 +80,7 @@ def exists(path: Path) -> bool:
 
 
 def looked_up(path: str | Path) -> str:
-    """Return the folder that a relative path is relative to, as a suffix for an error; "" for an absolute one."""
+    """Return an error-message suffix that names the folder a relative path starts from; "" for an absolute path."""
     try:
         folder = "" if Path(path).is_absolute() else os.getcwd()
     except OSError:  # the current folder was deleted
@@ -95,8 +94,8 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON: also if it nests too deeply, is not UTF-8, has numbers of thousands of digits, or
-            NaN and Infinity, which Python's parser would take.
+        ValueError: the text is not JSON, nests too deeply, is not UTF-8, has numbers of thousands of digits, or has
+            NaN or Infinity, which Python's parser would accept.
     """
     try:
         return json.loads(text, parse_constant=_refuse_constant)
@@ -107,7 +106,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Return the value of a JSON text that must be an object; errors as of `parse_json`."""
+    """Return the value of a JSON text, which must be an object. Raises ValueError, as `parse_json` does."""
     found = parse_json(text)
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, got {type(found).__name__}")

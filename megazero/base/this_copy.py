@@ -1,4 +1,4 @@
-"""Name commands that the user of this copy of megazero has: a checkout has `make`, an installed package has none."""
+"""Distinguish a checkout, which has `make` targets, from an installed package, for commands in messages."""
 
 from pathlib import Path
 
@@ -7,5 +7,5 @@ IS_CHECKOUT = (ROOT / "Makefile").is_file()
 
 
 def here(checkout: str, installed: str) -> str:
-    """Return the first text in a checkout, the second where megazero was installed as a package."""
+    """Return `checkout` in a checkout, `installed` where megazero is installed as a package."""
     return checkout if IS_CHECKOUT else installed

@@ -1,3 +1,3 @@
-"""Name the version; here, because everything may import this room."""
+"""Define the version; in this package, because all others may import it."""
 
 __version__ = "0.1.0"

@@ -1,8 +1,7 @@
-"""Parse YAML of unknown origin within bounds.
+"""Parse untrusted YAML within bounds.
 
-A text of a few hundred bytes can name itself over and over (`&a [*b, *b]`, a merge `<<`) and stand for 2^40 values. So
-there is a limit of bytes, one of brackets inside each other, and one of the values that a text stands for. No
-configuration comes near them.
+With nested aliases (`&a [*b, *b]`) or merges (`<<`) a text of a few hundred bytes can expand to 2^40 values. So the
+bytes, the nested brackets and the expanded values are limited. Real configurations are far below the limits.
 """
 
 import warnings
@@ -20,11 +19,11 @@ def parse_yaml(text: str, *, keeps_places: bool = False) -> Any:
     """Return the value of a YAML 1.2 text.
 
     Args:
-        keeps_places: mappings know the line of each key, as ruamel's round-trip mode gives them.
+        keeps_places: mappings know the line of each key, as in ruamel's round-trip mode.
 
     Raises:
-        ValueError: it is beyond a bound.
-        ruamel.yaml.error.MarkedYAMLError, and Python's own errors (a 13th month): it is no YAML.
+        ValueError: the text exceeds a limit.
+        ruamel.yaml.error.MarkedYAMLError, and Python's own errors (a 13th month): the text is not valid YAML.
     """
     if (size := len(text.encode(errors="surrogatepass"))) > MOST_BYTES:
         raise ValueError(f"expected at most {MOST_BYTES:,} bytes, got {size:,}")
@@ -33,7 +32,7 @@ def parse_yaml(text: str, *, keeps_places: bool = False) -> Any:
     if any(line.startswith("%") for line in text.splitlines()):
         raise ValueError("expected YAML 1.2 without directives (%)")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the library's, of an anchor that is given twice: the later one counts
+        warnings.simplefilter("ignore")  # ruamel warns about an anchor defined twice; the later definition counts
         found = YAML(typ="rt" if keeps_places else "safe", pure=True).load(text)
     if (values := _values(found, {})) > _MOST_VALUES:
         raise ValueError(f"expected at most {_MOST_VALUES:,} values, got {values:,} with what aliases stand for")
@@ -41,10 +40,10 @@ def parse_yaml(text: str, *, keeps_places: bool = False) -> Any:
 
 
 def _values(tree: Any, known: dict[int, int]) -> int:
-    """Return how many values a tree has when every alias is written out. Raises ValueError: it contains itself.
+    """Return the number of values of a tree with all aliases expanded. Raises ValueError if the tree contains itself.
 
     Args:
-        known: the counts of containers seen so far, by identity; 0 while one is being counted.
+        known: the counts of containers seen so far, by identity; 0 while a container is being counted.
     """
     if not isinstance(tree, dict | list):
         return 1

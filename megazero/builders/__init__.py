@@ -1,1 +1,1 @@
-"""Make objects from a checked config, in the order in which they are needed."""
+"""Build the objects of a run from a checked config, in the order in which they are needed."""

@@ -1,10 +1,9 @@
-"""Build what computes a step on one rank from a config: config -> grid -> model -> units -> stages.
+"""Build the objects that compute a step on one rank: config -> grid -> model -> units -> stages.
 
-Every piece below this room receives the plain values it uses, so the order of construction can be read here from top
-to bottom.
+Lower packages receive plain values, never the config, so this file shows the whole order of construction.
 """
 
-from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
+from __future__ import annotations  # no import of the config package: its types are only named here
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageInputs:
-    """The inputs of the stages of a model for one micro-batch."""
+    """The inputs of a model's stages for one micro-batch."""
 
     tokens_SB: Tensor
     targets_SB: Tensor
@@ -56,22 +55,22 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 
 
 def grid_of(config: Config, comm: CommContext, world: World) -> Grid:
-    """Make the grid of this rank; every rank calls it, once it has met the others."""
+    """Build the grid of this rank. Collective: every rank calls it, after the ranks have connected."""
     if world.size == 1:
         return single(comm)
-    # What talks through the host's memory has groups for tensors of the host, whatever computes.
+    # A backend that communicates through the host's memory needs groups for CPU tensors, on any device.
     parallel, device_type = config.parallel, "cuda" if comm.backend == "nccl" else "cpu"
     sizes = {"tensor": parallel.tensor, "pipeline": parallel.pipeline, "shard_ranks": neighbours_of(config)}
     return make_grid(comm=comm, device_type=device_type, tied=job_of(config, world.size).ties_ranks, **sizes)
 
 
 def neighbours_of(config: Config) -> int | None:
-    """Return how many neighbouring data ranks are an axis of their own, for shards or second shards; None: all are."""
+    """Return the size of the shard axis: `shard_ranks`, else `secondary_ranks` (second shards); None: all data."""
     return config.zero.shard_ranks or config.zero.secondary_ranks
 
 
 def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None = None) -> Transformer:
-    """Build the model on the meta device: no memory, any size. Without `tensor` every matrix is whole."""
+    """Build the model on the meta device, without memory. If `tensor` is None, matrices are not split."""
     return Transformer(
         model_shape(config),
         seed=config.run.seed,
@@ -83,12 +82,12 @@ def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None
 
 
 def bucket_of(config: Config) -> int:
-    """Return the bytes of a communication that may be under way."""
+    """Return the bucket size in bytes: the limit for communication in flight."""
     return int(config.zero.bucket_mb * 2**20)
 
 
 def precision_of(config: Config) -> Precision:
-    """Return the dtypes of parameters, gradients and their sums over ranks."""
+    """Return the dtypes of parameters, of gradients, and of the reduction of gradients over ranks."""
     dtype = DTYPES[config.precision.dtype]
     wide = config.zero.grad_dtype == "fp32" and dtype != torch.float64
     asked = config.zero.reduce_dtype
@@ -109,14 +108,14 @@ def build_engine(
     update_ops: Operations,
     recomputed: Container[Layer] = (),
 ) -> Engine:
-    """Build units, optimizer state, and the events of a step around the layers that this rank has.
+    """Build units and optimizer state, and wrap this rank's layers with the ZeRO events of a step.
 
     Args:
-        stages: of each of this rank's stages the parts of the model's path, in forward order.
-        seed: of the initial values; None: anything.
-        resources: of all units.
-        update_ops: the kernels to use where the update is, which may be the host.
-        recomputed: layers that run again in their backward.
+        stages: for each stage of this rank, its range of layers in `model.layers`, in forward order.
+        seed: of the initial values; None: leave the memory uninitialised.
+        resources: shared by all units.
+        update_ops: the kernels of the device that runs the update, which may be the host.
+        recomputed: layers that run their forward again in backward.
     """
     on_path = model.units_of_layers()
     used = [list(dict.fromkeys(name for i in parts for name in on_path[i])) for parts in stages]
@@ -148,7 +147,7 @@ def build_engine(
 
 @dataclass(frozen=True)
 class Built:
-    """The parts that compute a step on one rank: the engine's update around the pipeline's passes."""
+    """The objects that compute a step on one rank: the pipeline runs the passes, the engine the update."""
 
     model: Transformer
     engine: Engine
@@ -167,13 +166,13 @@ def build(
     homes: Mapping[str, Home] | None = None,
     filled: bool = True,
 ) -> Built:
-    """Build the model that a config asks for, as one rank of a grid has it.
+    """Build one rank's part of the model, engine and pipeline that a config describes.
 
     Args:
-        host: where what is offloaded goes; None: the memory of this machine.
+        host: the home of values offloaded to the host; None: the memory of this machine.
         host_ops: the kernels of an update on the host; None: those of the device, which is the host.
-        homes: more homes of offloaded values, by the words of the config that ask for them.
-        filled: with the initial values of `run.seed`; False: with anything that memory holds.
+        homes: further homes of offloaded values, by the config's name for them.
+        filled: fill parameters with the initial values of `run.seed`; False: leave them uninitialised.
     """
     host, homes = host or Host(device, grid.comm.ledger), homes or {}
     layers, precision, job = layers_of(config), precision_of(config), job_of(config, grid["world"].size)
@@ -215,7 +214,7 @@ def build(
 
 
 def _run_of(model: Model, parts: range, last: bool) -> Callable[[Tensor | None, StageInputs], Tensor]:
-    """Return what one stage computes: from tokens in the first, token losses [S, B] in the last."""
+    """Return the forward function of a stage: the first takes tokens [S, B], the last returns token losses [S, B]."""
 
     def run(x: Tensor | None, feed: StageInputs) -> Tensor:
         y = model.forward_layers(parts, feed.tokens_SB if x is None else x, feed.now)
@@ -225,10 +224,10 @@ def _run_of(model: Model, parts: range, last: bool) -> Callable[[Tensor | None, 
 
 
 def feeds_of(tensor: Axis, device: torch.device, sequence: bool) -> Callable[[MicroBatch, int, bool], StageInputs]:
-    """Return the function (micro-batch, step, training) -> what the stages need to know of it.
+    """Return the function (micro-batch, step, training) -> inputs of the stages.
 
-    Micro-batches of training come from the loader on the device. Those of a validation are read on the host, which
-    scores them too, and are sent one by one.
+    The loader delivers training micro-batches on the device. Validation micro-batches are on the host, which also
+    scores them, and are sent to the device one by one.
     """
     upload = Upload(device)
 

@@ -1,6 +1,6 @@
-"""Turn a config into a job, and a job into options of a config: the only place that does."""
+"""Convert a config to a job of the planner, and a job back to options of a config."""
 
-from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
+from __future__ import annotations  # no import of the config package: its types are only named here
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -13,7 +13,7 @@ from megazero.plan.states import Bytes
 if TYPE_CHECKING:
     from megazero.config.schema import Config
 
-OPTIONS = {  # of a config, by the field of a job that has their value
+OPTIONS = {  # field of a job: the config option with its value
     "tensor": "parallel.tensor",
     "pipeline": "parallel.pipeline",
     "sequence": "parallel.sequence",
@@ -35,14 +35,14 @@ OPTIONS = {  # of a config, by the field of a job that has their value
     "quantize_gradients": "zero.quantize.gradients",
     "error_feedback": "zero.quantize.error_feedback",
 }
-PATH = "/local/nvme"  # stands for a folder on a local disk, which a job does not know
+PATH = "/local/nvme"  # placeholder: a job does not know the folder on the local disk
 
 
 def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
-    """Return a config's job on some ranks.
+    """Return the job of a config on `ranks` ranks.
 
     Args:
-        apart: the host's memory is not the device's; where it is, offload to the host and CUDA graphs change nothing.
+        apart: host and device memory are separate; if False, offload to the host and CUDA graphs have no effect.
     """
     item = {"fp64": 8, "fp32": 4}.get(config.precision.dtype, 2)
     gradient = 4 if config.zero.grad_dtype == "fp32" and item < 4 else item
@@ -65,18 +65,18 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
 
 
 def options_of(job: Job) -> dict[str, Any]:
-    """Return the options that lay a config out as a job is: all but model, precision, global batch and data axis."""
+    """Return the config options of a job: all but model, precision, global batch and data axis."""
     where = {"zero.offload.path": PATH} if job.uses_disks else {}
     return where | {option: getattr(job, field) for field, option in OPTIONS.items()}
 
 
 def laid_out(config: Config, job: Job) -> Config:
-    """Return a resolved config with the options of a job of its model; nothing is checked."""
+    """Return a resolved config with the options of a job for the same model, unchecked."""
     return changed(config, options_of(job))
 
 
 def changed(section: Any, options: Mapping[str, Any]) -> Any:
-    """Return a config, or a section of one, with other values of some dotted options; nothing is checked."""
+    """Return a copy of a config or of a section with some dotted options changed, unchecked."""
     own = {name: value for name, value in options.items() if "." not in name}
     for inner in dict.fromkeys(name.partition(".")[0] for name in options if "." in name):
         below = {

@@ -1,6 +1,6 @@
-"""Lay a config's model out on the pipeline axis: which layers in which stage, and what every rank does in a step."""
+"""Assign the layers of a config's model to pipeline stages, and check the config against the number of ranks."""
 
-from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
+from __future__ import annotations  # no import of the config package: its types are only named here
 
 from typing import TYPE_CHECKING
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from megazero.config.schema import Config
 
 
-MOST_PASSES = 2**17  # of a pipeline's schedule, which is a list; 64 stages of 1,536 micro-batches are 98,304
+MOST_PASSES = 2**17  # stages x micro-batches: a schedule is a list in memory; 64 x 1,536 are 98,304
 
 
 def check_world(config: Config, size: int, given: str = "") -> None:
-    """Hold the config against the number of ranks, before any of them meets another.
+    """Check the config against the number of ranks, before the ranks connect.
 
     Args:
-        given: how the number was asked for, where it was.
+        given: the source of the number for error messages, such as `--gpus 4`; "" if it has none.
 
     Raises:
         UserError: 106, the sizes do not fit.
@@ -46,7 +46,7 @@ def check_world(config: Config, size: int, given: str = "") -> None:
 
 
 def _divisible(config: Config, sequences: int, micro: int, data: int, given: str) -> str:
-    """Return the values nearest to those given that would divide the batch."""
+    """Return advice: the values nearest to the given ones that divide the batch."""
     if sequences % data == 0:
         each = sequences // data
         return f"use batch.micro={max(n for n in range(1, min(micro, each) + 1) if each % n == 0)}, or null"
@@ -61,12 +61,12 @@ def _divisible(config: Config, sequences: int, micro: int, data: int, given: str
 
 
 def model_shape(config: Config) -> Shape:
-    """Return the shape of a config's model: the options of its section `model`, all resolved."""
+    """Return the shape of a config's model, from its section `model` with all options resolved."""
     return Shape(**dict(config.model))
 
 
 def layers_of(config: Config) -> Layers:
-    """Return the cut of a config's model into stages."""
+    """Return the assignment of a config's layers to pipeline stages."""
     name, ranks, chunks = config.pipeline.schedule, config.parallel.pipeline, config.pipeline.chunks
     assert chunks is not None, "a resolved config"
     return cut(name, ranks, chunks, config.model.layers, head_in_blocks(model_shape(config)))

@@ -1,6 +1,6 @@
-"""Wrap layers as a job asks.
+"""Wrap layers for activation recomputation.
 
-It says which are computed again in backward, and how their inputs are kept until then.
+The job says which layers run again in backward, and where their inputs are kept until then.
 """
 
 import logging
@@ -39,16 +39,16 @@ def recompute(
     host: Host,
     homes: Mapping[str, Home],
 ) -> set[Layer]:
-    """Put recomputed layers in the place of blocks, or of their attention's core.
+    """Replace blocks, or their attention's core, by recomputed layers.
 
     Args:
-        stages: of this rank, with their parts of the model's path.
+        stages: for each stage of this rank, its range of layers in `model.layers`.
         dtype: of activations.
-        host: where inputs are kept, if the job says so and it is apart.
-        homes: those of offloaded values beyond the host, by the words of a config.
+        host: the home of kept inputs, if the job offloads them and host memory is separate.
+        homes: further homes of offloaded values, by the config's name for them.
 
     Returns:
-        The parts of the path that run again in their backward.
+        The layers that run again in backward as a whole; empty for `selective`.
     """
     blocks = {i: part for parts in stages.values() for i in parts if isinstance(part := model.layers[i], Block)}
     if job.recompute == "selective":
@@ -87,12 +87,12 @@ def recompute(
 
 
 def _axis(job: Job, tensor: Axis) -> Axis:
-    """Return the axis whose ranks each keep a part of an input that all have; of size 1 where nothing is shared."""
+    """Return the axis over which kept inputs are partitioned; of size 1 if they are not."""
     return tensor if job.partition and not job.sequence else Axis("tensor", comm=tensor.comm)
 
 
 def _no_ops(job: Job, axis: Axis, host: Host) -> list[str]:
-    """Return a line for each option that was asked for and changes nothing."""
+    """Return a log line for each requested option that has no effect."""
     lines = []
     if job.partition and axis.size == 1:
         why = "the tensor axis has one rank"

@@ -1,6 +1,6 @@
-"""Build the units of a model from a config: which ranks share each, where it rests, how it is sent."""
+"""Build the units of a model from a config: the ranks that share each one, the home of its values, how it is sent."""
 
-from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
+from __future__ import annotations  # no import of the config package: its types are only named here
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,21 +33,21 @@ _LOG = logging.getLogger("megazero")
 
 
 def axes_of(config: Config, grid: Grid) -> Callable[[str], UnitAxes]:
-    """Return the function that gives each unit, by its name, the ranks that share it."""
+    """Return the function that maps a unit's name to the axes of the ranks that share the unit."""
     assert config.zero.stage is not None, "a resolved config"
     stage, sequence = STAGES[config.zero.stage], config.parallel.sequence
     along = {"shard": grid["shard"], "replica": grid["replica"]}
-    if config.zero.shard_ranks is None:  # the grid's shard axis has neighbours, if any; shards are of all data ranks
+    if config.zero.shard_ranks is None:  # shard over all data ranks; the shard axis may be for second shards only
         along = {"shard": grid["data"]}
     axes = UnitAxes(**along, tensor=grid["tensor"], stage=stage, sequence=sequence)
     return lambda unit: replace(axes, copies=grid["ends"]) if unit == TIED else axes
 
 
 def offload_of(config: Config, host: Host, homes: Mapping[str, Home]) -> Offload:
-    """Return where optimizer and parameters rest.
+    """Return the homes of optimizer state and parameters between steps.
 
     Args:
-        homes: those of this rank beyond the device and the host, by the words of a config that ask for them.
+        homes: of this rank, other than the device and the host, by the config's name for them.
     """
     asked = config.zero.offload
     if "cpu" in (asked.optimizer, asked.parameters) and not host.apart:
@@ -62,14 +62,14 @@ def offload_of(config: Config, host: Host, homes: Mapping[str, Home]) -> Offload
 def build_units(
     model: Model, names: Collection[str], *, seed: int | None, axes: Callable[[str], UnitAxes], resources: Resources
 ) -> list[Unit]:
-    """Give each of the named units of the model memory for what of it rests on this rank, and initial values.
+    """Build the named units: allocate this rank's part of their state and fill it with initial values.
 
-    Nothing else is ever allocated: no rank holds a whole unit that it will not keep.
+    A rank allocates only the part it keeps, never a whole unit first.
 
     Args:
-        seed: of the initial values; None: they are not used, and left as they are.
-        axes: of each unit, by its name.
-        resources: of all units (`resources_of`).
+        seed: of the initial values; None: leave the memory uninitialised.
+        axes: maps a unit's name to its axes.
+        resources: shared by all units (`resources_of`).
     """
     alignment = max((extension.alignment for extension in resources.extensions), default=ALIGNMENT)
     units = []
@@ -100,7 +100,7 @@ def resources_of(
     ops: Operations = REFERENCE,
     extensions: Sequence[Extension] = (),
 ) -> Resources:
-    """Return what the units of a run share, with pools of their own; arguments as of `Resources`."""
+    """Return the resources that a run's units share, with new pools. See `Resources` for the arguments."""
     dtypes = [precision.parameters, precision.gradients]
     if precision.reduced not in (None, precision.gradients):
         dtypes.append(precision.reduced)

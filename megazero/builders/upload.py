@@ -1,11 +1,11 @@
-"""Send the micro-batches of a step to a device: packed into one buffer of pinned memory, by one copy.
+"""Send the micro-batches of a step to a device in one copy from one pinned staging buffer.
 
-The loader's thread packs the next step while the device computes. The copy is queued after the work of the step
-before, so the host never waits for it; the micro-batches are views of the memory that receives it. There are two host
-buffers, and one is written to again only when the device has read it. On a CPU nothing is packed or copied.
+The loader's thread packs the next step while the device computes. The copy is queued after the previous step's work,
+so the host never waits for it; the micro-batches are views of the memory that receives it. There are two staging
+buffers; a buffer is reused only after the device has read it. On a CPU nothing is packed or copied.
 """
 
-from __future__ import annotations  # of micro-batches only the fields are used
+from __future__ import annotations  # no import of the data package: its types are only named here
 
 import threading
 from collections import deque
@@ -23,26 +23,26 @@ from megazero.comm.readback import Mark, mark, passed
 if TYPE_CHECKING:
     from megazero.data.batch import MicroBatch
 
-_ALIGNED = 16  # bytes: no dtype is wider
+_ALIGNED = 16  # bytes; no dtype is wider
 
 
 @dataclass
 class _Buffer:
-    """Pinned memory, and where in the device's queue it has been read."""
+    """A staging buffer, and the mark in the device's queue after which its content has been read."""
 
     memory: Tensor | None = None
     read: Mark | None = None
 
 
 class Upload:
-    """The way of micro-batches to one device.
+    """Copies micro-batches to one device.
 
     Args:
-        device: where they are used.
+        device: the target.
 
     Attributes:
-        allocate: returns that many bytes of host memory from which the device copies by itself.
-        marked: marks the end of the device's queue.
+        allocate: function that returns n bytes of pinned host memory.
+        marked: function that marks the end of the device's queue.
     """
 
     def __init__(self, device: torch.device):
@@ -51,14 +51,15 @@ class Upload:
         self._stop = threading.Event()
 
     def pack(self, batches: Sequence[MicroBatch]) -> Callable[[], list[MicroBatch]]:
-        """Copy micro-batches to the host buffer whose turn it is; return what sends it and gives those of the device.
+        """Copy micro-batches to the next staging buffer; return a function that sends it and returns device views.
 
-        Both may be called in different threads. The one is called before `pack` is called the next time but one.
+        `pack` and that function may run in different threads. Call the function before the second next `pack`, which
+        reuses the buffer.
         """
         size = sum(_padded(x) for batch in batches for x in _tensors(batch))
         self._buffers.rotate()
         buffer = self._buffers[0]
-        # A thread's current device is the first one of the host, unless it is told.
+        # A new thread's current device is GPU 0 until it is set.
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             passed(buffer.read, self._stop)
             if buffer.memory is None or len(buffer.memory) < size:
@@ -77,12 +78,12 @@ class Upload:
         return send
 
     def stop(self) -> None:
-        """End a `pack` that waits for the device, in whichever thread, with `StoppedError`; no other is to follow."""
+        """Make a `pack` that waits for the device, in any thread, raise `StoppedError`; call no `pack` after this."""
         self._stop.set()
 
 
 def views(memory: Tensor, like: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return micro-batches of the same shapes whose tensors are views of `memory` (uint8), one after the other."""
+    """Return micro-batches with the shapes of `like`, whose tensors are consecutive views of `memory` (uint8)."""
     found, at = [], 0
     for batch in like:
         tensors = {}

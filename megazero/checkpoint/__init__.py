@@ -1,1 +1,1 @@
-"""Write a run's state to checkpoints, and read it back."""
+"""Write and read checkpoints of a run."""

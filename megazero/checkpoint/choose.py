@@ -1,8 +1,8 @@
 """Choose the step that a run resumes from: the newest one that every rank has read and verified.
 
-All ranks try a step together. The rank that reads a damaged file finds it; then all learn of it, the first rank reports
-it, and the next older step is tried. A step of another model is an error without a fallback: it is a mistake of the
-user's, and an older step has the same.
+All ranks try a step together. If a rank reads a damaged file, all ranks learn of it, the first rank reports it, and all
+try the next older step. A step of another model is an error without a fallback: it is the user's mistake, and older
+steps are of that model too.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,16 +36,16 @@ def load_newest(
     device: torch.device,
     damaged: Callable[[int, str], object],
 ) -> Manifest:
-    """Fill all ranks' tensors from the first of `steps` that is whole; every rank calls it.
+    """Fill all ranks' tensors from the first undamaged step of `steps`. Collective.
 
     Args:
-        steps: to try, the same on all ranks.
+        steps: the steps to try in order, equal on all ranks.
         holdings: the state to fill.
-        check: refuses the manifest of a folder that is not this run's model.
-        damaged: called on every rank with each step that was not whole, and its fault.
+        check: raises if a folder's manifest is of another model.
+        damaged: called on every rank with each damaged step and the message of its fault.
 
     Raises:
-        UserError: of `check`; 411, none of the steps is whole.
+        UserError: from `check`; 411, all steps are damaged.
     """
 
     def read(folder: Path, stop: Callable[[], bool]) -> Manifest:
@@ -65,16 +65,16 @@ def load_newest(
 
 
 def _attempt(action: Callable[[Callable[[], bool]], T], world: Axis, device: torch.device) -> tuple[T | None, str]:
-    """Return (the result, "") on success on all ranks; else (None, the message of the first rank that found damage).
+    """Return (result, "") if all ranks succeed, else (None, the message of the first rank that found damage).
 
-    An error that is no damage, a disk that does not answer, is no reason to fall back: it is raised.
+    Other errors, such as a disk that does not answer, are raised: they are no reason to use an older step.
     """
     stop = Event()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as thread:
         future = thread.submit(action, stop.is_set)
         try:
             until_all(world, device, lambda seconds: not wait([future], seconds).not_done)
-        except BaseException:  # a signal, say: who leaves here would wait for the thread
+        except BaseException:  # such as a signal; leaving the block waits for the thread, so stop it
             stop.set()
             raise
     error = future.exception()

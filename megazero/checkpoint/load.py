@@ -1,9 +1,9 @@
-"""Load a checkpoint of any grid: every rank reads what it needs, and verifies each block before it uses it.
+"""Load a checkpoint written on any grid: every rank reads the bytes it needs and verifies each block before its use.
 
-A rank has a list of pieces of parameters, and a file has another. Where they overlap there are bytes to read, and
-reading in the order of the files touches each block once. A block is verified before anything of it is used
-(`shard.py`), so every rank verifies what it reads and all together everything that is used.
-The manifest alone says where each tensor is: it has the hash of every block, and its own digest.
+A rank needs a list of parameter pieces, and a file holds a list of pieces. Their overlaps are the bytes to read;
+reading in file order touches each block once. A block is verified before any of its bytes is used (`shard.py`), so
+the ranks together verify all bytes that are used.
+The manifest alone locates the tensors: it has the hash of every block, and its own digest.
 """
 
 from bisect import bisect_right
@@ -24,7 +24,7 @@ from megazero.comm.home import PagedHome
 
 @dataclass(frozen=True, eq=False)
 class _Copy:
-    """A copy of values of a dtype from byte `at` of file `shard` to `into`, which may stand for values on disks."""
+    """A copy of values of `dtype` from byte `at` of file `shard` to `into`, a meta tensor for values on `disks`."""
 
     shard: int
     at: int
@@ -33,12 +33,12 @@ class _Copy:
     disks: PagedHome | None = None
 
     def fill(self, reader: ShardReader) -> None:
-        """Read the bytes into the tensor; on disks into one window of it after the other."""
+        """Read the bytes into the tensor; if it is on disks, one window at a time."""
         if self.disks is None:
             _fill(reader, self.at, self.into, self.dtype)
             return
         begins, window, first = int(self.into.storage_offset()), self.disks.window, 0
-        while first < len(self.into):  # cut where windows begin
+        while first < len(self.into):  # split at window boundaries
             stop = min(first + window - (begins + first) % window, len(self.into))
             values = torch.empty(stop - first, dtype=self.into.dtype)
             _fill(reader, self.at + first * self.dtype.itemsize, values, self.dtype)
@@ -53,20 +53,20 @@ def load_tensors(
     *,
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Fill a rank's tensors; return how many bytes were read.
+    """Fill a rank's tensors; return the number of bytes read.
 
     Args:
-        manifest: of the folder, verified; its tensors have the shapes of the holdings', or fewer rows, and a dtype that
-            converts to theirs without rounding. Rows that they lack stay as they are.
-        holdings: the state to fill, in the kinds that it has; with zeros where the manifest does not have the kind.
-        stop: polled while reading; True: give up, the tensors are not needed any more.
+        manifest: of the folder, verified; its tensors have the shapes of the holdings' tensors, or fewer rows, and a
+            dtype that converts to theirs without rounding. Rows missing in the checkpoint keep their values.
+        holdings: the state to fill; kinds that the manifest lacks are filled with zeros.
+        stop: polled while reading; True: give up, the tensors are not needed.
 
     Raises:
-        UserError: 410, a file is damaged; the tensors filled by then must not be used.
-        ReadingStoppedError: `stop` was true.
+        UserError: 410, a file is damaged; the tensors may be partly filled and must not be used.
+        ReadingStoppedError: `stop` returned True.
     """
     copies: list[list[_Copy]] = [[] for _ in manifest.files]
-    for holding in holdings:  # what a step tried before may have left
+    for holding in holdings:  # an earlier attempt with another step may have filled them
         for kind in holding.tensors.keys() - set(manifest.kinds):
             if holding.disks is None:
                 holding.tensors[kind].zero_()
@@ -81,17 +81,18 @@ def load_tensors(
             copy.fill(reader)
         read += reader.bytes_read
     for disks in {holding.disks for holding in holdings if holding.disks is not None}:
-        disks.settle()  # a fault of a disk is one of loading
+        disks.settle()  # raise a disk's fault here, not in training
     return read
 
 
 def opened(
     folder: Path, manifest: Manifest, shards: Collection[int], what: str, stop: Callable[[], bool]
 ) -> Iterator[tuple[int, ShardReader]]:
-    """Yield the number and a reader of some files of a checkpoint, in their order.
+    """Yield (number, reader) for some files of a checkpoint, in the order of `shards`.
 
     Args:
-        what: is done, for the display of progress.
+        shards: the numbers of the files.
+        what: the activity to show as progress.
         stop: polled while reading; True: raise ReadingStoppedError.
 
     Raises:
@@ -127,7 +128,7 @@ def _overlapping(logical: Logical, wanted: Piece) -> Iterator[list[int]]:
 
 
 def _fill(reader: ShardReader, at: int, into: Tensor, dtype: torch.dtype) -> None:
-    """Read as many values of a dtype as there are, from byte `at` of a file on, into a tensor in memory."""
+    """Fill a tensor in memory with values of `dtype` that start at byte `at` of a file."""
     values = into if into.dtype == dtype else torch.empty(into.shape, dtype=dtype)
     target = values.view(torch.uint8)
     for position, data in reader.read(at, at + len(target)):

@@ -1,8 +1,7 @@
-"""Read and write manifests: one canonical JSON file by which everything in a checkpoint can be found and verified.
+"""Read and write manifests: one canonical JSON file that locates and verifies everything in a checkpoint.
 
-Canonical: keys sorted, no spaces, so equal content is equal bytes, and a manifest that is not byte for byte what its
-content gives has been edited. `digest` is the SHA-256 of the rest; with the hashes of all blocks of all files inside,
-it stands for the whole checkpoint.
+Canonical: keys are sorted and there are no spaces, so equal content gives equal bytes. `digest` is the SHA-256 of the
+rest, which contains the hashes of all blocks of all files; so it identifies the whole checkpoint.
 """
 
 import hashlib
@@ -28,8 +27,8 @@ from megazero.checkpoint.shard import BLOCK, DTYPES, FLOATS, File, damaged, read
 FILE_NAME = "manifest.json"
 FORMAT = "megazero checkpoint 1"
 _STEP = re.compile(r"step_([0-9]{8,10})")
-WEIGHT = "weight"  # the first of the kinds of values: what the optimizer updates; then the state it declares
-SOFTWARE = {"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()}  # that runs here
+WEIGHT = "weight"  # the first kind: the values that the optimizer updates; the kinds of optimizer state follow
+SOFTWARE = {"megazero": __version__, "torch": torch.__version__, "python": platform.python_version()}  # of this process
 _MOST_KINDS = 9
 _PART_BYTES = 256 << 20
 
@@ -43,11 +42,11 @@ class Logical(StrictModel):
 
     Attributes:
         shape: of the whole parameter.
-        pieces: [shard, start, stop, at ...], by start: elements [start, stop) of the flat order are in file number
-            `shard`, where the bytes of each of its kinds begin at `at`.
-        dtype: where it is not the manifest's. Left out of the file where it is.
-        trained: it has all of the manifest's kinds; False: its weight alone, of a frozen parameter or a buffer. Left
-            out of the file where it has.
+        pieces: [shard, start, stop, at ...], sorted by start: elements [start, stop) of the flat order are in file
+            number `shard`; there is one `at` for each kind, the byte where its values begin.
+        dtype: if it differs from the manifest's; else it is left out of the file.
+        trained: True: all of the manifest's kinds are saved, and the field is left out of the file; False: only the
+            weight, of a frozen parameter or a buffer.
     """
 
     shape: Annotated[list[Count], Field(max_length=8)]
@@ -62,7 +61,7 @@ class Logical(StrictModel):
 
 
 class WrittenShard(StrictModel):
-    """A rank's report to the first rank: the shard that it has written, and the pieces in it by parameter."""
+    """A rank's report to the first rank: the shard it has written, and the shard's pieces by parameter."""
 
     shard: File
     tensors: dict[str, list[list[Count]]]
@@ -72,21 +71,21 @@ class Manifest(StrictModel):
     """The content of a checkpoint's manifest.
 
     Attributes:
-        run: id of the run that wrote it; a resumed run keeps it.
-        step: steps consumed.
-        grid: ranks by axis, and the ZeRO stage, that wrote it; reading needs none of it.
-        dtype: of the tensors that do not say another.
-        kinds: the tensors that are saved of every parameter that is trained.
-        tensors: by name.
+        run: id of the run that wrote it; a resumed run keeps the id.
+        step: number of steps done, skipped ones included.
+        grid: the writer's ranks by axis and its ZeRO stage; for information, not needed to read.
+        dtype: of all tensors without a dtype of their own.
+        kinds: the kinds of values saved for every trained parameter.
+        tensors: the parameters and buffers by name.
         block: bytes that are hashed together.
         files: the shards.
-        progress: None in weights without a run, as an import makes them.
-        random: the inputs of every random number: nothing else has to be kept.
+        progress: None for weights without a run, as an import writes them.
+        random: the inputs of all random numbers; there is no other generator state.
         identity: digests of the data set and the tokenizer.
-        config: flat, as it was resolved.
-        history: what of it was another before, oldest first: {step, key, from, to}; `to` holds after that step. Left
-            out of the file where nothing was.
-        software: versions that wrote it.
+        config: the resolved config, flat.
+        history: changes of config options, oldest first: {step, key, from, to}; `to` is valid after that step. Left
+            out of the file if empty.
+        software: the writer's versions.
         digest: SHA-256 of the rest.
     """
 
@@ -117,11 +116,11 @@ class Manifest(StrictModel):
         return self.tensors[name].dtype or self.dtype
 
     def kinds_of(self, name: str) -> list[str]:
-        """Return the kinds of values that are saved of a tensor."""
+        """Return the kinds of values that are saved for a tensor."""
         return self.kinds if self.tensors[name].trained else self.kinds[:1]
 
     def other_shape(self, shapes: Mapping[str, list[int]]) -> str | None:
-        """Return the first name that has another shape here, or is not in both; None: there is none."""
+        """Return the first name whose shape differs or that only one side has; None if all shapes match."""
         own = self.shapes
         return next((name for name in sorted({*own, *shapes}) if own.get(name) != shapes.get(name)), None)
 
@@ -132,22 +131,22 @@ class Manifest(StrictModel):
 
 
 def with_pieces(tensors: Mapping[str, Logical], parts: Sequence[WrittenShard]) -> dict[str, Logical]:
-    """Return tensors with the pieces of them that all ranks have written."""
+    """Return a copy of `tensors` with the pieces that all ranks have written."""
     pieces = {name: [piece for part in parts for piece in part.tensors.get(name, [])] for name in tensors}
     return {n: t.model_copy(update={"pieces": sorted(pieces[n], key=itemgetter(1))}) for n, t in tensors.items()}
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint's folder, whole and free of contradictions.
+    """Return the manifest of a checkpoint's folder, verified and checked for contradictions.
 
     Raises:
-        UserError: 410, it is missing, edited or damaged; 401, the system does not let it be read; 412, it is of a run
-            that this version cannot read.
+        UserError: 410, it is missing, edited or damaged; 401, the system cannot read it; 412, it is of a run that this
+            version cannot continue.
     """
     path = folder / FILE_NAME
     with reading(path):
-        # Some 20 bytes for each 2^20 of a shard's, and 100 for each piece of a parameter. The shards' sizes are not
-        # looked up: thousands of ranks would ask at once.
+        # A manifest has some 20 bytes per MiB of a shard, and 100 per piece. The limit does not use the shards' sizes:
+        # thousands of ranks would query them from the file system at once.
         most = (8 + 4 * sum(name.startswith("shard_") for name in os.listdir(folder))) * MIB
         raw = read_file(path, most, follow=False)
     try:
@@ -163,7 +162,7 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors()[0]
         what = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
         raise damaged(path, f"is no manifest: {what}") from None
-    except (ValueError, RecursionError) as error:  # no JSON, or so deep that it cannot be written again
+    except (ValueError, RecursionError) as error:  # not JSON, or nested too deeply to be written
         raise damaged(path, f"is no manifest: {error}") from None
     if manifest.digest != expected:
         what = f"was edited or damaged: expected SHA-256 {manifest.digest[:16]}, got {expected[:16]}"
@@ -174,7 +173,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_part(path: Path) -> WrittenShard:
-    """Return the content of a rank's part file. Raises OSError: it cannot be read, or another program wrote it."""
+    """Return the content of a rank's part file. Raises OSError if it cannot be read or has other content."""
     try:
         return WrittenShard.model_validate(parse_object(read_file(path, _PART_BYTES, follow=False)))
     except ValueError as error:
@@ -182,7 +181,7 @@ def read_part(path: Path) -> WrittenShard:
 
 
 def _contradictions(manifest: Manifest, folder: Path) -> Iterator[str]:
-    """Yield what would make a reader look outside a file, leave an element unread, or take one step for another."""
+    """Yield faults that would make a reader read outside a file, miss an element, or confuse two steps."""
     kinds, progress = manifest.kinds, manifest.progress
     if manifest.block != BLOCK:
         yield f"block {manifest.block}"
@@ -218,7 +217,7 @@ def _wrong_pieces(manifest: Manifest, name: str) -> Iterator[str]:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step that a folder's name says, None if it is no step's."""
+    """Return the step in a folder's name; None if the folder is not a step's."""
     name = _STEP.fullmatch(path.name)
     step = int(name[1]) if name else None
     return step if step is not None and path.name == step_name(step) else None

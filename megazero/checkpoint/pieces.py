@@ -1,9 +1,9 @@
-"""Map a rank's buffer to intervals of parameters, so that any grid reads what any grid wrote.
+"""Map a rank's buffer to intervals of parameters, so that any grid can read a checkpoint of any other grid.
 
-Every part of a parameter that a rank has is one interval of the parameter's flat order, whatever the grid: matrices
-are split by rows over the tensor axis, a unit's buffer by elements over the data axis, units over the pipeline. A
-checkpoint is a set of such intervals; reading one on another grid is finding those that overlap. Padding, of
-vocabulary rows or after a unit's parameters, belongs to no interval: it is never saved.
+On any grid, a rank's part of a parameter is one interval of the parameter's flat order: matrices are split by rows over
+the tensor axis, a unit's buffer by elements over the data axis, units over the pipeline. A checkpoint is a set of such
+intervals; another grid reads the intervals that overlap with its own. Padding, of vocabulary rows or after a unit's
+parameters, belongs to no interval and is never saved.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,13 +31,13 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class ShardState:
-    """The state of one unit that a rank has.
+    """A rank's part of the state of one unit.
 
     Attributes:
-        pieces: which elements of which parameters.
-        tensors: by kind the flat buffer that holds the pieces.
-        any_value: they need not be finite: buffers, which training does not make.
-        disks: where the buffers are, if they are not in memory.
+        pieces: the elements of parameters that the rank has.
+        tensors: for each kind, the flat buffer that holds the pieces.
+        any_value: values may be non-finite: for the model's buffers, which training does not compute.
+        disks: the home of the flat buffers, if they are not in memory.
     """
 
     pieces: Sequence[Piece]
@@ -47,7 +47,7 @@ class ShardState:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds that there is something of, in their order."""
+        """Return the kinds of values in order; none if there are no pieces."""
         return tuple(self.tensors) if self.pieces else ()
 
 
@@ -58,16 +58,16 @@ def pieces_of(
 
     Args:
         layout: of the whole unit on this rank of the tensor axis.
-        held: the elements of its flat buffer that the rank has; `Piece.at` counts from its start.
-        numel: of each parameter the elements over all ranks, without padding.
-        tensor: the axis that its matrices are split over.
-        once: leave out, except on the tensor axis' first rank, parameters that all its ranks have alike.
+        held: the rank's slice of the unit's flat buffer; `Piece.at` counts from the start of the slice.
+        numel: the elements of each parameter over all ranks, without padding.
+        tensor: the axis that splits matrices.
+        once: yield parameters that are replicated over the tensor axis only on its first rank.
     """
     for interval in layout.intervals:
         split = interval.start < layout.tp_replicated
         if once and not split and tensor.rank > 0:
             continue
-        shift = interval.first - interval.start  # from positions in the whole flat buffer to elements of the parameter
+        shift = interval.first - interval.start  # element of the parameter - position in the whole flat buffer
         first = max(interval.start, held.start)
         last = min(interval.stop, held.stop, numel[interval.name] - shift)
         if first < last:
@@ -75,12 +75,12 @@ def pieces_of(
 
 
 def holding_of(unit: Unit, state: Mapping[str, Tensor], numel: Mapping[str, int], *, saves: bool) -> ShardState:
-    """Return the state of a unit that a rank saves, or that it updates, from which the rest follows.
+    """Return the part of a unit's state that this rank saves, or that it loads and derives its other values from.
 
     Args:
-        state: what the optimizer keeps of each element that this rank updates.
-        numel: of each parameter the elements over all ranks, without padding.
-        saves: the share that only this rank saves; False: everything that it updates.
+        state: the optimizer state of the elements that this rank updates, by kind.
+        numel: the elements of each parameter over all ranks, without padding.
+        saves: True: the part that this rank alone saves; False: all elements that it updates, for loading.
     """
     share = _share(unit) if saves else unit.shard
     pieces = tuple(pieces_of(unit.layout, share, numel, unit.axes.tensor, once=saves))
@@ -90,7 +90,7 @@ def holding_of(unit: Unit, state: Mapping[str, Tensor], numel: Mapping[str, int]
 
 
 def _share(unit: Unit) -> slice:
-    """Return the elements of a unit that this rank saves: those that it updates, shared out among ranks that do too."""
+    """Return the elements of a unit that this rank saves: an equal share for each rank that updates these elements."""
     shard, replica = unit.axes.shard, unit.axes.replica
     if len(unit.masters) == unit.numel:
         rank, size = replica.rank * shard.size + shard.rank, replica.size * shard.size

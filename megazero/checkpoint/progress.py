@@ -1,34 +1,34 @@
-"""Define the progress of a run that a checkpoint keeps next to the tensors."""
+"""Define the counters of a run that a checkpoint keeps next to the tensors."""
 
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-StepCount = Annotated[int, Field(ge=0, lt=2**31)]  # as of run.steps
+StepCount = Annotated[int, Field(ge=0, lt=2**31)]  # the bounds of run.steps
 Number = Annotated[int, Field(ge=-(2**63), lt=2**63)] | Annotated[float, Field(allow_inf_nan=False)]
 
 
 class StrictModel(BaseModel):
-    """A value that is read from a file of a checkpoint: no key may be added, no type converted."""
+    """Base of values read from a checkpoint's files: unknown keys and type conversions are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Progress(StrictModel):
-    """The progress of the run, beyond the tensors.
+    """The counters of a run, which its tensors do not contain.
 
     Attributes:
-        updates: of the run, steps that were not skipped; the learning rate's count.
-        carried: updates that the moments had seen before the run began (`checkpoint.load` optimizer): the optimizer's
-            own count, for its bias correction, is `carried` + `updates`. Left out of the file where it is 0.
-        skipped: steps, over the whole run.
-        overflows: skipped steps in a row, up to this one.
+        updates: steps of the run that were not skipped; the learning rate schedule counts these.
+        carried: updates of the moments before the run began (`checkpoint.load` optimizer). The optimizer's bias
+            correction counts `carried` + `updates`. Left out of the file if 0.
+        skipped: skipped steps of the whole run.
+        overflows: consecutive skipped steps up to this one.
         next_sample: id of the first sample not consumed.
-        loss_scale: of the next step; None where none is used.
-        good_steps: since the loss scale last changed.
-        row: the step's row of metrics; None where it was not logged. A run that goes on from here writes it where
-            metrics.jsonl lacks it. Left out of the file where there is none.
+        loss_scale: of the next step; None if no scaling is used.
+        good_steps: steps since the loss scale last changed.
+        row: the step's row of metrics; None if it was not logged, and then left out of the file. A run that resumes
+            here writes the row if metrics.jsonl lacks it.
     """
 
     updates: StepCount

@@ -1,4 +1,4 @@
-"""Delete old checkpoints, but never the last one that is known to be whole."""
+"""Delete old checkpoints, but never the last one that was verified."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +15,11 @@ def verify(folder: Path, stop: Callable[[], bool] = lambda: False, files: slice 
 
     Args:
         stop: polled while reading; True: give up.
-        files: the numbers of those to read.
+        files: slice of the file numbers to read.
 
     Raises:
         UserError: 410, a file in it is damaged.
-        ReadingStoppedError: `stop` was true.
+        ReadingStoppedError: `stop` returned True.
     """
     manifest = read_manifest(folder)
     chosen = range(len(manifest.files))[files]
@@ -30,16 +30,16 @@ def verify(folder: Path, stop: Callable[[], bool] = lambda: False, files: slice 
 
 
 def retire(store: Store, keep: int, warn: Callable[[str], object], stop: Callable[[], bool] = lambda: False) -> None:
-    """Delete all but the newest `keep` steps, once one of these has been read back and found whole.
+    """Delete all but the newest `keep` steps, after reading back and verifying one of these.
 
     Args:
-        stop: polled meanwhile; True: leave the rest for another time.
+        stop: polled during the work; True: stop, and leave the other steps for a later call.
     """
     try:
         steps = store.steps()
         if not steps[keep:] or not any(_is_whole(store.path(step), warn, stop) for step in steps[:keep]):
             return
-        for step in reversed(steps[keep:]):  # the oldest first: a job that is killed here leaves the newest
+        for step in reversed(steps[keep:]):  # oldest first: a job killed here leaves the newer ones
             if stop():
                 return
             store.delete(step)

@@ -1,17 +1,17 @@
-"""Save checkpoints: every rank writes its own part in parallel, and a step exists once the first rank has renamed it.
+"""Save checkpoints: all ranks write their parts in parallel, and the first rank commits the step by a rename.
 
-    1  snapshot   (in the background, if asked for) the state to save is copied to host memory, in parallel with
-                  the next step's passes: it does not change before the next update, which waits for the copy
-                  (`snapshot.py`)
-    2  shard      each rank writes its file into the staging folder, flushes it, and hashes every block on the way
-    3  part       then a small file that lists its content and its hashes
-    4  manifest   the first rank waits for all parts, makes one manifest of them, flushes it
-    5  commit     and renames the folder; before that nothing has a step's name, after it the step is whole
-    6  retention  older steps go, if a kept one has been read back and verified
+    1  snapshot   the state to save is copied to host memory, if it is on a GPU or the save runs in the background; then
+                  the copy overlaps with the next step's passes: the state does not change before the next update,
+                  which waits for the copy (`snapshot.py`)
+    2  shard      each rank writes its file into the staging folder, hashes every block on the way, and flushes it
+    3  part       each rank writes a small file that lists the shard's content and hashes
+    4  manifest   the first rank waits for all parts, merges them into one manifest, and flushes it
+    5  commit     the first rank renames the folder to the step's name; from then on the step exists, complete
+    6  retention  old steps are deleted, if a kept one has been read back and verified
 
-Everything but the snapshot's wait is done by one background thread of each rank, whether training goes on meanwhile
-or not. It talks to other ranks through files only, because the ranks' collectives belong to training: these settle a
-save before the next update, and finish it on all ranks or on none.
+One background thread of each rank does all of this except the wait for the snapshot, even if training waits for the
+save. It communicates with other ranks only through files, because the collectives belong to the training thread, which
+settles a save before the next update and finishes it on all ranks or on none.
 """
 
 import math
@@ -37,15 +37,15 @@ from megazero.comm.agreement import agree, until_all
 from megazero.comm.collectives import all_gather
 from megazero.comm.grid import Axis
 
-_LOOK = 0.005  # seconds between looks for other ranks' parts, at first
-_SELDOM = 0.25
-_SLOW_DISK = 2e8  # bytes a second
-_PATIENCE = 10.0  # seconds for what is under way when a run ends otherwise than it should
+_LOOK = 0.005  # seconds between two checks for other ranks' parts, at first
+_SELDOM = 0.25  # the longest such interval
+_SLOW_DISK = 2e8  # bytes/s
+_PATIENCE = 10.0  # seconds to wait for a save under way when a run fails
 
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """One kind of one piece, with its values as they are written; on disks, what stands for them."""
+    """One kind of one piece, with its values; for values on disks, a meta tensor that stands for them."""
 
     kind: str
     piece: Piece
@@ -53,7 +53,7 @@ class _Entry:
     holding: ShardState
 
     def in_memory(self) -> Iterator[Tensor]:
-        """Yield the values; from disks in parts, so that never much of them is in memory."""
+        """Yield the values; from disks window by window, to limit memory."""
         disks = self.holding.disks
         if disks is None:
             yield self.values
@@ -65,20 +65,20 @@ class _Entry:
 
 
 class Checkpoints:
-    """The checkpoints of a run, saved on all ranks alike: this rank's part of each, which rank 0 commits.
+    """Saves a run's checkpoints: each rank writes its part, rank 0 commits.
 
     Args:
         store: the checkpoints of the run.
-        holdings: the state that this rank saves, and no other rank does.
+        holdings: the state that this rank saves and no other rank does.
         world: all ranks.
         every: steps between checkpoints; None: only on request.
-        background: training goes on while files are written: the state is copied first.
-        conclude: on rank 0, called with the step, its progress and all ranks' parts once these are on the disk.
-        tidy: on rank 0, called some time after a step has been committed, with a function that says when to stop.
+        background: copy the state first, and train on while the files are written.
+        conclude: rank 0's function (step, progress, parts of all ranks), called once all parts are on the disk.
+        tidy: rank 0's function, called in the background after a commit with a function that returns True to stop it.
 
     Attributes:
-        saved: the last step that was begun, or that the run went on from in its own folder.
-        seconds: from the beginning to the commit of the last step that was committed here; before, a guess.
+        saved: the last step whose save was begun, or the step of its own folder that the run resumed from.
+        seconds: from the start to the commit of the last save that this process committed; before, an estimate.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Checkpoints:
         self.saved: int | None = None
         here = [holding for holding in holdings if holding.disks is None]
         sources = [holding.tensors[kind] for holding in here for kind in holding.kinds]
-        # What is on a GPU has to be copied to be written at all.
+        # State on a GPU has to be copied to the host before it can be written.
         copies = background or any(on_device(source) for source in sources)
         self._snapshot = Snapshot(sources) if copies else None
         kept = sources if self._snapshot is None else self._snapshot.copies
@@ -108,27 +108,27 @@ class Checkpoints:
         self._copied.set()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saver")
         self._tidying = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidy")
-        self._under_way: list[Future[None]] = []  # its own part, then on rank 0 the commit
+        self._under_way: list[Future[None]] = []  # this rank's part; on rank 0 also the commit
         self._tidied: list[Future[None]] = []
         self._began, self.seconds = 0.0, sum(entry.values.nbytes for entry in self._entries) / _SLOW_DISK
 
     @property
     def copy_bytes(self) -> int:
-        """Return the bytes of host memory that snapshots take."""
+        """Return the bytes of host memory that snapshots use."""
         return sum(copy.nbytes for copy in self._snapshot.copies) if self._snapshot is not None else 0
 
     def due(self, done: int) -> bool:
-        """Return whether a checkpoint belongs after step `done`, counted from 1."""
+        """Return True if a checkpoint is due after step `done`, counted from 1."""
         return self._every is not None and done % self._every == 0
 
     def save(self, done: int, progress: Progress) -> None:
-        """Save the state after step `done`, unless that has been saved already. Every rank calls it.
+        """Start to save the state after step `done`, if it is not saved; wait unless `background`. Collective.
 
-        In the background the tensors must not change before `settle` has returned.
+        With `background` the tensors must not change before `settle` returns.
 
         Raises:
-            UserError: 403, this step, or the one begun before, could not be written; of `conclude`.
-            FailedElsewhere: by another rank.
+            UserError: 403, this save or the previous one could not be written; from `conclude`.
+            FailedElsewhere: another rank's save failed.
         """
         if self.saved == done:
             return
@@ -145,7 +145,7 @@ class Checkpoints:
             self.finish()
 
     def settle(self) -> None:
-        """Wait until the tensors may change: the snapshot has been taken, or without one the file is complete."""
+        """Wait until the tensors may change: until the snapshot is taken or, without one, the file is complete."""
         self._copied.wait()
         if self._snapshot is not None:
             self._snapshot.join()
@@ -156,22 +156,22 @@ class Checkpoints:
         return any(future.done() and future.exception() is not None for future in self._under_way)
 
     def finish(self) -> None:
-        """Wait until the save that was begun is committed. Every rank calls it; errors as of `save`."""
+        """Wait until the save under way is committed. Collective; raises the errors of `save`."""
         if self.saved is None or not self._under_way:
             return
         until_all(self._world, self._device, self._written)
         ended, self._under_way = self._under_way, []
         try:
             agree(self._world, self._device, lambda: [future.result() for future in ended])
-        except UserError:  # no rank writes any more
+        except UserError:  # all ranks have stopped writing
             self._store.abandon(self.saved)
             raise
 
     def tidy(self, patience: float = math.inf) -> None:
-        """Wait until old steps have been deleted. Every rank calls it, after `finish`.
+        """Wait until old steps have been deleted. Collective; call it after `finish`.
 
         Args:
-            patience: seconds after which the rest of them is left for another job.
+            patience: seconds after which the remaining steps are left for another job.
         """
         end = time.monotonic() + patience
 
@@ -182,7 +182,7 @@ class Checkpoints:
         until_all(self._world, self._device, ready)
 
     def close(self) -> None:
-        """End the background threads. A save that is not committed within _PATIENCE seconds will not be."""
+        """End the background threads; give up a save that is not committed within _PATIENCE seconds."""
         wait(self._under_way, _PATIENCE)
         self._give_up.set()
         for thread in (self._thread, self._tidying):
@@ -192,7 +192,7 @@ class Checkpoints:
         ended = not wait(self._under_way, seconds, FIRST_EXCEPTION).not_done
         failed = torch.tensor([self.failed], dtype=torch.int64, device=self._device)
         if all_gather(failed, self._world, "agree").any():
-            self._give_up.set()  # rank 0 waits for parts that will not come
+            self._give_up.set()  # rank 0 must not wait for parts of failed ranks
         return ended
 
     def _write(self, step: int) -> None:
@@ -200,14 +200,14 @@ class Checkpoints:
         try:
             if self._snapshot is not None:
                 self._snapshot.copy_near()
-                if not self._on_disks:  # else the next update waits for the whole file
+                if not self._on_disks:  # state on disks has no snapshot: the next update waits for the whole file
                     self._copied.set()
                 self._snapshot.arrive()
-            self._store.folder.mkdir(exist_ok=True)  # not the run's own: it may have been moved away
+            self._store.folder.mkdir(exist_ok=True)  # without parents: if the run's folder was moved away, fail
             staging.mkdir(exist_ok=True)
             part = self._write_shard(step, staging)
             flush_folder(staging)
-            # The first rank may commit as soon as it sees the part: the folder has another name then.
+            # The first rank may commit, and so rename the folder, as soon as it sees the part.
             announce_file(staging / _part_name(self._world.rank), part.model_dump_json().encode())
         except OSError as error:
             raise self._not_saved(error.strerror, step) from None
@@ -222,7 +222,7 @@ class Checkpoints:
         beginning, places = plan_shard(tensors, {"megazero": f"step {step}, rank {rank} of {self._world.size}"})
         shard = write_shard(staging / shard_name(rank), beginning, self._finite_values(step))
         rows: dict[Piece, list[int]] = {}
-        for entry, place in zip(self._entries, places, strict=True):  # kinds come in their order
+        for entry, place in zip(self._entries, places, strict=True):  # a piece's kinds follow in their order
             rows.setdefault(entry.piece, [rank, entry.piece.start, entry.piece.stop]).append(place)
         written: dict[str, list[list[int]]] = {}
         for piece, row in rows.items():
@@ -230,7 +230,7 @@ class Checkpoints:
         return WrittenShard(shard=shard, tensors=written)
 
     def _finite_values(self, step: int) -> Iterator[Tensor]:
-        """Yield the values of all entries. Raises UserError 302: they are not finite, but for buffers."""
+        """Yield the values of all entries. Raises UserError 302 if values other than buffers are not finite."""
         for entry in self._entries:
             for values in entry.in_memory():
                 if not entry.holding.any_value and not _is_finite(values):
@@ -240,7 +240,7 @@ class Checkpoints:
                 yield values
 
     def _require_whole_updates(self, step: int) -> None:
-        """Refuse state on disks of which an update has written one part and not another."""
+        """Refuse state on disks that an update has written only in part. Raises UserError 608."""
         for holding in self._on_disks:
             assert holding.disks is not None
             seen = set[int]().union(*map(holding.disks.versions, holding.tensors.values()))
@@ -266,7 +266,7 @@ class Checkpoints:
                 path = staging / _part_name(rank)
                 while not path.exists():
                     if self._give_up.wait(pause):
-                        return  # those that have failed say why
+                        return  # the failed ranks report the reason
                     pause = min(1.5 * pause, _SELDOM)
                 parts.append(read_part(path))
                 path.unlink()
@@ -279,7 +279,7 @@ class Checkpoints:
 
 
 def _entries(holdings: Sequence[ShardState], buffers: Iterator[Tensor]) -> Iterator[_Entry]:
-    """Yield the entries in the order of the file: unit by unit, kind by kind, as they lie in memory."""
+    """Yield the entries in file order, which is memory order: by unit, then kind, then piece."""
     for holding in holdings:
         for kind in holding.kinds:
             buffer = next(buffers) if holding.disks is None else holding.tensors[kind]
@@ -289,7 +289,7 @@ def _entries(holdings: Sequence[ShardState], buffers: Iterator[Tensor]) -> Itera
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Return whether all values are finite, mostly in one pass without a temporary; their sum alone may overflow."""
+    """Return True if all values are finite; check each value only if their sum is not finite, as it may overflow."""
     return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 

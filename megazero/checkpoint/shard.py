@@ -1,8 +1,8 @@
-"""Write and read one file of a checkpoint: a safetensors file, written once, and read in blocks that are verified.
+"""Write and read one file of a checkpoint: a safetensors file, written once and read in verified blocks.
 
-safetensors (8 bytes of length, a JSON header, the tensors' bytes end to end) is a common format and cannot express
-code, but a flipped bit in it goes unnoticed. So the writer hashes every block of the file on its way to the disk, and
-the reader returns no byte of a block before its hash is the one that the manifest has.
+safetensors (8 bytes of length, a JSON header, the tensors' bytes end to end) is a common format that cannot contain
+code, but it does not detect a flipped bit. So the writer hashes every block of the file while writing, and the reader
+compares a block's hash with the manifest's before it returns any byte of the block.
 """
 
 import errno
@@ -24,10 +24,10 @@ from megazero.base.files import flush, write_all
 from megazero.base.reading import UnexpectedFileError, open_regular
 from megazero.checkpoint.progress import Count, StrictModel
 
-# Bytes that are hashed together. Fits a core's cache, so that what has been read or is to be written is hashed there.
+# Bytes that are hashed together. A block fits a core's cache, so hashing it adds no memory traffic to reads and writes.
 BLOCK = 1 << 20
 NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
-NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}  # of buffers
+NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}  # only buffers have these
 NAMES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 FLOATS = frozenset(name for name, dtype in DTYPES.items() if dtype.is_floating_point)
@@ -36,12 +36,12 @@ ShardName = Annotated[str, StringConstraints(pattern=r"^shard_[0-9]{5}\.safetens
 
 
 class File(StrictModel):
-    """One shard as its writer knows it.
+    """One shard, as described by its writer.
 
     Attributes:
         name: in the checkpoint's folder.
         size: bytes.
-        blocks: xxh3 (64 bits, hex) of each BLOCK bytes; the last block may be shorter.
+        blocks: xxh3 hash (64 bits, hex) of each block of BLOCK bytes; the last block may be shorter.
     """
 
     name: ShardName
@@ -50,7 +50,7 @@ class File(StrictModel):
 
 
 class ReadingStoppedError(Exception):
-    """Reading was given up, because its caller asked for that."""
+    """Reading was stopped at the caller's request."""
 
 
 def hash_of(data: bytes | memoryview) -> str:
@@ -59,7 +59,7 @@ def hash_of(data: bytes | memoryview) -> str:
 
 
 def plan_shard(tensors: Sequence[tuple[str, torch.dtype, int]], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
-    """Return (the file's beginning, the byte where each tensor begins) for 1-dim tensors (key, dtype, elements)."""
+    """Return (bytes before the first tensor, byte offset of each tensor) for 1-dim tensors (key, dtype, elements)."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     offsets = []
@@ -69,20 +69,20 @@ def plan_shard(tensors: Sequence[tuple[str, torch.dtype, int]], metadata: Mappin
         offsets.append(at)
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # the first tensor begins at a multiple of 8 bytes
     beginning = len(text).to_bytes(8, "little") + text
     return beginning, [len(beginning) + offset for offset in offsets]
 
 
 def write_shard(path: Path, beginning: bytes, tensors: Iterable[Tensor]) -> File:
-    """Write a new file, and flush it to the disk.
+    """Write a new file and flush it to the disk.
 
     Args:
         beginning: from `plan_shard`.
-        tensors: contiguous and in host memory, in its order; each may come in parts.
+        tensors: contiguous, in host memory, in the order given to `plan_shard`; a tensor may be split into several.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
     hashes, size = [], 0
     with path.open("xb", buffering=0) as file:
@@ -101,11 +101,11 @@ def key_of(kind: str, name: str, start: int, stop: int) -> str:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn a file's OSError into a UserError.
+    """Turn an OSError while reading a file into a UserError.
 
     Raises:
-        UserError: 410, the file is missing, or is no regular file; 401, the system cannot read it, which says nothing
-            about the data on the disk.
+        UserError: 410, the file is missing or not a regular file; 401, the system cannot read it, though the data on
+            the disk may be intact.
     """
     try:
         yield
@@ -123,15 +123,15 @@ def damaged(path: Path, what: str) -> UserError:
 
 @contextmanager
 def open_shard(folder: Path, file: File, stop: Callable[[], bool] = lambda: False) -> Iterator["ShardReader"]:
-    """Open a shard for reading. Links are not followed: one would lead out of the checkpoint.
+    """Open a shard for reading. Symbolic links are not followed, as they could lead out of the checkpoint.
 
     Args:
         folder: of the checkpoint.
-        file: the manifest's entry of it.
+        file: the manifest's entry for the shard.
         stop: polled while reading; True: raise ReadingStoppedError.
 
     Raises:
-        UserError: 410, the file is missing, is no regular file, or has another size; 401, the system cannot read it.
+        UserError: 410, the file is missing, not a regular file, or of another size; 401, the system cannot read it.
     """
     path = folder / file.name
     with ExitStack() as stack:
@@ -157,11 +157,11 @@ class ShardReader:
         self._at = -1  # the block that is in the buffer
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-        """Yield (position, verified bytes) of bytes [start, stop) of the file; each view is valid until the next.
+        """Yield (position, verified bytes) for bytes [start, stop) of the file; a view is valid until the next yield.
 
         Raises:
             UserError: 410, a block is damaged; 401, the system cannot read it.
-            ReadingStoppedError: its caller has asked for that.
+            ReadingStoppedError: `stop` returned True.
         """
         while start < stop:
             if self._stop():
@@ -194,7 +194,7 @@ class ShardReader:
 
 
 def _blocks(views: Iterable[memoryview]) -> Iterator[bytes | memoryview]:
-    """Yield the same bytes in BLOCK pieces; copy only where a piece consists of several views."""
+    """Regroup the bytes of views into blocks of BLOCK bytes; copy only if a block spans several views."""
     parts: list[memoryview] = []
     missing = BLOCK
     for view in views:

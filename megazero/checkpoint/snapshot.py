@@ -1,7 +1,7 @@
-"""Copy the state to be saved to memory of the host, in parallel with the passes of the next step.
+"""Copy the state to be saved to host memory, in parallel with the passes of the next step.
 
-What is on a GPU is copied on a stream of its own, which the update waits for and the host does not; what is on the host
-is copied by the saver's thread. The memory of the copies is allocated once.
+State on a GPU is copied on a side stream; the next update waits for it, the host does not. State on the host is copied
+by the saver's thread. The memory for the copies is allocated once.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from megazero.comm.streams import SideStream
 
 
 def on_device(x: Tensor) -> bool:
-    """Return whether a tensor is in the memory of a GPU."""
+    """Return True if a tensor is in GPU memory."""
     return x.is_cuda
 
 
 class Snapshot:
-    """Copies of some tensors, with the values that these had at `begin`.
+    """Copies of tensors, with their values at `begin`.
 
     Args:
         sources: the tensors.
 
     Attributes:
-        copies: of the sources, in their order; all there once `arrive` has returned.
+        copies: one for each source, in order; complete after `copy_near` and `arrive`.
     """
 
     def __init__(self, sources: Sequence[Tensor]):
@@ -38,25 +38,25 @@ class Snapshot:
         self._begun = False
 
     def begin(self) -> None:
-        """Start to copy from the GPU what has been computed so far."""
+        """Start to copy the tensors on the GPU, after the work queued so far."""
         if self._stream is not None:
             with self._stream.queued():
                 copy_all(self._far)
             self._begun = True
 
     def copy_near(self) -> None:
-        """Copy what is on the host. The background thread calls it."""
+        """Copy the tensors on the host. The background thread calls it."""
         if self._near:
             copy_all(self._near)
 
     def join(self) -> None:
-        """Let what is computed from now on wait until all has been read on the GPU."""
+        """Make later work on the current stream wait until the GPU has read all sources."""
         if self._stream is not None and self._begun:
             self._stream.join()
             self._begun = False
 
     def arrive(self) -> None:
-        """Wait until all copies are there. The background thread calls it."""
+        """Block until the copies from the GPU are complete. The background thread calls it."""
         if self._stream is not None:
             self._stream.wait()
 

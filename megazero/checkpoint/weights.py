@@ -1,4 +1,4 @@
-"""Read whole weights out of a checkpoint of any grid, for one process: to generate, to export."""
+"""Read whole weights from a checkpoint of any grid into one process, to generate or to export."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 def newest_whole(store: Store, read: Callable[[Path], T], warn: Callable[[str], object]) -> T:
-    """Return what `read` returns for the folder of the newest step in which it finds no damage.
+    """Return the result of `read` for the folder of the newest step that it can read without damage.
 
     Args:
-        warn: called for each newer step that is damaged.
+        warn: called for each newer, damaged step.
 
     Raises:
-        UserError: 402, there is no checkpoint; 410, the last one tried is damaged; and those of `read`.
+        UserError: 402, there is no checkpoint; 410, all are damaged; other errors of `read`.
     """
     steps = store.steps()
     for step in steps:
@@ -40,14 +40,14 @@ def newest_whole(store: Store, read: Callable[[Path], T], warn: Callable[[str], 
 def newest_weights(
     store: Store, shapes: Mapping[str, list[int]], warn: Callable[[str], object]
 ) -> tuple[Manifest, dict[str, Tensor]]:
-    """Return the weights of the newest step that is whole, in the precision that the optimizer updates them in.
+    """Return (manifest, weights) of the newest undamaged step; weights are in the master weights' precision.
 
     Args:
         shapes: of the model's parameters.
-        warn: called for each newer step that is damaged.
+        warn: called for each newer, damaged step.
 
     Raises:
-        UserError: as of `newest_whole`; 404, of another model.
+        UserError: as `newest_whole`; 404, the checkpoint is of another model.
     """
 
     def read(folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
@@ -59,14 +59,14 @@ def newest_weights(
 
 
 def require_shapes(manifest: Manifest, shapes: Mapping[str, list[int]], folder: Path) -> None:
-    """Refuse a checkpoint of another model. Raises UserError 404 with the first parameter that differs."""
+    """Refuse a checkpoint of another model. Raises UserError 404, which names the first parameter that differs."""
     if odd := manifest.other_shape(shapes):
         what = f"{odd}: expected {shapes.get(odd)}, got {manifest.shapes.get(odd)}"
         raise UserError(404, what, "is this the run's own config.yaml?", where=folder)
 
 
 def read_weights(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return some of a checkpoint's parameters, whole. Raises UserError 410: a file is damaged."""
+    """Return the named parameters of a checkpoint, whole. Raises UserError 410 if a file is damaged."""
     flat = {n: torch.empty(manifest.tensors[n].numel, dtype=DTYPES[manifest.dtype_of(n)]) for n in names}
     holdings = [ShardState([Piece(name, 0, len(values), 0)], {WEIGHT: values}) for name, values in flat.items()]
     load_tensors(folder, manifest, holdings)

@@ -1,8 +1,8 @@
-"""Run on all ranks what may fail on some, and let all ranks know of a failure before any acts on it.
+"""Run an action that may fail on some ranks, and let all ranks know of a failure before any rank acts on it.
 
-A rank that raises while the others go on leaves them waiting in their next operation. So any action that may fail on
-some ranks only (files, packages, disks) runs inside `agree`: every rank learns how it went everywhere, and either all
-have their result or all stop; the lowest rank that failed says why.
+If one rank raises while the others go on, they wait in their next operation. So any action that may fail on some ranks
+only (files, packages, disks) runs inside `agree`: every rank learns the outcome on all ranks, and either all return
+their result or all raise; the lowest rank that failed reports the reason.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def agree(world: Axis, device: torch.device, action: Callable[[], T]) -> T:
     """Run `action()` on every rank; return its result if it succeeded on all.
 
     Raises:
-        UserError: this rank's own, if no lower rank has one.
-        FailedElsewhere: another rank's.
+        UserError: the error of this rank, if no lower rank has failed.
+        FailedElsewhere: another rank is the lowest that failed.
     """
     own: UserError | None = None
     result: T | None = None
@@ -44,12 +44,12 @@ def agree(world: Axis, device: torch.device, action: Callable[[], T]) -> T:
 
 
 def until_all(world: Axis, device: torch.device, ready: Callable[[float], bool]) -> None:
-    """Wait until `ready` is true on all ranks, however much longer it takes some of them.
+    """Wait until `ready` is true on all ranks, however long the slowest one takes.
 
-    Ranks meet every second, so that none waits in one operation for as long as another's disk takes.
+    Ranks exchange their answers every second, so that no operation lasts as long as the work of another rank's disk.
 
     Args:
-        ready: waits for as many seconds at most, and returns whether this rank is ready.
+        ready: waits at most the given number of seconds, and returns whether this rank is ready.
     """
     while True:
         own = torch.tensor([ready(_SLICE)], dtype=torch.int64, device=device)

@@ -1,9 +1,9 @@
-"""The table of axes: their order, and what is partial along each. Free of torch."""
+"""The table of axes: their order, and the sums that are partial along each. Free of torch."""
 
 from dataclasses import dataclass
 
-# The axes, slowest first; and the sums of which each rank along an axis has a summand: "gradients" (its ranks see other
-# samples) and "loss" (of a step). Sums that are partial for some units only are in `UnitAxes` (`zero/placement.py`).
+# The axes, slowest first, each with the sums that are partial along it: "gradients" (its ranks see different samples)
+# and "loss" (of a step). Sums that are partial for some units only are in `UnitAxes` (`zero/placement.py`).
 AXES = {
     "pipeline": {"loss"},
     "replica": {"gradients", "loss"},
@@ -12,9 +12,9 @@ AXES = {
 }
 JOINED = {"data": ("replica", "shard"), "world": tuple(AXES)}
 ENDS = "ends"  # the first and the last rank of a pipeline
-FEW_CTAS = 4  # multiprocessors of a communicator of NCCL whose messages are small or hidden
-P2P = "p2p"  # what one rank waits for from one other
-# Where operations go on; the place of each in a rank's status slot and outbox.
+FEW_CTAS = 4  # the most multiprocessors of an NCCL communicator whose messages are small or overlapped
+P2P = "p2p"  # the lane of messages from one rank to one other
+# The lanes in which operations run, in the order of a rank's status slot and outbox.
 LANES = (P2P, *JOINED, *AXES, ENDS)
 
 
@@ -25,7 +25,7 @@ class Channel:
     Attributes:
         index: its position among all channels; the same on both sides.
         source, target: ranks on the axis.
-        name: of its content, for the ledger and the board: "activations", "gradients".
+        name: the name of its content in the ledger and on the status board: "activations", "gradients".
     """
 
     index: int

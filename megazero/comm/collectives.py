@@ -1,23 +1,23 @@
 """Start torch.distributed's collectives; no other file calls them.
 
-Every operation goes along one axis for one purpose. It is counted in the ledger, named in profiles, shown on the status
-board, and started without waiting where a caller has other work to do: `start_*` returns a `Pending`, whose `wait()`
-gives the result. On an axis of size 1 every operation is the identity, and nothing is counted.
+Every operation runs along one axis for one purpose. It is counted in the ledger, named in profiles and shown on the
+status board. `start_*` starts an operation without waiting and returns a `Pending`, whose `wait()` returns the result.
+On an axis of size 1 every operation is the identity, and nothing is counted.
 
 On NCCL these are NCCL's own operations. On gloo they are made of messages (`transport/exchange.py`), for three reasons:
 
-- on one host the data goes through shared memory (`transport/shared_memory.py`), and through sockets it goes in pieces
-  that are summed or put in their place as they come;
+- on one host the data goes through shared memory (`transport/shared_memory.py`); through sockets it goes in pieces,
+  each of which is summed or copied to its place on arrival;
 - sums are taken in rank order, so they do not depend on how a tensor was cut, and an all-reduce equals a
   reduce-scatter followed by an all-gather bit for bit;
-- every message carries a tag made of the operation's number, kind, purpose, dtype and shape. An operation that one
-  rank skipped, or called with another shape, never pairs with its successor: the wait times out and the board shows
-  which ranks were where, instead of wrong numbers or an abort deep inside the library.
+- every message carries a tag made of the operation's number, kind, purpose, dtype and shape. If a rank skips an
+  operation or calls it with another shape, its messages do not pair with those of the next one: the wait times out and
+  the board shows the operation of each rank, instead of wrong numbers or an abort deep inside the library.
 
-Tensors of a device that gloo cannot send from go through the host's memory (`transport/host_staging.py`): the messages
-are those of its copy there, and `wait` brings the result back.
+Tensors of a device that gloo cannot send from are copied to host memory (`transport/host_staging.py`): messages are
+made from the copy, and `wait` copies the result back to the device.
 
-Tensors must be contiguous: gloo computes wrong sums over strided views without saying so.
+Tensors must be contiguous: gloo computes wrong sums over strided views without an error.
 """
 
 import zlib
@@ -35,8 +35,8 @@ from megazero.comm.transport.exchange import CollectiveError, Consume, Exchange,
 from megazero.comm.transport.host_staging import NOTHING, HostStaging
 from megazero.comm.transport.shared_memory import SLOTS
 
-# An all-reduce of fewer elements is one exchange of everything with everyone: half the rounds, which
-# matters more than the bytes. Two ranks always exchange: the bytes are the same.
+# In an all-reduce of at most this many elements, each rank sends its whole tensor to all others: half the rounds, which
+# matters more than the bytes. Two ranks always do this: the bytes are the same.
 _FEW = 1 << 14
 
 MOST_UNREAD = SLOTS
@@ -54,17 +54,17 @@ class Pending:
         purpose: its name in profiles.
         finish: waits, and returns the result.
         unread: messages of this rank that stay in shared memory until the others wait for the operation. There is room
-            for `MOST_UNREAD`; a rank that sends more is blocked until the others come.
+            for `MOST_UNREAD`; a rank that sends more is blocked until the others have read some.
     """
 
     def __init__(self, axis: Axis | None, purpose: str, finish: Callable[[], Tensor], unread: int = 0):
         self._axis, self._purpose, self._finish, self.unread = axis, purpose, finish, unread
 
     def wait(self) -> Tensor:
-        """Wait for the operation and return its result; to be called once.
+        """Wait for the operation and return its result; call it once.
 
         Raises:
-            CollectiveError: it did not come within the axis' timeout, or the connection broke.
+            CollectiveError: the operation did not end within the axis' timeout, or the connection broke.
         """
         if self._axis is None:
             return self._finish()
@@ -77,7 +77,7 @@ class Pending:
         return result
 
     def then(self, last: Callable[[], Tensor]) -> "Pending":
-        """Return the same operation with `last` run at its end; its result is that of `last`."""
+        """Return this operation with `last` called at its end; the result is the result of `last`."""
 
         def finish() -> Tensor:
             self._finish()
@@ -87,12 +87,12 @@ class Pending:
 
 
 def done(x: Tensor) -> Pending:
-    """Return an operation that has ended, with its result."""
+    """Return a completed operation with the result x."""
     return Pending(None, "", lambda: x)
 
 
 def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
-    """Start the sum of all ranks' x, in its memory; x must not be touched until the end."""
+    """Start an all-reduce (sum) of x in place; x must not be read or written until the end."""
     if axis.size == 1:
         return done(x)
     tag = begin("all_reduce", x, axis, purpose, 2 * (axis.size - 1) * axis.shard(x.numel()))
@@ -105,9 +105,9 @@ def start_all_reduce(x: Tensor, axis: Axis, purpose: str) -> Pending:
 
 
 def _reduced(x: Tensor, axis: Axis, tag: int, purpose: str) -> Pending:
-    """Start the sum of all ranks' x in its memory, by messages."""
+    """Start an all-reduce (sum) of x in place, made of messages."""
     flat = x.view(-1)
-    # The few elements that cannot be divided, or all of a short tensor, are exchanged whole.
+    # The few elements that do not divide by the ranks, or all of a short tensor, are sent whole to all ranks.
     whole = len(flat) if axis.size == 2 or len(flat) <= _FEW else len(flat) % axis.size
     last = flat[len(flat) - whole :]
     rest = [Exchange(axis, tag, [last], _adder(axis, last, last, accumulate=False))] if whole or not len(flat) else []
@@ -132,12 +132,14 @@ def _reduced(x: Tensor, axis: Axis, tag: int, purpose: str) -> Pending:
 def start_reduce_scatter(
     x: Tensor, axis: Axis, purpose: str, *, out: Tensor | None = None, accumulate: bool = False
 ) -> Pending:
-    """Start the sum of all ranks' x, of which each rank gets its part (of `size` equal parts of the first dim).
+    """Start a reduce-scatter (sum) of x: each rank gets its part (of `size` equal parts of the first dim).
+
+    x must not be read or written until the end.
 
     Args:
-        out: memory for the result; may be this rank's part of x. None: new memory. With it x must not be touched until
-            the end, and its own part is undefined then.
-        accumulate: the sum is added to what `out` holds.
+        out: memory for the result, which may be this rank's part of x; that part of x is undefined at the end. None:
+            new memory.
+        accumulate: add the sum to `out`.
     """
     if axis.size == 1:
         assert out is None, "there is nothing to reduce"
@@ -162,7 +164,7 @@ def start_reduce_scatter(
 
 
 def start_all_gather(part: Tensor, axis: Axis, purpose: str) -> Pending:
-    """Start to concatenate all ranks' parts (of equal shape) along the first dim."""
+    """Start an all-gather: concatenate all ranks' parts (of equal shape) along the first dim."""
     if axis.size == 1:
         return done(part)
     whole = part.new_empty((len(part) * axis.size, *part.shape[1:]))
@@ -171,7 +173,7 @@ def start_all_gather(part: Tensor, axis: Axis, purpose: str) -> Pending:
 
 
 def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pending:
-    """Start to fill in the other ranks' parts of `whole`, which holds this rank's already."""
+    """Start an all-gather into `whole`, which already holds this rank's part."""
     if axis.size == 1:
         return done(whole)
     assert len(whole) % axis.size == 0, f"{tuple(whole.shape)} has no {axis.size} equal parts"
@@ -184,7 +186,7 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
         staging = HostStaging(whole, pool, place)
         gather = _gather(axis, tag, staging.host.chunk(axis.size))
 
-        def land() -> Tensor:  # the others' parts alone
+        def land() -> Tensor:  # copies only the other ranks' parts
             for part in (slice(0, place.start), slice(place.stop, whole.numel())):
                 whole.view(-1)[part].copy_(staging.host[part])
             staging.end()
@@ -196,13 +198,13 @@ def start_all_gather_in_place(whole: Tensor, axis: Axis, purpose: str) -> Pendin
 
 
 def start_all_to_all(x: Tensor, out: Tensor, axis: Axis, purpose: str, sent: int | None = None) -> Pending:
-    """Start to send each of `size` equal parts of flat x to the rank of its number.
+    """Start an all-to-all: send part k of `size` equal parts of flat x to rank k.
 
-    `out` gets the parts that come, by rank; this rank's own part there may hold anything at the end. x must not be
-    touched until then.
+    `out` receives the other ranks' parts in rank order; this rank's own part of it is undefined at the end. x must not
+    be written to until then.
 
     Args:
-        sent: elements that count in the ledger; None: all that go to others.
+        sent: elements to count in the ledger; None: all that are sent to other ranks.
     """
     tag = begin("all_to_all", x, axis, purpose, (axis.size - 1) * len(x) // axis.size if sent is None else sent)
     if axis.comm.backend == "nccl":
@@ -215,7 +217,7 @@ def start_all_to_all(x: Tensor, out: Tensor, axis: Axis, purpose: str, sent: int
 
 
 def all_reduce(x: Tensor, axis: Axis, purpose: str) -> Tensor:
-    """Return the sum of x over the axis; x is overwritten by it."""
+    """Return the sum of x over the axis, which overwrites x."""
     return start_all_reduce(x, axis, purpose).wait()
 
 
@@ -238,7 +240,7 @@ def gather_bytes(payload: bytes, axis: Axis, purpose: str, device: torch.device)
 
 
 def begin(kind: str, x: Tensor, axis: Axis, purpose: str, elements: int) -> int:
-    """Count and show an operation of this room; return the tag of its messages, 0 on NCCL, which sends none."""
+    """Count an operation and show it on the status board; return the tag of its messages; 0 on NCCL, without tags."""
     assert axis.group is not None, f"{kind} over {axis.size} ranks of the {axis.name} axis without a process group"
     assert x.is_contiguous(), f"{kind} of a strided view: {tuple(x.shape)}, strides {x.stride()}"
     comm = axis.comm
@@ -248,20 +250,20 @@ def begin(kind: str, x: Tensor, axis: Axis, purpose: str, elements: int) -> int:
     return 0 if comm.backend == "nccl" else zlib.crc32(f"{number} {text}".encode()) & 0x7FFFFFFF
 
 
-@lru_cache(1024)  # a run has few, and sends each thousands of times
+@lru_cache(1024)  # a run has few different operations, and starts each thousands of times
 def _text(kind: str, purpose: str, dtype: torch.dtype, shape: torch.Size) -> str:
-    """Return an operation's name on the status board, of which its tag is made."""
+    """Return an operation's name on the status board; its tag is made from the name."""
     return f"{kind} ({purpose}, {str(dtype).removeprefix('torch.')} {list(shape)})"
 
 
 def _scatter(axis: Axis, tag: int, parts: Sequence[Tensor], out: Tensor, *, accumulate: bool) -> Exchange:
-    """Return the round in which each rank gets its part of the sum; `parts` are flat."""
+    """Return the exchange of a reduce-scatter, not started; `parts` are flat."""
     add = _adder(axis, parts[axis.rank], out, accumulate=accumulate)
     return Exchange(axis, tag, [parts[k] for k in others(axis)], add)
 
 
 def _adder(axis: Axis, own: Tensor, out: Tensor, *, accumulate: bool) -> Consume:
-    """Return a function that adds the received parts to `own`, into `out`."""
+    """Return a function that sums `own` and the received parts into `out`; `accumulate` adds the sum to `out`."""
 
     def add(cut: slice, theirs: list[Tensor]) -> None:
         if accumulate:
@@ -273,7 +275,7 @@ def _adder(axis: Axis, own: Tensor, out: Tensor, *, accumulate: bool) -> Consume
 
 
 def _gather(axis: Axis, tag: int, parts: Sequence[Tensor]) -> Exchange:
-    """Return the round in which each rank gets the parts of the others; `parts` are flat."""
+    """Return the exchange of an all-gather, not started; `parts` are flat."""
     return swap(axis, tag, [parts[axis.rank]], parts)
 
 
@@ -286,18 +288,18 @@ def _exchanged(axis: Axis, purpose: str, exchange: Exchange, result: Tensor) -> 
 
 
 def _own(x: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's of `size` equal parts of the first dim, and make no view of the others: they may be many."""
+    """Return this rank's part of the first dim (of `size` equal parts), without views of the others: may be many."""
     return x[_own_elements(x, axis)]
 
 
 def _own_elements(x: Tensor, axis: Axis) -> slice:
-    """Return the elements of the first dim that are this rank's of `size` equal parts."""
+    """Return the slice of the first dim that is this rank's part (of `size` equal parts)."""
     length = len(x) // axis.size
     return slice(axis.rank * length, (axis.rank + 1) * length)
 
 
 def _landing(on_host: Pending, staging: HostStaging, into: Tensor | None = None, first: int = 0) -> Pending:
-    """Return an operation on the host whose result is copied to the device at its end; see `HostStaging.end`."""
+    """Return an operation that ends by copying the result of a host operation to the device (`HostStaging.end`)."""
 
     def land() -> Tensor:
         staging.end(into, first)
@@ -307,7 +309,7 @@ def _landing(on_host: Pending, staging: HostStaging, into: Tensor | None = None,
 
 
 def nccl_pending(axis: Axis, purpose: str, work: dist.Work | None, result: Callable[[], Tensor]) -> Pending:
-    """Return an operation that NCCL has started; `result` is called when the stream waits for it."""
+    """Return an operation that NCCL has started; `result` is called once the stream waits for it."""
     assert work is not None, "this process is not on the axis"
 
     def finish() -> Tensor:
@@ -321,10 +323,10 @@ def nccl_pending(axis: Axis, purpose: str, work: dist.Work | None, result: Calla
 
 
 def _sum(axis: Axis, own: Tensor, received: Sequence[Tensor], out: Tensor) -> Tensor:
-    """Add the parts in rank order, whichever rank computes it; write to `out` only, which may be `own`."""
+    """Add the parts in rank order, on every rank; write only to `out`, which may be `own`."""
     parts = {axis.rank: own} | dict(zip(others(axis), received, strict=True))
     in_place = same_place(out, own)
-    wait_for_own = in_place and axis.rank > 1  # what `out` holds must have been added before it is written to
+    wait_for_own = in_place and axis.rank > 1  # `out` holds `own`, which must be added before `out` is overwritten
     total = torch.add(parts[0], parts[1], out=None if wait_for_own else out)
     for k in range(2, axis.size):
         total = torch.add(total, parts[k], out=out if k == axis.rank or not wait_for_own else total)

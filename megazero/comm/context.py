@@ -1,4 +1,4 @@
-"""Hold what all collectives of one rank share: the backend, the timeout, the ledger, the status slot."""
+"""Hold the resources that all collectives of one rank share: backend, timeout, ledger, status slot ..."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,19 +24,19 @@ class CommContext:
     """The communication settings and resources of one rank.
 
     Attributes:
-        backend: "gloo" or "nccl"; algorithms are picked by it, never by the device of a tensor.
-        timeout: how long to wait for the others in one operation; on NCCL that of process groups, which abort the
-            process then.
-        bucket: most bytes of one operation between sender and receiver; longer ones go in pieces.
+        backend: "gloo" or "nccl"; the choice of algorithms depends on it, never on the device of a tensor.
+        timeout: how long one operation waits for the other ranks; on NCCL it is the timeout of the process groups,
+            which then abort the process.
+        bucket: most bytes of one operation between sender and receiver; longer messages are sent in pieces.
         ledger: counts traffic and memory.
         shared_memory: the transport between ranks of the same host; None: sockets are used.
         status_slot: shows the operation that this rank is in.
-        first_uses: communicators of NCCL whose first use this rank is in, for the monitor (`launcher/monitor.py`).
-        split_group: makes communicators of some ranks each (`nccl.py`); all ranks of the world call it.
-        host_staging: the host's memory that tensors of a device go through where the backend sends from there only
+        first_uses: first uses of NCCL communicators that this rank is in, for the monitor (`launcher/monitor.py`).
+        split_group: makes communicators of subsets of the ranks (`nccl.py`); all ranks of the world call it.
+        host_staging: host memory through which device tensors are sent if the backend sends only from there
             (`transport/host_staging.py`); None: they are sent directly.
-        together: the context of something that all ranks do in start-up, by its name (`launcher/rendezvous.py`). With
-            one rank there is no other rank to wait for.
+        together: returns the context of a named action of all ranks in start-up (`launcher/rendezvous.py`). The default
+            is for one rank, which has no other rank to wait for.
     """
 
     backend: str = "gloo"
@@ -57,7 +57,7 @@ class CommContext:
         return Pool(torch.uint8, torch.device("cpu"), self.ledger, "staging")
 
     def reserve(self, axis: str, rounds: int) -> int:
-        """Reserve `rounds` rounds of messages on an axis; return the number of the first, the same on all its ranks."""
+        """Reserve rounds of messages on an axis; return the number of the first, which is equal on all its ranks."""
         first = self._rounds[axis]
         self._rounds[axis] += rounds
         return first
@@ -67,18 +67,18 @@ class CommContext:
     ) -> dist.ProcessGroup | None:
         """Split communicators off the world's, one for each list of ranks, and return this rank's; see `split_group`.
 
-        The host waits for all `world` ranks, so that is shown.
+        The host waits for all `world` ranks meanwhile, so the status board shows the call.
         """
         with self.calling("world", "world", range(world), "split"):
             return self.split_group(split_ranks=lines, timeout=self.timeout, name=name, few_ctas=few_ctas)
 
     @contextmanager
     def calling(self, communicator: str, lane: str, ranks: range, what: str) -> Iterator[None]:
-        """Show the first use of a communicator of NCCL, in whose call the host itself may wait for others.
+        """Show the first use of an NCCL communicator, in which the host itself may wait for other ranks.
 
         Args:
-            lane: of the status slot.
-            ranks: those that the host may wait for.
+            lane: the lane of the status slot.
+            ranks: the ranks that the host may wait for.
         """
         text = f"first {what} of {communicator}"
         self.status_slot.begin(lane, ranks, text)

@@ -1,8 +1,7 @@
 """Simulate one rank of a grid of any size, without any other rank.
 
-Every operation completes at once: what would have been received holds anything. What this rank does itself is the code
-of a real run: pieces, staging, sums, the ledger. So a single process can count what one rank of thousands sends and
-holds.
+Every operation completes at once, and received values are undefined. The rank itself runs the code of a real run:
+pieces, staging, sums, the ledger. So a single process can count the traffic and the memory of one rank of thousands.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ def alone(
     ledger: Ledger,
     shard_ranks: int | None = None,
 ) -> Grid:
-    """Return the grid of a rank whose other ranks do not exist.
+    """Return the grid of one rank, without processes for the other ranks.
 
     Args:
         backend: "nccl", or "gloo" between ranks of one host.
@@ -68,7 +67,7 @@ class _Done(dist.Work):
 
 
 class FakeProcessGroup(dist.ProcessGroup):
-    """A process group of one process: the methods in which torch's operations end complete at once."""
+    """A process group of one process: the methods that torch's operations call complete at once."""
 
     def __init__(self, rank: int, size: int):
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -89,7 +88,7 @@ class FakeProcessGroup(dist.ProcessGroup):
         """Leave the output as it is."""
         return _Done(out, x)
 
-    # Their names before torch 2.13.
+    # The names of these methods before torch 2.13.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
@@ -104,13 +103,13 @@ class FakeProcessGroup(dist.ProcessGroup):
 
 
 class Idle(Executor):
-    """A thread that completes at once what it is given.
+    """An executor that completes each call at once without making it.
 
-    There are no numbers to compute, and the memory that threads allocate is no part of a step.
+    There are no numbers to compute, and the memory that threads allocate is not part of a step.
     """
 
     def submit(self, fn: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
-        """Return a future that is done; the call is not made."""
+        """Return a completed future; `fn` is not called."""
         future: Future[Any] = Future()
         future.set_result(None)
         return future
@@ -125,14 +124,14 @@ class FakeSharedMemory(SharedMemoryTransport):
         self._slot = torch.empty(SLOT_BYTES, dtype=torch.uint8)
 
     def post(self, axis: str, label: Label, messages: Sequence[Tensor], room: int, readers: Sequence[int]) -> None:
-        """Take a message and drop it."""
+        """Drop the messages."""
 
     def wait_for(self, sender: int, axis: str, label: Label) -> Message:
-        """Return a message that is there at once."""
+        """Return a message at once."""
         return Message(sender, 0, 0)
 
     def view(self, message: Message, start: int, like: Tensor) -> Tensor:
-        """Return the memory of a message, without values."""
+        """Return memory for a message, with undefined values."""
         return view_of(self._slot, start, like)
 
     def acknowledge(self, message: Message) -> None:

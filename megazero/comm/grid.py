@@ -2,12 +2,12 @@
 
     rank = ((pipeline rank x replicas + replica rank) x shards + shard rank) x tensor size + tensor rank
 
-so that the ranks that communicate most, those of one tensor axis, are neighbours on one host, and next to them those
-over which ZeRO shards. A new axis is one row of `AXES` (`axes.py`): its place in the rank order, and the sums of which
-its ranks have summands. A layer, a unit or a loader receives the axes it uses, never the whole grid. An axis of size 1
-is the identity: the same code runs, and every region, reduction and slice along it returns its input.
+so that the ranks that communicate most, those of one tensor axis, are neighbours on one host, followed by those over
+which ZeRO shards. A new axis is one row of `AXES` (`axes.py`): its place in the rank order, and the sums that are
+partial along it. A layer, a unit or a loader receives the axes it uses, never the whole grid. An axis of size 1 is the
+identity: the same code runs, and every region, reduction and slice along it returns its input.
 
-An *axis* is a direction of the grid, a *dim* one of a tensor. A *joined* axis runs through neighbouring rows.
+An *axis* is a direction of the grid, a *dim* is one of a tensor. A *joined* axis combines neighbouring rows of `AXES`.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,11 +28,11 @@ class Axis:
     """One direction of the grid as one rank sees it.
 
     Attributes:
-        name: of a row of `AXES`, of a joined axis, or "ends"; "data" for the shard axis where it is the data axis.
-        size: how many ranks lie along it.
+        name: a row of `AXES`, a joined axis, or "ends"; "data" for the shard axis if that is the whole data axis.
+        size: the number of ranks along it.
         rank: this rank's index on the axis, 0 <= rank < size.
         first, stride: the global ranks along it are first, first + stride, ...
-        group: the process group of these ranks; None where nothing is ever sent (one rank, a model on meta).
+        group: the process group of these ranks; None if nothing is ever sent (one rank, a model on meta).
         comm: the communication context of this rank, shared by all its axes.
     """
 
@@ -60,7 +60,7 @@ class Axis:
 class Grid(dict[str, Axis]):
     """The axes of one rank by name: the rows of `AXES`, the joined ones, and "ends", the two ends of a pipeline.
 
-    Where all data ranks are one shard group, "shard" and "data" are the same axis, and its name is "data".
+    If all data ranks are one shard group, "shard" and "data" are the same axis, and its name is "data".
     """
 
     @property
@@ -69,10 +69,10 @@ class Grid(dict[str, Axis]):
         return self["world"].comm
 
     def partial(self, what: str) -> list[Axis]:
-        """Return the axes along which each rank has a summand of a sum.
+        """Return the axes along which a sum is partial, that is, each rank has a summand.
 
-        Axes of other samples come first, and among these the fastest. Sums are taken in this order, so results depend
-        on it to the last bit.
+        Axes whose ranks see different samples come first, the fastest of them first. Sums are taken in this order,
+        which affects the last bits of the results.
         """
         names = [name for name in reversed(AXES) if what in AXES[name]]
         names.sort(key=lambda name: "gradients" not in AXES[name])
@@ -82,9 +82,9 @@ class Grid(dict[str, Axis]):
         return [self[name] for name in names]
 
     def counts(self, what: str) -> bool:
-        """Return whether this rank's summand counts in a sum over the world: of ranks that have the same, the first's.
+        """Return whether this rank's summand counts in a sum over the world: equal summands count once, on one rank.
 
-        See `partial`, of which this is the complement.
+        This is the complement of `partial`: the summands are equal along all other axes.
         """
         return all(self[name].rank == 0 for name, partial in AXES.items() if what not in partial)
 
@@ -93,7 +93,7 @@ class Grid(dict[str, Axis]):
         return self._changed(lambda axis: replace(axis, comm=comm))
 
     def with_groups(self, groups: Mapping[str, dist.ProcessGroup | None]) -> "Grid":
-        """Return the same grid with the process group of each axis that has more than one rank, by its name."""
+        """Return the same grid with process groups, given by axis name, on the axes that have more than one rank."""
         return self._changed(lambda axis: replace(axis, group=groups[axis.name]) if axis.size > 1 else axis)
 
     def _changed(self, change: Callable[[Axis], Axis]) -> "Grid":
@@ -120,7 +120,7 @@ def lay_out(
 
     Args:
         shard_ranks: neighbouring data ranks over which ZeRO shards; None: all.
-        tied: the first and the last rank of a pipeline share a weight; where not, their axis has one rank.
+        tied: the first and the last rank of a pipeline share a weight; if not, the "ends" axis has one rank.
 
     Raises:
         UserError: 106, see `shards_and_replicas`.
@@ -142,7 +142,7 @@ def lay_out(
 
 
 def _join(name: str, parts: list[Axis]) -> Axis:
-    """Return the axis through neighbouring ones, slowest first."""
+    """Join neighbouring axes, given slowest first, into one axis."""
     size, rank, last = 1, 0, parts[-1]
     for part in parts:
         size, rank = size * part.size, rank * part.size + part.rank
@@ -161,16 +161,16 @@ def make_grid(
 ) -> Grid:
     """Make the grid over the default process group. Every rank calls it.
 
-    On NCCL each axis with several ranks has a communicator of its own, which is connected here; the data axis too where
-    it is the whole world: what all ranks sum is not queued after its gathers then.
+    On NCCL each axis with several ranks has a communicator of its own, which is connected here. So has a data axis that
+    is the whole world, so that sums over the world are not queued after the gathers of the data axis.
 
     Args:
-        device_type: where tensors are that go along the axes.
+        device_type: the device type of the tensors that are sent along the axes.
         tied: see `lay_out`.
 
     Raises:
         UserError: 106, see `shards_and_replicas`.
-        CollectiveError: a rank did not come while the groups were made.
+        CollectiveError: a rank did not join while the groups were made.
     """
     sizes = {"tensor": tensor, "pipeline": pipeline, "shard_ranks": shard_ranks}
     world = dist.get_world_size()
@@ -180,14 +180,14 @@ def make_grid(
         for axis in (grid[name] for name in ("pipeline", "data", "replica", "shard", "tensor")):
             if axis.size > 1 and axis.name not in groups:
                 groups[axis.name] = _group_of(comm, axis.name, lines(axis, world), few_ctas=axis.name == "pipeline")
-        if tied and pipeline == 2 and comm.backend == "gloo":  # whose messages have names
+        if tied and pipeline == 2 and comm.backend == "gloo":  # tags keep its messages apart
             groups["ends"] = groups["pipeline"]
         elif tied and pipeline > 1:
             ends = [[ranks[0], ranks[-1]] for ranks in lines(grid["pipeline"], world)]
             groups["ends"] = _group_of(comm, "ends", ends)
         if comm.backend == "nccl":
             for name, group in groups.items():
-                if group is not None:  # this rank is between the ends
+                if group is not None:  # None: this rank is between the ends
                     connect(group, torch.device(device_type), partial(comm.calling, name, name, grid[name].ranks))
     return grid.with_groups(groups)
 
@@ -197,7 +197,7 @@ def _group_of(
 ) -> dist.ProcessGroup | None:
     """Make a group for each of these lists of ranks, and return this rank's. Every rank of the world calls it.
 
-    torch's device mesh would split NCCL's communicators too, but one of a single rank for each axis of size 1.
+    torch's device mesh would split NCCL's communicators too, but also make one of a single rank for an axis of size 1.
 
     Args:
         name, few_ctas: see `nccl.split_group`.

@@ -1,9 +1,9 @@
-"""Allocate host memory next to the device's, and copy tensors to it and back.
+"""Allocate host memory, and copy a device's tensors to it and back.
 
 On a GPU tensors kept on the host are in pinned memory, and copies have a stream of their own, so that they run in
-parallel with the computation. On a CPU the host's memory *is* the device's, and a copy would gain nothing: `apart`
-says so, and callers that offload check it first. A host that is declared apart on a CPU makes every copy, in order;
-tests and benchmarks count what a GPU would send.
+parallel with the computation. On a CPU the host's memory *is* the device's, and a copy would gain nothing: `apart` is
+False, and callers that offload check it first. With `apart` set to True on a CPU, every copy is made, in order, so that
+tests and benchmarks can count what a GPU would send.
 """
 
 import math
@@ -24,7 +24,7 @@ class Host(Home):
     Args:
         device: the device that computes.
         ledger: counts memory (as host_CATEGORY) and, as axis "host", traffic.
-        apart: the host's memory is not the device's; None: found from the device.
+        apart: the host's memory is not the device's; None: True unless the device is a CPU.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, apart: bool | None = None):
@@ -43,23 +43,23 @@ class Host(Home):
         return self.empty([numel], dtype, category).zero_()
 
     def send(self, x: Tensor, into: Tensor, purpose: str) -> None:
-        """Copy from the device to the host. `x` may be freed at once, but must not be written to before `join`."""
+        """Start to copy x to the host. `x` may be freed at once, but must not be written to before `join`."""
         self._ledger.add(HOST, f"{purpose} out", x.numel(), x.element_size())
         with self._stream.queued():
             into.copy_(x, non_blocking=True)
         self._stream.keep(x)
 
     def bring(self, x: Tensor, into: Tensor, purpose: str) -> None:
-        """Copy from the host to the device, after all that was sent before; the current stream waits for it."""
+        """Copy x from the host to the device, after all earlier sends; the current stream waits for it."""
         self._ledger.add(HOST, f"{purpose} back", x.numel(), x.element_size())
         with self._stream.queued():
             into.copy_(x, non_blocking=True)
         self._stream.join()
 
     def join(self) -> None:
-        """Make the current stream wait for all that was sent: it may be written to afterwards."""
+        """Make the current stream wait for all sends: the tensors that were sent may be written to afterwards."""
         self._stream.join()
 
     def settle(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until all sends have arrived."""
         self._stream.wait()

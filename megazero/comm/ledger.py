@@ -1,7 +1,7 @@
-"""Count what a rank sent and holds: operations, elements and bytes by axis and purpose; memory; time by unit.
+"""Count a rank's traffic (operations, elements and bytes by axis and purpose), its memory, and its time by unit.
 
-Elements are what the rank sends by the ring formula, whatever algorithm ran, so that they can be compared with the
-papers' figures. For N ranks and n elements of the full tensor (padded to a multiple of N):
+Elements are those that a ring algorithm sends, whatever algorithm runs, so that they can be compared with the papers'
+figures. For N ranks and n elements of the full tensor (padded to a multiple of N):
 
     all-reduce                    2 n (N - 1) / N
     reduce-scatter, all-gather      n (N - 1) / N
@@ -10,16 +10,16 @@ papers' figures. For N ranks and n elements of the full tensor (padded to a mult
 
 (Patarasuk and Yuan 2009; the ZeRO paper, section 7.) Bytes are elements times item size.
 
-Memory that lives longer than a step is counted where it is allocated. Times are those that the host was busy with an
-operation or waited for it: on a CPU what it cost, on a GPU next to nothing.
+Memory that lives longer than a step is counted where it is allocated. Times are wall times in which the host is busy
+with an operation or waits for it: on a CPU the cost of the operation, on a GPU almost nothing.
 """
 
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-HOST = "host"  # the way between a rank's device and its host's memory, told like an axis
-DISK = "disk"  # that between the memory of a rank and its disks
+HOST = "host"  # copies between a rank's device and its host's memory, counted like an axis
+DISK = "disk"  # copies between the memory of a rank and its disks
 _KEPT = ("staging", "host_bounce")  # buffers of transports
 
 
@@ -41,7 +41,7 @@ class Held:
 
 
 class Timed:
-    """A context whose time is added to `seconds[kind]`; a class, because several are entered for each layer."""
+    """A context that adds its wall time to `seconds[kind]`; a fast class, because each layer enters several."""
 
     __slots__ = ("_began", "_kind", "_seconds")
 
@@ -75,10 +75,10 @@ class Ledger:
         return {category: held.now for category, held in self.bytes.items()}
 
     def let_go(self, kept: Mapping[str, int]) -> None:
-        """Count what was held since as given back; peaks stay. What communication keeps to use again is held on.
+        """Count as freed all memory held since `kept`, except transport buffers, which are reused; peaks stay.
 
         Args:
-            kept: what `held` returned then.
+            kept: an earlier result of `held`.
         """
         for category, held in self.bytes.items():
             if category not in _KEPT:
@@ -96,7 +96,7 @@ class Ledger:
         sent.bytes_sent += elements * item_size
 
     def repeat(self, traffic: Mapping[str, Mapping[str, Sent]], times: int) -> None:
-        """Count what was counted before some more times."""
+        """Count the given traffic `times` more times."""
         for axis, purposes in traffic.items():
             for purpose, more in purposes.items():
                 sent = self.traffic.setdefault(axis, {}).setdefault(purpose, Sent())

@@ -1,11 +1,11 @@
 """Make NCCL's communicators, and connect them before a step needs them.
 
-Two ranks are connected by the first operation that needs it: their hosts wait for each other, and memory is allocated,
-which may wait for all that the device has queued. Within a step others may wait for what that host has not queued yet.
-So every communicator is used once while nothing else is under way.
+NCCL connects two ranks in the first operation that needs it: their hosts wait for each other, and memory is allocated,
+which may wait for all work queued on the device. Within a step this could be a deadlock: other ranks may wait for work
+that this host has not queued yet. So every communicator is used once while nothing else is under way.
 """
 
-from __future__ import annotations  # a build without CUDA has no options of NCCL
+from __future__ import annotations  # a build without CUDA has no ProcessGroupNCCL
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -23,12 +23,12 @@ def split_group(
     """Split communicators off that of the world, one for each list of ranks; every rank of the world calls it.
 
     Args:
-        split_ranks: lists of global ranks without a common one.
-        name: of this rank's communicator in the flight recorder: its lane in the status slot.
+        split_ranks: disjoint lists of global ranks.
+        name: the name of this rank's communicator in the flight recorder, which is its lane in the status slot.
         few_ctas: see `options`.
 
     Returns:
-        The group of this rank; None where it is in no list.
+        The group of this rank; None if it is in no list.
     """
     given = options(timeout, few_ctas=few_ctas)
     lists = [list(ranks) for ranks in split_ranks]
@@ -36,12 +36,12 @@ def split_group(
 
 
 def options(timeout: timedelta, *, few_ctas: bool = False) -> dist.ProcessGroupNCCL.Options:
-    """Return the options of one communicator, to be used once.
+    """Return the options of one communicator; use them only once.
 
-    Its stream has a high priority: a kernel of it that is ready starts before those of the computation.
+    Its stream has a high priority: its kernels, when ready, start before those of the computation.
 
     Args:
-        few_ctas: for messages that are small or hidden: at most `FEW_CTAS` multiprocessors, and buffers for as many.
+        few_ctas: use at most `FEW_CTAS` multiprocessors and buffers for as many: for small or overlapped messages.
     """
     found = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     found._timeout = timeout
@@ -56,7 +56,7 @@ def connect(
     """Run each kind of collective of a step once along a group; every rank of the group calls it.
 
     Args:
-        shown: returns the context in which others can see that this rank waits in an operation of that kind.
+        shown: returns a context that shows to other processes the kind of operation in which this rank waits.
     """
     x = torch.zeros(1, device=device)
     parts = [torch.zeros_like(x) for _ in range(group.size())]

@@ -1,7 +1,7 @@
-"""Allocate page-locked memory of the host in exact sizes, which a GPU reads and writes by itself.
+"""Allocate page-locked (pinned) host memory in exact sizes; a GPU reads and writes it directly.
 
-torch's own allocator of pinned memory rounds every block up to a power of two: for the large buffers of a run that is
-up to twice the memory. Here each buffer is whole pages, locked by CUDA's runtime until nothing refers to them any more.
+torch's own allocator of pinned memory rounds every block up to a power of two, which can double the memory of a run's
+large buffers. Here each buffer is whole pages, which CUDA's runtime keeps locked as long as anything refers to them.
 """
 
 import mmap
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PORTABLE = 1  # cudaHostRegisterPortable: locked for every device, whichever is the thread's current one
+_PORTABLE = 1  # cudaHostRegisterPortable: locked for every device, not only the thread's current one
 
 
 class _Pages(mmap.mmap):
@@ -29,20 +29,20 @@ def pinned_bytes(size: int, runtime: Any = None) -> Tensor:
     """
     runtime = torch.cuda.cudart() if runtime is None else runtime
     pages = _Pages(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_DONTFORK)  # a child's first write would give this process other pages than the locked ones
+    pages.madvise(mmap.MADV_DONTFORK)  # after a fork, copy-on-write could give this process pages that are not locked
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     address = memory.data_ptr()
     if error := int(runtime.cudaHostRegister(address, len(memory), _PORTABLE)):
         raise MemoryError(f"cudaHostRegister of {size:,} bytes of host memory: CUDA error {error}")
-    # The process' end unlocks everything: CUDA may be gone before the last objects are.
+    # No call at exit, as CUDA may be shut down before the last objects are freed; the process' end unlocks everything.
     weakref.finalize(pages, runtime.cudaHostUnregister, address).atexit = False
     return memory[:size]
 
 
 def fetched(x: Tensor, device: torch.device) -> Tensor:
-    """Return a small tensor on a device. A GPU fetches that of the host itself, when it comes to it: no host waits.
+    """Return a small tensor on a device. A GPU copies it from pinned memory in stream order: the host does not wait.
 
-    The memory that it is fetched from is torch's, which knows when it may be used again.
+    The pinned memory is torch's, whose allocator knows when the memory may be reused.
     """
     if device.type == "cuda" and x.device.type != "cuda":
         return x.pin_memory().to(device, non_blocking=True)

@@ -1,8 +1,8 @@
 """Reuse buffers: gathered parameters, gradients before they are reduced, received messages.
 
-A buffer is allocated when one is needed and none of its size is free, and is never freed: units of one size rotate
-through the same few. After the first step nothing is allocated any more (memory defragmentation, MD, in the ZeRO
-paper's section 6.3), and a gathered parameter never touches a fresh page, which the system would have to clear first.
+A buffer is allocated when none of its size is free, and is never freed: units of equal size rotate through the same few
+buffers. After the first step nothing is allocated (memory defragmentation, MD, in the ZeRO paper's section 6.3), and a
+gather never writes to a fresh page, which the system would have to clear first.
 """
 
 import torch
@@ -25,7 +25,7 @@ class Pool:
 
     Args:
         ledger, category: the ledger that counts allocations, and their category there.
-        pinned: use page-locked host memory, which a GPU reads and writes by itself.
+        pinned: use page-locked host memory, which a GPU reads and writes directly.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Pool:
         self._ledger.hold(self._category, numel * self._dtype.itemsize)
         if self._pinned:
             return pinned_bytes(numel * self._dtype.itemsize).view(self._dtype)
-        with torch.inference_mode(False):  # it is written to for ever, whoever needs it first
+        with torch.inference_mode(False):  # an inference tensor could not be written to in later training
             return torch.empty(numel, dtype=self._dtype, device=self._device)
 
     def give(self, buffer: Tensor) -> None:

@@ -1,6 +1,6 @@
-"""Look at processes of this host by their number.
+"""Inspect processes of this host by their PID.
 
-A number means another process on another host, or in another PID namespace (a container's): `host_id` tells.
+A PID is valid only on one host and in one PID namespace (a container has its own): compare `host_id`.
 """
 
 import hashlib
@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal or a debugger; False where the system does not report it."""
+    """Return whether a process is stopped by a signal or a debugger; False if the system does not report it."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()  # after its name
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()  # after the name
     except OSError:
         return False
     return fields[0] in ("T", "t")
@@ -20,10 +20,11 @@ def is_stopped(pid: int) -> bool:
 
 @cache
 def host_id() -> int:
-    """Return a number of 64 bits that is equal for processes that can see each other and share memory.
+    """Return a 64-bit number that is equal for processes that can see each other and share memory.
 
-    These have one machine and boot, user and namespaces. Host names are not enough: containers of one machine have
-    several, and many machines may be called localhost. Where the system does not report it, the number is random.
+    Such processes have the machine and its boot, the user, and the namespaces in common. Host names are not enough:
+    containers of one machine have several, and many machines may be called localhost. If the system does not report
+    these facts, the number is random.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

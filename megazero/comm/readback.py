@@ -1,4 +1,4 @@
-"""Read small results of the device when they have come, without waiting for what was queued after them."""
+"""Read small results from the device once they are computed, without waiting for work queued after them."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_LOOK = 50e-6  # seconds between looks: signals are handled and other threads run in between
+_LOOK = 50e-6  # seconds between queries: signals are handled and other threads run in between
 
 
 class Mark(Protocol):
@@ -20,7 +20,7 @@ class Mark(Protocol):
 
 
 def mark(device: torch.device) -> Mark | None:
-    """Mark the present end of the device's current stream; return None for a CPU, which has done all of it."""
+    """Mark the present end of the device's current stream; return None for a CPU, which queues nothing."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
@@ -32,8 +32,8 @@ def passed(place: Mark | None, stop: threading.Event | None = None) -> None:
     """Wait until the device has passed a mark, and for nothing else.
 
     Args:
-        stop: set when the waiting is to end: a device that hangs passes no mark, and a process waits for its threads.
-            The main thread needs none: signals end it.
+        stop: ends the wait when set. A thread needs it, because a hung device passes no mark, and a process cannot end
+            before its threads. The main thread needs none: signals end it.
 
     Raises:
         StoppedError: `stop` was set.
@@ -46,21 +46,21 @@ def passed(place: Mark | None, stop: threading.Event | None = None) -> None:
 
 
 class Readback:
-    """Tensors on their way to the host: to pinned memory, by copies that the device makes after what computes them.
+    """Tensors on their way to pinned memory of the host, by copies queued after the work that computes them.
 
     Args:
         marked: marks the end of a device's queue.
     """
 
     def __init__(self, *tensors: Tensor, marked: Callable[[torch.device], Mark | None] = mark):
-        self._copies = [x.to("cpu", non_blocking=True) for x in tensors]  # which takes pinned memory for them
+        self._copies = [x.to("cpu", non_blocking=True) for x in tensors]  # torch allocates pinned memory for this
         self._mark = marked(tensors[0].device)
 
     def wait(self) -> list[Tensor]:
-        """Wait until the tensors have come, and return them."""
+        """Wait until the copies are done, and return them."""
         passed(self._mark)
         return self._copies
 
     def numbers(self) -> list[float]:
-        """Wait until the first of the tensors has come, and return its elements."""
+        """Wait until the copies are done, and return the elements of the first tensor."""
         return self.wait()[0].tolist()

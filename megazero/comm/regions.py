@@ -12,8 +12,8 @@ Forward gathers on the way in and sums on the way out; backward gathers the grad
 way out: the f and g of Megatron-LM (Shoeybi et al. 2019, section 3) and the g and g-bar of Korthikanti et al. 2022
 (section 4.2.2). Both move 2 n (t - 1) / t elements for each pair of ends: sequence parallelism costs no traffic.
 
-The layers call the operations themselves (`model/linear.py`), because a matrix product's backward has something to
-do while the sum is under way. `leave` is for results that no matrix product follows.
+The layers call the operations themselves (`model/linear.py`), because a matrix product's backward has other work to
+do while the sum is under way. `leave` is for results of other layers than matrix products.
 """
 
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ class Region:
 
     Attributes:
         axis: the tensor axis.
-        sequence: the residual stream is split over it along the sequence (dim 0).
-        name: of its traffic in the ledger.
-        chunks: what forward gathers or sums goes in so many, each in parallel with the product of another
+        sequence: the residual stream is split over the axis along the sequence (dim 0).
+        name: the name of its traffic in the ledger.
+        chunks: forward gathers or sums in this many chunks, each in parallel with the matrix product of another
             (`model/linear.py`).
     """
 
@@ -44,15 +44,15 @@ class Region:
     chunks: int = 1
 
     def cut(self, rows: int) -> list[slice]:
-        """Return the chunks of so many rows, as equal as can be: at most one a row, and one where nothing is sent."""
+        """Cut `rows` rows into chunks of nearly equal size: at most one per row; one if nothing is sent."""
         count = min(self.chunks, rows) if self.axis.size > 1 else 1
         return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
 
     def gather(self, x: Tensor, direction: str) -> Pending:
-        """Start to gather all tokens [S, ...] of x, which with sequence parallelism is [S / t, ...].
+        """Start to gather all tokens [S, ...] from x, which is [S / t, ...] with sequence parallelism.
 
         Args:
-            direction: "forward", "backward", or "again" for what is gathered a second time; for the ledger.
+            direction: "forward", "backward", or "again" for a repeated gather; for the ledger.
         """
         return start_all_gather(x, self.axis, f"{self.name} {direction}") if self.sequence else done(x)
 

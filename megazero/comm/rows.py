@@ -1,8 +1,8 @@
-"""Send rows between all ranks of an axis: each rank has others for each of the others (all-to-all).
+"""Send rows between all ranks of an axis: each rank has different rows for each of the others (all-to-all).
 
-Where NCCL carries, it is its own operation. Elsewhere it is one exchange of messages (`transport/exchange.py`), all as
-long as the longest, of which each reader takes the rows that are for it. Every rank has to know how many rows each has
-for each: `exchange_counts` tells.
+On NCCL this is NCCL's all-to-all. Elsewhere it is one exchange of messages (`transport/exchange.py`), all padded to the
+longest; each reader takes the rows that are for it. Every rank must know how many rows each rank has for each: see
+`exchange_counts`.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Counts = list[list[int]]  # [from][to]
 
 
 def exchange_counts(own: Sequence[int], axis: Axis, device: torch.device) -> Counts:
-    """Return what every rank says: how many rows it has for each, and what else. The host waits for it."""
+    """All-gather the numbers `own`: rows for each rank, and any others. The host waits for the result."""
     mine = torch.tensor(own, dtype=torch.int64, device=device)
     return all_gather(mine, axis, "row counts").view(axis.size, len(own)).tolist()
 
@@ -27,11 +27,11 @@ def exchange_rows(rows: Tensor, counts: Counts, axis: Axis, purpose: str) -> Ten
     """Return the rows that all ranks have for this one, in rank order.
 
     Args:
-        rows: [n, ...], contiguous: those for rank 0 first, then those for rank 1, and so on; its own among them.
-        counts: how many each rank has for each.
+        rows: [n, ...], contiguous: rows for rank 0 first, then rows for rank 1, and so on, its own among them.
+        counts: the number of rows that each rank has for each.
 
     Raises:
-        CollectiveError: a rank does not come.
+        CollectiveError: a rank does not take part.
     """
     outgoing, incoming = counts[axis.rank], [of_rank[axis.rank] for of_rank in counts]
     assert len(rows) == sum(outgoing), f"{len(rows)} rows, {outgoing} were announced"
@@ -50,7 +50,7 @@ def exchange_rows(rows: Tensor, counts: Counts, axis: Axis, purpose: str) -> Ten
 def _exchanged(
     rows: Tensor, outgoing: list[int], incoming: list[int], longest: int, axis: Axis, purpose: str, sent: int
 ) -> Tensor:
-    """Exchange messages of `longest` elements, of which only the beginning counts."""
+    """Exchange messages that are padded to `longest` elements."""
     messages, places = (rows.new_zeros((axis.size, max(longest, 1))) for _ in range(2))
     for k, part in enumerate(rows.split(outgoing)):
         messages[k, : part.numel()] = part.reshape(-1)

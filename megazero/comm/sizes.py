@@ -1,4 +1,4 @@
-"""Compute the number of ranks on an axis, without torch: a wrong number is reported at once."""
+"""Compute the number of ranks on an axis, without torch, so that a wrong number is reported at once."""
 
 from megazero.base.errors import UserError
 
@@ -10,10 +10,10 @@ def shards_and_replicas(
 
     Args:
         shard_ranks: data ranks over which ZeRO shards; None: all.
-        key: of the config, where they come from.
+        key: the option that sets `shard_ranks`, for error messages.
 
     Raises:
-        UserError: 106, they do not divide the data ranks, or nothing whole remains for these.
+        UserError: 106, tensor x pipeline does not divide the world, or `shard_ranks` does not divide the data ranks.
     """
     copy = tensor * pipeline
     data, rest = divmod(world, copy)

@@ -1,10 +1,10 @@
 """Share the status of every rank through memory, so that others can read it when a rank no longer answers.
 
-A hung run is silent: the ranks that wait know what they wait for, not for which rank, and the missing rank cannot
+A hung run is silent: the ranks that wait know their operation, but not which rank is missing; the missing rank cannot
 report, because it was killed, stopped, or is busy elsewhere. So each rank has a slot, a page of memory that it shares
-with the parent that started it, and writes there its step, its phase and the last operation it began on each axis. That
-costs about a microsecond per operation and needs no thread, no network and no cooperation: the parent reads the slots
-of all (`launcher/diagnosis.py`). Ranks without such a parent publish theirs when one fails (`launcher/job_board.py`).
+with the parent that started it, and writes there its step, its phase and the last operation it began on each axis. This
+costs about a microsecond per operation and needs no thread, no network and no cooperation: the parent reads all slots
+(`launcher/diagnosis.py`). Ranks without such a parent publish their slots when a rank fails (`launcher/job_board.py`).
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from megazero.comm.processes import host_id, is_stopped
 
 
 class _Lane(ctypes.Structure):
-    """The operation that a rank began last on an axis; `open`: how many on that axis have not ended."""
+    """The last operation that a rank began on an axis; `open`: the number of operations there that have not ended."""
 
     _fields_ = (
         ("number", ctypes.c_uint64),
@@ -31,7 +31,7 @@ class _Lane(ctypes.Structure):
 
 
 class _Page(ctypes.Structure):
-    """The memory of a slot; `last`: the lane of the operation begun last, from 1; `near`: see `host_id`."""
+    """The memory of a slot; `last`: the lane of the last operation begun, from 1 (0: none); `near`: see `host_id`."""
 
     _fields_ = (
         ("state", ctypes.c_uint8),
@@ -49,12 +49,12 @@ class _Page(ctypes.Structure):
 SLOT_SIZE = mmap.PAGESIZE
 assert ctypes.sizeof(_Page) <= SLOT_SIZE
 
-# Phases before the first step: meeting the others; having a folder; what is built trains.
+# Phases before the first step: the ranks meet; the run has its folder, and is built; the built run trains.
 START, BUILD, TRAIN = "start", "build", "train"
 
 # States of a rank.
 EMPTY, RUNNING, FAILED, STUCK, DONE, STOPPED = range(6)  # stopped: by a signal, before it trained
-ON_DEVICE = "device"  # the message of a rank that is stuck in what its GPU has queued; else "AXIS axis: why"
+ON_DEVICE = "device"  # the message of a rank that is stuck in work queued on its GPU; else "AXIS axis: why"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The content of a rank's slot. `step` is 0 before the first; `last` is the operation begun last.
+    """The content of a rank's slot. `step` is 0 before the first; `last` is the last operation begun.
 
     Attributes:
         is_here: its process is on this host, and this process can see it.
@@ -105,7 +105,7 @@ class RankStatus:
 
     @property
     def has_said(self) -> bool:
-        """Return whether it failed and said why; a rank that failed because another did says nothing."""
+        """Return whether it failed and reported why; a rank that failed because another did reports nothing."""
         return self.state == FAILED and self.message != ""
 
     @property
@@ -114,7 +114,7 @@ class RankStatus:
         return f"in {self.phase} on {self.host}"
 
     def on(self, axis: str) -> Operation:
-        """Return the operation that it began last on an axis."""
+        """Return the last operation that it began on an axis."""
         return self.operations[LANES.index(axis)]
 
     @property
@@ -138,7 +138,7 @@ class StatusBoard:
         page = self.page(rank)
         operations = []
         for axis, lane in zip(LANES, page.lanes, strict=True):
-            stride, size = max(lane.stride, 1), min(lane.size, self.size)  # whatever a broken file says
+            stride, size = max(lane.stride, 1), min(lane.size, self.size)  # a broken file may hold any number
             ranks = range(lane.first, lane.first + size * stride, stride)
             operations.append(Operation(axis, lane.number, lane.open > 0, ranks, _text(lane.text)))
         last = operations[page.last - 1] if 0 < page.last <= len(LANES) else None
@@ -164,7 +164,7 @@ class StatusBoard:
         self._memory[rank * SLOT_SIZE : (rank + 1) * SLOT_SIZE] = raw[:SLOT_SIZE].ljust(SLOT_SIZE, b"\0")
 
     def introduce(self, rank: int, state: int, step: int, pid: int, host: str, near: int) -> None:
-        """Set an empty slot to what is known of a rank that shows nothing itself.
+        """Fill an empty slot with the known facts of a rank that does not write its slot itself.
 
         Args:
             host, near: the host's name, and its `host_id`.
@@ -189,7 +189,7 @@ class StatusSlot:
         self._lanes = dict(zip(LANES, self._page.lanes, strict=True))
 
     def take(self, host: str) -> None:
-        """Claim the slot for this process, on the host of that name."""
+        """Claim the slot for this process, on the host named `host`."""
         page = self._page
         ctypes.memset(ctypes.addressof(page), 0, ctypes.sizeof(page))
         page.state, page.pid, page.near = RUNNING, os.getpid(), host_id()
@@ -206,9 +206,9 @@ class StatusSlot:
         self._page.step, self._page.phase = step, _bytes(phase, 48)
 
     def stall(self, unfinished: Iterable[tuple[str, range, str]]) -> None:
-        """Show that this rank's GPU does not go on, and in which operations: (axis, ranks, text) of each.
+        """Show that this rank's GPU is stuck, and in which operations: (axis, ranks, text) of each.
 
-        A collective's lane holds the newest one of its axis already.
+        The lane of an axis already holds its newest collective.
         """
         for axis, ranks, text in unfinished:
             if axis == P2P:
@@ -218,7 +218,7 @@ class StatusSlot:
         self.set_state(STUCK, ON_DEVICE)
 
     def set_state(self, state: int, message: str = "") -> None:
-        """Set one of the states above; with the user's error line as the message when it is FAILED."""
+        """Set one of the states above; for FAILED, the message is the error line that the user sees."""
         self._page.message = _bytes(message, 1000)
         self._page.state = state
 

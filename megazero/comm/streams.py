@@ -1,8 +1,8 @@
 """Run communication and copies in parallel with computation on a GPU; on a CPU, do nothing.
 
-The tensors that a rank sends depend on those it has computed, and the next ones on those received. On a GPU both are
-streams of work, and this keeps them in order without the host ever waiting: work `queued` on the side stream starts
-after all that was queued before it, and runs in parallel with what is queued later, until `join`.
+A rank sends tensors that it has computed, and computes with tensors that it has received. On a GPU, computation and
+communication are streams of work. This module keeps them in order without a wait of the host: work `queued` on the side
+stream starts after all work queued before it, and runs in parallel with work queued later, until `join`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -14,8 +14,8 @@ import torch
 class Streams:
     """The streams of a GPU, for one thread of the host.
 
-    `Stream.wait_stream` would make an event for each wait. A wait keeps what the event stood for when it was queued, so
-    one event, recorded again, serves all.
+    `Stream.wait_stream` would make an event for each wait. A wait refers to the event as it was recorded when the wait
+    was queued, so one event can be recorded again for each wait.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Streams:
         return torch.cuda.stream(stream)
 
     def follow(self, behind: torch.cuda.Stream, ahead: torch.cuda.Stream) -> None:
-        """Let `behind` wait for all that is queued on `ahead` now."""
+        """Make `behind` wait for all work that is queued on `ahead` at this point."""
         self._event.record(ahead)
         behind.wait_event(self._event)
 
@@ -44,12 +44,12 @@ class Streams:
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """Return the streams of a device; None: what is queued there is done at once."""
+    """Return the streams of a device; None for a device that does all work at once."""
     return Streams() if device.type == "cuda" else None
 
 
 class SideStream:
-    """A second stream of `device`. No memory is allocated in it: buffers are kept for the run."""
+    """A second stream of `device`. No memory is allocated on it: buffers are kept for the run."""
 
     def __init__(self, device: torch.device):
         self._streams = streams_of(device)

@@ -1,1 +1,1 @@
-"""Read, check and explain configs: every option, and which of them go together."""
+"""Read, check and explain configs: all options, and the rules between them."""

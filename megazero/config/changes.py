@@ -1,7 +1,7 @@
-"""Which options may change while a run lives: planned, in a stage, or unplanned, by `--allow-change` when it goes on.
+"""Define which options may change during a run: planned, in a stage, or on a resume, with `--allow-change`.
 
-One table, used when a config and a checkpoint are read, by `explain` and by the documents. An option has the first row
-that fits it.
+One table serves the reading of configs and checkpoints, `explain` and the documents. The first row that matches an
+option applies.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ class Changeable:
     """A row of the table.
 
     Attributes:
-        keys: an option, or all below `section.*`.
-        in_stage: why a stage may not change it; "": it may.
-        on_resume: why a run that goes on may not change it; "": it may, with `--allow-change`; `FREE`: it may anyway.
+        keys: an option, or `section.*` for all options of a section.
+        in_stage: the reason why a stage may not change the option; "": it may.
+        on_resume: the reason why a resumed run may not change it; "": it may, with `--allow-change`; `FREE`: it may
+            without.
     """
 
     keys: str
@@ -28,7 +29,7 @@ class Changeable:
     on_resume: str
 
     def fits(self, key: str) -> bool:
-        """Return whether the row is of an option."""
+        """Return True if the row matches an option."""
         return key == self.keys or (self.keys.endswith(".*") and key.startswith(self.keys[:-1]))
 
 
@@ -65,15 +66,15 @@ CHANGEABLE: tuple[Changeable, ...] = (
 
 
 def row_of(key: str) -> Changeable:
-    """Return the row of an option."""
+    """Return the first row that matches an option."""
     return next(row for row in CHANGEABLE if row.fits(key))
 
 
 def refusal(place: str, key: str, known: Sequence[str], where: str) -> UserError:
-    """Return the error for an option, or a section, in a stage that may not change it.
+    """Return the error for a key in a stage that is unknown (104) or that a stage may not change (109).
 
     Args:
-        place: as the user gave it: `stages[0].zero.stage`.
+        place: the key as the user gave it, such as `stages[0].zero.stage`.
         known: all options.
     """
     inside = _inside(key, known)
@@ -85,10 +86,10 @@ def refusal(place: str, key: str, known: Sequence[str], where: str) -> UserError
 
 
 def permitted(text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Return the options and sections of `--allow-change`, separated by commas.
+    """Parse the comma-separated options and sections of `--allow-change`.
 
     Raises:
-        UserError: 104, there is no such option or section; 123, one that a run cannot change and go on.
+        UserError: 104, there is no such option or section; 123, a resumed run cannot change it.
     """
     given = tuple(part.strip() for part in text.split(","))
     for key in given:
@@ -101,10 +102,10 @@ def permitted(text: str, known: Sequence[str]) -> tuple[str, ...]:
 
 
 def is_permitted(key: str, given: Sequence[str]) -> bool:
-    """Return whether an option that a run may change with permission has it."""
+    """Return True if an option may change on a resume with permission and `given` permits it."""
     return not row_of(key).on_resume and any(_inside(each, [key]) for each in given)
 
 
 def _inside(key: str, known: Sequence[str]) -> list[str]:
-    """Return the options that a key names: itself, or those of a section."""
+    """Return the options that a key stands for: itself, or all options of a section."""
     return [each for each in known if each == key or each.startswith(f"{key}.")]

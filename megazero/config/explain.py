@@ -1,7 +1,7 @@
-"""`megazero explain`: every option with its type, default, meaning, and what it goes together with.
+"""`megazero explain`: show every option with its type, default, meaning, and its rules with other options.
 
-Read from the pydantic models and the capability table, so it cannot differ from what is checked. With a config it
-shows that config's values. Does not import torch.
+The text comes from the pydantic models and rule tables that check configs, so it agrees with the checks. With a config
+it shows that config's values. Does not import torch.
 """
 
 import types
@@ -21,7 +21,7 @@ from megazero.config.schema import Config
 
 @dataclass(frozen=True)
 class Option:
-    """One option as shown: `value` is the given config's."""
+    """One option as shown; `value` is from the given config."""
 
     key: str
     type: str
@@ -32,10 +32,10 @@ class Option:
 
 
 def explain(config: Config, selection: str | None) -> list[Option]:
-    """Return the options whose key is `selection` or is below it; all for None.
+    """Return the option or the options of the section `selection`; None: all options.
 
     Raises:
-        UserError: 104, no such option or section.
+        UserError: 104, there is no such option or section.
     """
     values = flatten(config)
     options = [
@@ -81,7 +81,7 @@ def _relations(key: str) -> Iterator[str]:
 
 
 def _type(field: FieldInfo) -> str:
-    """Return the type as a user would say it: `integer >= 1`, `one | of | these`, `number or null`."""
+    """Return the type in words: `integer >= 1`, `one | of | these`, `number or null`."""
     return _name(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation)
 
 
@@ -107,5 +107,5 @@ def _name(annotation: Any) -> str:
 def _bounds(item: Any) -> Iterator[str]:
     for attribute, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
         bound = getattr(item, attribute, None)
-        if bound is not None and bound < 2**31:  # larger ones are the machine's, not the option's
+        if bound is not None and bound < 2**31:  # larger bounds are limits of integers, of no use to a reader
             yield f"{sign} {bound}"

@@ -1,10 +1,10 @@
-"""Read a YAML file and overrides into a checked `Config`, or into lines that say what is wrong and where.
+"""Read a YAML file and overrides into a checked `Config`, or raise errors that name each fault and its place.
 
     load("gpt13b", ["run.steps=50"])
     load("gpt13b", ["c4.yaml", "zero.stage=1"])
 
-A bare name is looked up in configs/, that of a file among the overrides in configs/over/ first; its sections replace
-what was given before, key by key. Every message gives the file and line, or says that it came from the command line.
+A bare name is looked up in configs/, for a file among the overrides first in configs/over/. The sections of such a file
+override earlier values key by key. Every error gives the file and line, or names the command line.
 Does not import torch.
 """
 
@@ -29,23 +29,23 @@ from megazero.config.nearest import nearest, sections_of
 from megazero.config.schema import Config, resolved
 from megazero.config.stages import effective
 
-# Options of earlier versions, and what to do instead. A run's config.yaml may still name them unset.
+# Removed options, with advice. A run's config.yaml from an earlier version may have them, unset.
 _GONE = {"tile_mb": "split large weights over ranks with parallel.tensor", "grows": "name a folder of finished shards"}
 _COMMAND_LINE = "command line"  # the place of an override
-_DEEPEST = 5  # dots of a key; the options have two at most
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # in a checkout a link to the folder at the top
+_DEEPEST = 5  # dots in a key; options have at most two
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # in a checkout, a link to the top-level folder
 
 
 @dataclass
 class _Source:
-    """The options as given: nested values, and where each dotted key was given."""
+    """The options as given: nested values, and the place where each dotted key was given."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
 
     def locate(self, key: str) -> str:
-        """Return where `key`, or the nearest section around it, was given."""
+        """Return the place where `key` or its nearest enclosing section was given."""
         while key and key not in self.where:
             key = key.rpartition(".")[0]
         return self.where.get(key, self.name)
@@ -56,7 +56,7 @@ def load(name_or_path: str, overrides: list[str] | None = None) -> Config:
 
     Raises:
         UserError: 101 file not found, 102 not YAML, 103 duplicate key, 104 unknown key, 105 wrong value,
-            106 broken relation, 107 options that exclude one another, 108 malformed override.
+            106 broken relation, 107 options that exclude each other, 108 malformed override.
     """
     path = find(name_or_path)
     source = _Source(path.name)
@@ -79,12 +79,12 @@ def load(name_or_path: str, overrides: list[str] | None = None) -> Config:
 
 
 def is_file_name(override: str) -> bool:
-    """Return whether an override names a file of overrides, and is not one itself."""
+    """Return True if an override is the name of a YAML file and not `section.key=value`."""
     return override.endswith(".yaml") and "=" not in override
 
 
 def find(name_or_path: str, *folders: Path) -> Path:
-    """Return the file of a name or path; a bare name (.yaml is optional) is looked up in the folders, or configs/."""
+    """Return the file of a name or path; look up a bare name (.yaml is optional) in `folders`, else in configs/."""
     given = Path(name_or_path)
     candidates = [given]
     if given.parent == Path():
@@ -101,18 +101,18 @@ def find(name_or_path: str, *folders: Path) -> Path:
 
 
 def shipped() -> list[str]:
-    """Return the names of the configs that come with megazero."""
+    """Return the names of the configs that are part of megazero."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 def name_of(name_or_path: str) -> str:
-    """Return the name of a config: of its file, or where that is a run's config.yaml, of the run's folder."""
+    """Return the name of a config: its file's name, or for a run's config.yaml the name of the run's folder."""
     path = find(name_or_path)
     return path.stem if path.name != "config.yaml" else path.resolve().parent.name or path.stem
 
 
 def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> None:
-    """Merge sections key by key, and replace values."""
+    """Merge `above` into `below`: sections key by key, other values replaced."""
     for key, value in above.items():
         if isinstance(value, dict) and isinstance(below.get(key), dict):
             _lay_over(below[key], value)
@@ -134,7 +134,7 @@ def _read(path: Path, source: _Source) -> None:
         line = f":{mark.line + 1}" if mark else ""
         what, do = f"not YAML: {error.problem or error.context}", "indent the keys of a section alike, with spaces"
         raise UserError(102, what, do, where=f"{path.name}{line}") from None
-    except Exception as error:  # the library lets Python's own pass: a 13th month, 5,000 digits, half a character ...
+    except Exception as error:  # ruamel does not wrap Python's errors: a 13th month, 5,000 digits, invalid UTF-8 ...
         what = str(error) or type(error).__name__
         raise UserError(102, f"cannot be read: {what}", "repair the file", where=path.name) from None
     if tree is None:
@@ -145,10 +145,10 @@ def _read(path: Path, source: _Source) -> None:
 
 
 def _plain(tree: Any, prefix: str, file: str, where: dict[str, str]) -> Any:
-    """Return YAML's values, which remember their spelling, as plain ones with tuples for lists.
+    """Convert ruamel's values, which keep their spelling, to plain Python values; lists become tuples.
 
     Args:
-        where: gets the line of every key, by its place below `prefix`.
+        where: receives the line of every key, by its dotted key below `prefix`.
     """
     if isinstance(tree, dict):
         for key in tree if isinstance(tree, CommentedMap) else ():
@@ -162,7 +162,7 @@ def _plain(tree: Any, prefix: str, file: str, where: dict[str, str]) -> Any:
 
 
 def _line(tree: CommentedMap, key: Any) -> str:
-    """Return the line of a key as `:7`, that of its mapping where a merge (`<<`) brought the key; else ""."""
+    """Return the line of a key as `:7`; for a key from a merge (`<<`) its mapping's line; "" if unknown."""
     place = (tree.lc.data or {}).get(key, (tree.lc.line,))[0]
     return "" if place is None else f":{place + 1}"
 
@@ -189,11 +189,11 @@ def _override(text: str, source: _Source) -> None:
 
 
 def _faults(error: ValidationError, source: _Source) -> dict[str, UserError]:
-    """Return pydantic's complaints as errors, by the place of each."""
+    """Convert pydantic's errors to UserErrors, by the place of each fault."""
     known = option_keys()
     sections, faults = sections_of(known), dict[str, UserError]()
     for item in error.errors():
-        # the location of a complaint about one branch of a union goes on past the option's name
+        # for one branch of a union, the error's location continues after the option's name
         parts = [str(part) for part in item["loc"]]
         length = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in known), len(parts))
         key = ".".join(parts[:length])
@@ -207,7 +207,7 @@ def _faults(error: ValidationError, source: _Source) -> dict[str, UserError]:
         elif key in sections:
             faults[place] = UserError(105, f"{key} is a section, got {spelt(item['input'])}", where=where)
         elif not (item["type"] == "too_short" and any(given.startswith(f"{key}[") for given in faults)):
-            # else it has items, of which each is wrong
+            # else the list is too short only because each of its items is wrong
             what = re.sub(r"a valid dictionary or instance of \w+", "a section", item["msg"])
             what = what.replace("Input should be", "expected").replace("a valid tuple", "a list")
             faults[place] = UserError(105, f"{place}: {what}, got {spelt(item['input'])}", where=where)
@@ -215,7 +215,7 @@ def _faults(error: ValidationError, source: _Source) -> dict[str, UserError]:
 
 
 def _unknown(place: str, value: Any, known: list[str], source: _Source) -> dict[str, UserError]:
-    """Return an error for a key that does not exist, or for each one inside it."""
+    """Return an error for an unknown key or, for an unknown section, one for each key inside it."""
     if isinstance(value, Mapping) and value:
         inside = (_unknown(f"{place}.{key}", inner, known, source) for key, inner in value.items())
         return {key: error for errors in inside for key, error in errors.items()}
@@ -227,14 +227,14 @@ def _unknown(place: str, value: Any, known: list[str], source: _Source) -> dict[
 
 
 def _place_in_list(key: str, inside: Sequence[int | str]) -> str:
-    """Return where in a list of sections a complaint is: `data.sources[1].weight`; the option's key for any other."""
+    """Return the place of a fault inside a list of sections, `data.sources[1].weight`; else the option's key."""
     if not inside or not isinstance(inside[0], int):
         return key
     return key + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inside)
 
 
 def _violations(config: Config, source: _Source) -> Iterator[UserError]:
-    """Yield the rules that the config breaks; where it breaks none, those that its stages break."""
+    """Yield errors for the rules that the config breaks or, if there are none, that its stages break."""
     values = flatten(config)
     for rule in (broken := rules.broken_rules(values)):
         places = [source.where[key] for key in rule.options if key in source.where]

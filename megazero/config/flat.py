@@ -1,4 +1,4 @@
-"""Show a config as its options by their "section.key", and write it to a file. Does not import torch."""
+"""Convert a config to a flat mapping of "section.key" to value, and write it to a file. Does not import torch."""
 
 import io
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from megazero.config.schema import Config
 
 
 def flatten(config: BaseModel) -> dict[str, Any]:
-    """Return the value of every option by its "section.key", the names users write."""
+    """Return the value of every option by its "section.key", as users write it."""
     return dict(_flatten(config.model_dump(by_alias=True), ""))
 
 
@@ -29,7 +29,7 @@ def option_keys() -> list[str]:
 
 
 def run_dir(config: Config, name: str) -> str:
-    """Return the folder of a run of a config of that name."""
+    """Return the run's folder: `run.dir`, or runs/<name of the config>."""
     return config.run.dir or f"runs/{name}"
 
 
@@ -42,10 +42,10 @@ def spelt(value: Any) -> str:
 
 
 def dump(config: Config, path: Path) -> None:
-    """Write the config as YAML that `load` reads back to the same config.
+    """Write the config as YAML from which `load` returns an equal config.
 
     Raises:
-        UserError: 401, it cannot be written.
+        UserError: 401, the file cannot be written.
     """
     yaml, text = YAML(), io.BytesIO()
     yaml.width = 120
@@ -65,7 +65,7 @@ def _flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _in_json(value: Any) -> Any:
-    """Return a value of a config in JSON's types, without the null values inside it."""
+    """Return a value of a config in JSON's types; leave out null values in nested sections."""
     if isinstance(value, dict):
         return {key: _in_json(inner) for key, inner in value.items() if inner is not None}
     return [_in_json(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,11 +1,9 @@
-"""The rules of which options go together, as data.
+"""Define the rules between options as data, for the config checks, `explain` and the documents.
 
-Used by the configuration's checks, by `explain`, and by the documents:
+- `RELATIONS`: conditions, mostly equations between sizes.
+- `EXCLUSIONS`: options that require or exclude each other.
 
-- `RELATIONS`: equations between sizes.
-- `EXCLUSIONS`: options that need or forbid one another.
-
-Rows see a resolved config (`config.resolved`) through `Values`, which maps "section.key" to its value.
+Rules receive a resolved config (`config.resolved`) as `Values`, which maps "section.key" to its value.
 """
 
 import re
@@ -26,13 +24,13 @@ _OPTION = re.compile(r"[a-z_]+(?:\.[a-z_]+)+|\bstages\b")
 
 @dataclass(frozen=True)
 class Relation:
-    """An equation between sizes; one that does not hold is MZ-106.
+    """A condition between options, mostly an equation of sizes. A broken one is error 106.
 
     Attributes:
-        equation: as printed; it names the options in it.
-        holds: returns whether the equation holds.
-        do: what to change.
-        got: returns the values for a message; None: each option's.
+        equation: as printed; contains the names of its options.
+        holds: returns True if the equation holds.
+        do: advice on what to change.
+        got: returns the values for the message; None: list the value of each option.
     """
 
     code = 106
@@ -47,7 +45,7 @@ class Relation:
         return _OPTION.findall(self.equation)
 
     def broken(self, values: Values) -> str:
-        """Return the equation with the values that break it."""
+        """Return a message: the equation and the values that break it."""
         got = self.got(values) if self.got else ", ".join(f"{key} {values[key]}" for key in self.options)
         return f"{self.equation} is broken: {got}"
 
@@ -57,7 +55,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A rule: `option` in `values` needs `other` to be in `allowed`; one that is broken is MZ-107."""
+    """A rule: if `option` is one of `values`, `other` must be one of `allowed`. A broken one is error 107."""
 
     code = 107
     option: str
@@ -77,11 +75,11 @@ class Exclusion:
         return f"{self.other} must be {_either(self.allowed)}"
 
     def holds(self, values: Values) -> bool:
-        """Return whether the rule is kept."""
+        """Return True if the rule holds."""
         return values[self.option] not in self.values or values[self.other] in self.allowed
 
     def broken(self, values: Values) -> str:
-        """Return the values that break the rule, and its reason."""
+        """Return a message: the values that break the rule, and its reason."""
         got = " with ".join(f"{key} {spelt(values[key])}" for key in self.options)
         return f"{got}: {self.reason}"
 
@@ -93,7 +91,7 @@ Rule = Relation | Exclusion
 
 
 def broken_rules(values: Values) -> list[Rule]:
-    """Return the rules that do not hold; none divides by zero, because sizes are at least 1."""
+    """Return the rules that do not hold. No rule divides by zero, because sizes are at least 1."""
     return [rule for rule in (*RELATIONS, *EXCLUSIONS) if not rule.holds(values)]
 
 
@@ -102,7 +100,7 @@ def _either(values: Sequence[Any]) -> str:
 
 
 def _divides(small: str, large: str, do: str, condition: str = "") -> Relation:
-    """Return the relation that one option divides another, where the option `condition`, if any, is not false."""
+    """Return the relation "`small` divides `large`"; if `condition` names an option, only where that is true."""
 
     def holds(v: Values) -> bool:
         return (bool(condition) and not v[condition]) or v[small] is None or v[large] % v[small] == 0
@@ -122,14 +120,14 @@ def _names(v: Values, *options: str) -> list[str]:
 
 
 def _doubled_sets(v: Values) -> list[str]:
-    """Return names of two validation sets: with a share of each source held out, sources have such ones too."""
+    """Return names used by two validation sets. If `data.valid` is a share, each source is a validation set too."""
     shared = v["data.sources"] and isinstance(v["data.valid"], float)
     sources = set(_names(v, "data.sources")) if shared else set()
     return _doubled([*sources, *_names(v, "data.validation")])
 
 
 def _lists(v: Values) -> list[Sequence[Any]]:
-    """Return every list of sources: that of the config, and those of its stages."""
+    """Return all lists of sources: the config's and its stages'."""
     return [sources for sources in (v["data.sources"], *values_of_stages(v, "data.sources")) if sources]
 
 
@@ -138,7 +136,7 @@ def _doubled_sources(v: Values) -> list[str]:
 
 
 def _moved(v: Values) -> list[str]:
-    """Return the names of sources that have several paths, in lists of which each has them once."""
+    """Return source names that have different paths in different lists; `_doubled_sources` finds those in one list."""
     places = {(s["name"], s["path"]) for sources in _lists(v) for s in sources}
     return sorted({*_doubled([name for name, _ in places])} - {*_doubled_sources(v)})
 

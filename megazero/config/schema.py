@@ -1,14 +1,14 @@
-"""The configuration: one frozen model per section, unknown keys refused.
+"""Define the configuration: one frozen pydantic model per section; unknown keys are errors.
 
     run      model    parallel   zero       memory     pipeline   precision
     optimizer  schedule  batch    data       checkpoint  observe
 
 A file is YAML 1.2 (3e-4 is a number, `no` is a string, a key given twice is an error); `section.key=value` on the
-command line overrides it. Whatever is wrong is found here, before torch is imported: an unknown key is answered with
-the nearest valid one and its line, wrong types and all broken relations between options are reported together.
+command line overrides it. All faults are found here, before torch is imported: the error for an unknown key names its
+line and the most similar valid key; wrong types, and all broken relations between options, are reported together.
 
-Only `config/`, `builders/`, `run/` and `tools/` ever see it; every object below receives plain values. How files
-are read is `config/file.py`; which options go together is `config/rules.py`.
+Only `config/`, `builders/`, `run/` and `tools/` use the config; lower packages receive plain values.
+`config/file.py` reads files; `config/rules.py` has the rules between options.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -32,7 +32,7 @@ from megazero.config.sections import (
 
 T = TypeVar("T")
 Share = Annotated[float, Field(gt=0, lt=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]  # of a mean, or of what is dropped
+Decay = Annotated[float, Field(ge=0, lt=1)]  # decay rate of a running mean, or dropout rate
 Above0 = Annotated[float, Field(gt=0)]
 AtLeast0 = Annotated[float, Field(ge=0)]
 Neighbours = Annotated[int, Field(ge=2, le=2**14)]
@@ -40,7 +40,7 @@ Tier = Literal["none", "cpu", "nvme"]
 
 
 def option(default: T, description: str, *, alias: str | None = None, strict: bool | None = None) -> T:
-    """Return the field of an option; its arguments are those of pydantic's `Field`."""
+    """Return the field of an option; the arguments are those of pydantic's `Field`."""
     return Field(default=default, alias=alias, description=description, strict=strict)
 
 
@@ -98,12 +98,12 @@ class Offload(Section):
 
 
 def _tier(value: object) -> object:
-    """Return true as cpu and false as none, which is what they once were."""
+    """Convert a boolean of an earlier version: true to cpu, false to none."""
     return {True: "cpu", False: "none"}[value] if isinstance(value, bool) else value
 
 
 def _whole(value: object) -> object:
-    """Refuse 3.0 and True where 3 and 1 are meant: literals are compared with ==, which does not tell them apart."""
+    """Refuse 3.0 and True for 3 and 1: pydantic compares literals with ==, for which they are equal."""
     if isinstance(value, bool | float):
         raise PydanticCustomError("int_type", "Input should be a valid integer")
     return value
@@ -186,7 +186,7 @@ class Batch(Section):
 
     @property
     def rows(self) -> int:
-        """Return the sequences of a micro-batch; `tools/planning/micro_batch.py` has chosen those that were null."""
+        """Return the sequences of a micro-batch; `tools/planning/micro_batch.py` has replaced null by a size."""
         assert self.micro is not None
         return self.micro
 
@@ -214,7 +214,7 @@ class Data(Section):
     pack: bool = option(False, "A sequence is whole documents, as many as fit, and padding.")
 
 
-QUICKSTART = "data/quickstart/train"  # what is trained on where nothing else is said
+QUICKSTART = "data/quickstart/train"  # the default training data
 
 
 class Checkpoint(Section):
@@ -236,7 +236,7 @@ class Observe(Section):
 
 
 def _some_of(name: str, section: type[Section]) -> GetPydanticSchema:
-    """Return the schema of a section of a stage: the options that may change there, each null for as it is."""
+    """Return a section's schema in a stage: the options that a stage may change; null keeps the config's value."""
     fields: dict[str, Any] = {}
     for own, field in section.model_fields.items():
         if not row_of(f"{name}.{field.alias or own}").in_stage:
@@ -247,7 +247,7 @@ def _some_of(name: str, section: type[Section]) -> GetPydanticSchema:
 
 
 class Stage(Section):
-    """Options that are others in a part of the run, by their sections; null for as they are."""
+    """Options that differ during one stage of the run, by section; null keeps the config's value."""
 
     until_step: Positive | None = option(None, "The last step of the stage, from 1.")
     until_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = option(
@@ -261,7 +261,7 @@ class Stage(Section):
 
 
 class Config(Section):
-    """All sections of a config; `name` is that of the file, not an option."""
+    """All sections of a config."""
 
     run: Run = Run()
     model: Model = Model()
@@ -284,12 +284,12 @@ class Config(Section):
 
     @property
     def uses_disks(self) -> bool:
-        """Return whether anything rests on disks."""
+        """Return True if any state or activations are kept on disks."""
         return "nvme" in (self.zero.offload.optimizer, self.zero.offload.parameters, self.memory.offload)
 
 
 def resolved(config: Config) -> Config:
-    """Return the config with every default that depends on other options filled in, as a run's config.yaml shows it."""
+    """Return the config with all defaults that depend on other options filled in, as in a run's config.yaml."""
     model, data, schedule, chunks = config.model, config.data, config.schedule, config.pipeline.chunks
     kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
     ffn = model.ffn if model.ffn is not None else default_ffn(model.hidden, model.activation)
@@ -310,7 +310,7 @@ def resolved(config: Config) -> Config:
 
 
 def _with_cooldown(stage: Stage) -> Stage:
-    """Return a stage with the cooldown of its own course, where it has one."""
+    """Return a stage with the default cooldown for its own `schedule.steps`, if it sets these and no cooldown."""
     given = stage.schedule.given() if stage.schedule is not None else {}
     if stage.schedule is None or "steps" not in given or "cooldown" in given:
         return stage

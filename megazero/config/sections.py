@@ -1,4 +1,4 @@
-"""Define what the sections of a config share: their base, kinds of numbers and text, and lists of token files."""
+"""Define the base of config sections, types of numbers and text, and lists of token files."""
 
 import re
 from pathlib import PurePath
@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
-# Bounds of what is looped over or laid out in memory, far beyond what anybody trains: a slip of the keyboard is a line
-# at once, not a machine that is busy for hours.
+# Bounds of sizes that are looped over or allocated, far above any real training: a typing mistake gives an error at
+# once, not hours of work.
 Layers = Annotated[int, Field(ge=1, le=4096)]
 Ranks = Annotated[int, Field(ge=1, le=16_384)]
 Sequences = Annotated[int, Field(ge=1, le=2**20)]
@@ -18,22 +18,22 @@ Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\p{Cc}\u{2028}\u{2029}
 
 
 class Section(BaseModel):
-    """The base of all sections: frozen, strict, and closed to unknown keys."""
+    """The base of all sections: frozen, strict, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     def given(self) -> dict[str, Any]:
-        """Return the values that are not null, by the names of fields."""
+        """Return the values that are not null, by field name."""
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
 
-# A part of metrics' keys: short and plain.
-IN_NAMES = "A-Za-z0-9 _.,+=@:~-"  # characters, as a regular expression's set has them
+# Names become parts of metrics' keys, so they are short and plain.
+IN_NAMES = "A-Za-z0-9 _.,+=@:~-"  # allowed characters, as in a regular expression's [...]
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=f"^[{IN_NAMES}]+$")]
 
 
 class TokenFiles(Section):
-    """Token files with a name: the end of their path, where none is given."""
+    """Token files with a name; the default name is the end of their path."""
 
     path: Text = Field(description="Token files: a path without .bin/.idx, from the current folder; or their folder.")
     name: Name | None = Field(

@@ -1,11 +1,11 @@
-"""Lay the stages of a run out over its steps: which options hold in which, and what was consumed before.
+"""Compute the parts of a run from its stages: the options of each part, and the samples and tokens consumed before it.
 
-A stage has an *effective config*: the config with the stage's options put over it. The run is a sequence of parts, one
-for each stage and one after the last. All of it is a function of the config, and of the run's history
-(`run/history.py`): what a change of options on a resume has put after, or before, a step.
+A stage has an *effective config*: the config overridden by the stage's options. The run is a sequence of parts, one for
+each stage and one after the last stage. Everything here is a function of the config and of the run's history
+(`run/history.py`), the changes of options on resumes.
 """
 
-from __future__ import annotations  # a course has courses
+from __future__ import annotations  # methods of `Course` return courses
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,15 +15,15 @@ from typing import Any
 from megazero.config.schema import Config, Stage
 from megazero.config.sections import Source
 
-SECTIONS = ("data", "model", "batch", "optimizer", "schedule")  # of a stage
+SECTIONS = ("data", "model", "batch", "optimizer", "schedule")  # that a stage can have
 
 
 def stage_ends(stages: Iterable[tuple[int | None, int | None, int]], step: int = 0, tokens: int = 0) -> Iterator[int]:
-    """Yield the last step of each stage, from 1: the first one with which its tokens are trained on, if it has those.
+    """Yield the last step of each stage, from 1: `until_step`, or the first step that reaches `until_tokens`.
 
     Args:
-        stages: until_step, until_tokens (one of the two), tokens of a step.
-        step, tokens: done and trained on before the first.
+        stages: (until_step, until_tokens, tokens of a step); one of the first two is None.
+        step, tokens: steps done and tokens consumed before the first stage.
     """
     for until_step, until_tokens, each in stages:
         end = step + -(-max(0, (until_tokens or 0) - tokens) // each) if until_step is None else until_step
@@ -33,7 +33,7 @@ def stage_ends(stages: Iterable[tuple[int | None, int | None, int]], step: int =
 
 
 def values_of_stages(values: Mapping[str, Any], key: str) -> list[Any]:
-    """Return the values that the stages of a flat config give an option."""
+    """Return the values that the stages of a flat config set for an option."""
     return [value for stage in values["stages"] or () if (value := _value(stage, key)) is not None]
 
 
@@ -47,13 +47,13 @@ def ends_of(values: Mapping[str, Any]) -> list[int]:
 
 
 def _value(stage: Mapping[str, Any], key: str) -> Any:
-    """Return the value that a stage gives an option; None: none."""
+    """Return the value that a stage sets for an option; None if it sets none."""
     section, _, name = key.partition(".")
     return (stage[section] or {}).get(name)
 
 
 def effective(config: Config, stage: Stage | None) -> Config:
-    """Return the config that holds in a stage; None: after the last one."""
+    """Return the effective config of a stage; with `stage` None, of the steps after the last stage."""
     changed: dict[str, Any] = {"stages": None}
     for section in SECTIONS if stage is not None else ():
         given = getattr(stage, section)
@@ -64,14 +64,14 @@ def effective(config: Config, stage: Stage | None) -> Config:
 
 @dataclass(frozen=True)
 class Part:
-    """Steps of a run in which the options are one config.
+    """Consecutive steps of a run with one effective config.
 
     Attributes:
-        name: of the stage: `stages[1]`; "": after the last one, or there are none.
-        first: steps done before it.
-        end: its last step, from 1.
-        config: that holds in it.
-        samples, tokens: consumed before it.
+        name: of the stage, such as `stages[1]`; "" after the last stage or without stages.
+        first: number of steps done before the part.
+        end: last step of the part, from 1.
+        config: the effective config.
+        samples, tokens: consumed before the part.
     """
 
     name: str
@@ -83,34 +83,34 @@ class Part:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the tokens of a step."""
+        """Return the number of tokens of a step."""
         return self.config.batch.global_ * self.seq_len
 
     @property
     def seq_len(self) -> int:
-        """Return the tokens of a sequence."""
+        """Return the number of tokens of a sequence."""
         return self.config.model.seq_len
 
     def samples_at(self, steps: int) -> int:
-        """Return how many samples the run has consumed after that many steps, the last of them in this part."""
+        """Return the samples consumed in the first `steps` steps of the run, which end in this part."""
         return self.samples + (steps - self.first) * self.config.batch.global_
 
     def tokens_at(self, steps: int) -> int:
-        """Return how many tokens the run has consumed after that many steps, the last of them in this part."""
+        """Return the tokens consumed in the first `steps` steps of the run, which end in this part."""
         return self.tokens + (steps - self.first) * self.tokens_per_step
 
 
 class Course:
-    """The course of a run: its parts, one after the other.
+    """The consecutive parts of a run.
 
     Args:
-        config: resolved, with stages or without.
-        history: changes of its options when it went on, oldest first: {step, key, from, to}.
+        config: resolved, with or without stages.
+        history: changes of options on resumes, oldest first: {step, key, from, to}.
 
     Attributes:
-        config, history: the same.
-        parts: from the first step to the last.
-        after: the part of no steps with which the run would go on if it were longer, where that is not its last one.
+        config, history: the arguments.
+        parts: all parts from the first step to the last.
+        after: the empty part with which a longer run would continue, as a 1-tuple; () if the last of `parts` would.
     """
 
     def __init__(self, config: Config, history: Sequence[Mapping[str, Any]] = ()):
@@ -127,15 +127,15 @@ class Course:
         self.parts = tuple(parts)
 
     def part(self, done: int) -> Part:
-        """Return the part of the step after so many; of the last one, where the run is done."""
+        """Return the part of the step that follows `done` steps; the last part if the run is done."""
         return next((part for part in self.parts if done < part.end), self.parts[-1])
 
     def trained(self, done: int) -> Part:
-        """Return the part of the last of so many steps; the first part where none is done."""
+        """Return the part of step `done`, counted from 1; the first part if `done` is 0."""
         return self.part(max(0, done - 1))
 
     def until(self, part: Part) -> int:
-        """Return the last step, from 1, that one trainer reaches from a part on: of later parts only sources differ."""
+        """Return the last step, from 1, that the trainer of `part` can run: later parts may differ only in sources."""
         ends = [part.end]
         for later in self.parts[self.parts.index(part) + 1 :]:
             if _but_for_sources(later.config) != _but_for_sources(part.config):
@@ -144,36 +144,36 @@ class Course:
         return ends[-1]
 
     def samples(self, steps: int) -> int:
-        """Return how many samples that many steps consume: the id of the next one."""
+        """Return the samples that the first `steps` steps consume, which is the id of the next sample."""
         return self._before(steps).samples_at(steps)
 
     def tokens(self, steps: int) -> int:
-        """Return how many tokens that many steps consume."""
+        """Return the tokens that the first `steps` steps consume."""
         return self._before(steps).tokens_at(steps)
 
     def sources(self) -> list[Source] | None:
-        """Return every source of the config as it is and of its stages, by name; None: it has `data.train`."""
+        """Return the sources of the current config and its stages, one for each name; None if there are none."""
         stages = [effective(self.config, stage) for stage in self.config.stages or ()]
         given = [source for each in (self.config, *stages) for source in each.data.sources or ()]
         return list({source.name: source for source in given}.values()) if given else None
 
     def eras(self) -> list[tuple[int, Course]]:
-        """Return each time from one change of options to the next: the steps done before, and the course as it was."""
+        """Return (steps done before, course as planned then) for the start and for each change of options."""
         found = [(0, Course(self._eras[0][1]))]
         for first, config in self._eras[1:]:
             found.append((first, Course(config, [change for change in self.history if change["step"] <= first])))
         return found
 
     def _before(self, steps: int) -> Part:
-        """Return the last part that has begun when so many steps are done."""
+        """Return the last part that begins after at most `steps` steps."""
         return next(part for part in reversed(self.parts) if part.first <= steps)
 
 
 def _lay_out(parts: list[Part], config: Config, first: int, end: int, *, is_last: bool) -> None:
-    """Add the parts of the steps from `first` to `end` in which a config holds.
+    """Append the parts of the steps after `first` up to `end`, which run with one config.
 
     Args:
-        is_last: it holds to the end of the run, and beyond: that has a part too, of no steps.
+        is_last: the config is the run's last one; always append its part after the last stage, even if empty.
     """
 
     def add(name: str, end: int, config: Config) -> None:
@@ -196,13 +196,13 @@ def _but_for_sources(config: Config) -> Config:
 
 
 def _undone(config: Config, changes: Sequence[Mapping[str, Any]]) -> Config:
-    """Return a config as it was before some changes."""
+    """Return a config with some changes undone."""
     values = config.model_dump(by_alias=True, mode="json")
-    for change in reversed(changes):  # of two of an option the first one holds what was before both
+    for change in reversed(changes):  # of two changes of one option, the first has the original value
         *sections, last = change["key"].split(".")
         place = values
         for section in sections:
             place = place[section]
-        if last in place and not isinstance(place[last], dict):  # "data" stands for files that are others
+        if last in place and not isinstance(place[last], dict):  # the key "data" records changed files, not an option
             place[last] = change["from"]
-    return type(config).model_validate_json(json.dumps(values))  # which takes lists for tuples
+    return type(config).model_validate_json(json.dumps(values))  # JSON mode accepts lists for tuples

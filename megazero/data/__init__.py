@@ -1,6 +1,6 @@
 """Turn token files into batches: files, documents, the order of samples, batches.
 
-token_dataset     token files as all users of them see them
+token_dataset     the interface of token files for all their users
 indexed_dataset   the .bin/.idx pair (Megatron's format), written atomically; index_file: its index, read and checked
 joined            a folder of pairs, as one
 data_file         a file of any size, read in pieces

@@ -1,4 +1,4 @@
-"""What a step reads: the micro-batches of one data rank, and who gives them.
+"""The input of a step: the micro-batches of one data rank, and the interface of their source.
 
 Shapes: S sequence, B rows of a micro-batch; sequence first, as everywhere in the model.
 """
@@ -17,7 +17,7 @@ class MicroBatch:
         tokens_SB, targets_SB: int64; the target is the next token.
         valid_SB: bool, which targets count in the loss.
         positions_SB: int64, from the start of the token's document or of the window; None: 0 ... S - 1.
-        documents: the lengths of the documents of each row, in order; None: each row is one.
+        documents: the lengths of the documents of each row, in order; None: each row is one document.
         sample_ids_B: int64, numbers of the samples over the whole run (validation: of the windows).
     """
 
@@ -30,7 +30,7 @@ class MicroBatch:
 
 
 class BatchSource(ABC):
-    """The micro-batches of one data rank; all that it returns is a function of the step alone."""
+    """The micro-batches of one data rank; every result is a function of the step alone."""
 
     @abstractmethod
     def step(self, step: int) -> list[MicroBatch]:
@@ -38,15 +38,15 @@ class BatchSource(ABC):
 
     @abstractmethod
     def samples(self, steps: int) -> int:
-        """Return how many samples that many steps consume: the id of the next one."""
+        """Return how many samples that many steps consume, which is the id of the next sample."""
 
     @abstractmethod
     def epoch(self, steps: int) -> float:
-        """Return how often that many steps go through the data set."""
+        """Return the number of passes over the data set in that many steps."""
 
     @abstractmethod
     def epochs(self, steps: int) -> dict[str, float] | None:
-        """Return how often that many steps go through each source, by its name; None where sources have no names."""
+        """Return the number of passes over each source in that many steps, by name; None if sources have no names."""
 
     @abstractmethod
     def close(self) -> None:

@@ -19,10 +19,10 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 class Side:
-    """The choice of one side of a split: document i is for validation when hash(i) / 2^32 < fraction.
+    """One side of a split of documents: document i is for validation if hash(i) / 2^32 < fraction.
 
     Raises:
-        UserError: 206 when the fraction is not between 0 and 1.
+        UserError: 206 if the fraction is not between 0 and 1.
     """
 
     def __init__(self, fraction: float, *, valid: bool):
@@ -31,7 +31,7 @@ class Side:
         self._valid, self._limit = valid, np.uint64(round(fraction * 2**32))
 
     def numbers(self, first: int, stop: int) -> np.ndarray:
-        """Return which of documents [first, stop) are chosen: int64, rising."""
+        """Return the numbers of the chosen documents in [first, stop): int64, ascending."""
         words = np.arange(first, stop, dtype=np.uint64)
         hashes = mix(mix(words & _WORD ^ _GOLDEN) ^ (words >> np.uint64(32)))
         return first + np.flatnonzero((hashes < self._limit) == self._valid)

@@ -1,7 +1,7 @@
-"""Read pieces of a file that was there when it was opened, whatever has taken its place since.
+"""Read pieces of a file that was opened, even if another file has taken its place since.
 
-A file of token ids is never mapped (a mapped file that is truncated ends the process by SIGBUS, where a read returns an
-error) and never loaded: each call reads what it is asked for. The descriptor stays open.
+A file of token ids is never memory-mapped (if a mapped file is truncated, SIGBUS ends the process, where a read returns
+an error) and never loaded as a whole: each call reads only the bytes it returns. The descriptor stays open.
 """
 
 import mmap
@@ -21,15 +21,15 @@ class DataFile:
     Args:
         path: the file.
         holds: its content, for messages: "tokens".
-        code: of the error when it has become shorter.
-        unreadable: code of the error when the system does not give it.
+        code: the code of the error if the file has become shorter.
+        unreadable: the code of the error if the file cannot be read.
 
     Attributes:
-        path: the same.
-        size: its bytes when it was opened.
+        path: the file.
+        size: its size in bytes when it was opened.
 
     Raises:
-        UserError: `unreadable`, it is missing, or no regular file.
+        UserError: `unreadable`, the file is missing, or not a regular file.
     """
 
     def __init__(self, path: Path, holds: str, code: int, unreadable: int = 201):
@@ -45,7 +45,7 @@ class DataFile:
         """Return `count` bytes from `at` on, uint8.
 
         Raises:
-            UserError: `unreadable`, the disk does not give them; `code`, the file has become shorter.
+            UserError: `unreadable`, the bytes cannot be read; `code`, the file has become shorter.
         """
         found = np.empty(count, np.uint8)
         rest = found.data
@@ -62,7 +62,7 @@ class DataFile:
         return found
 
     def mapped(self) -> bytes | mmap.mmap:
-        """Return all of it, mapped: only for what is not shortened while it is in use."""
+        """Return the whole file, memory-mapped: only for a file that is not truncated while it is in use."""
         return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) if self.size else b""
 
     def _refused(self, error: OSError) -> UserError:

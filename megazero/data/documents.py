@@ -1,13 +1,13 @@
 """Choose the documents of a run, and join them to one stream of tokens.
 
-Training and validation are split by whole documents, so that no validation text was seen in training. Which side a
-document is on depends on nothing but its number and the fraction: not on the seed, the sequence length or the number of
-ranks, so two runs with different seeds are validated on the same text, and appending documents moves none.
+Training and validation are split by whole documents, so that no validation text is seen in training. The side of a
+document depends only on its number and the fraction: not on the seed, the sequence length or the number of ranks. So
+two runs with different seeds are validated on the same text, and appended documents do not move the others.
 
 A `TokenStream` joins the chosen documents, in file order, end to end. Nothing is copied: a read finds its documents and
-reads its tokens from the file. Documents are taken in blocks of 16,384: held are two numbers a block (the documents and
-tokens chosen before it), and the few blocks used last. So 10^9 documents need a megabyte; what the blocks hold is
-counted once.
+reads its tokens from the file. Documents are handled in blocks of 16,384. Memory holds two numbers per block (the
+documents and tokens chosen before it), which are counted once, and the few blocks used last. So 10^9 documents need a
+megabyte.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,14 +25,14 @@ from megazero.data.token_dataset import TokenDataset
 BLOCK = 1 << 14  # documents
 _CACHED = 64  # blocks
 _SAMPLED = 256  # tokens in a stream's digest
-_WORTH = 64  # tokens that are read for one that is wanted, before each run of them is read for itself
+_WORTH = 64  # the most tokens to read per wanted token; above this, each run of wanted tokens is read separately
 
 
 def split_streams(dataset: TokenDataset, fraction: float) -> tuple["TokenStream", "TokenStream"]:
-    """Return the documents of (training, validation).
+    """Return the streams of the (training, validation) documents.
 
     Raises:
-        UserError: 206 when one side would be empty, or the fraction is not between 0 and 1.
+        UserError: 206 if one side would be empty, or the fraction is not between 0 and 1.
     """
     held_out = TokenStream(dataset, Side(fraction, valid=True))
     num_valid = held_out.num_documents
@@ -43,7 +43,7 @@ def split_streams(dataset: TokenDataset, fraction: float) -> tuple["TokenStream"
 
 
 def document_lengths(starts: np.ndarray) -> tuple[int, ...]:
-    """Return the lengths of the documents of a window: bool, True where one begins; the first token needs no mark."""
+    """Return the lengths of a window's documents; `starts`, bool, is True where one begins (optional for the first)."""
     return tuple(np.diff(np.flatnonzero(starts[1:]) + 1, prepend=0, append=len(starts)).tolist())
 
 
@@ -51,8 +51,8 @@ class Block(NamedTuple):
     """The chosen documents of a block.
 
     Attributes:
-        ordinal: documents chosen before them.
-        numbers: of the documents in the file, int64 [n].
+        ordinal: the number of documents chosen before them.
+        numbers: the numbers of the documents in the file, int64 [n].
         first_tokens: where they begin in the file, int64 [n].
         starts: where they begin in the stream, and where the last one ends, int64 [n + 1].
     """
@@ -68,13 +68,13 @@ class TokenStream:
 
     Args:
         dataset: the data set that holds them.
-        side: which documents; None: all.
-        rest_of: the stream of all others, which saves counting; None: they are counted.
+        side: chooses the documents; None: all.
+        rest_of: the stream of all other documents, which saves a count of these; None: count them.
     """
 
     def __init__(self, dataset: TokenDataset, side: Side | None = None, rest_of: "TokenStream | None" = None):
         self.dataset, self._side = dataset, side
-        self._block = lru_cache(_CACHED)(self._make)  # threads may call it together
+        self._block = lru_cache(_CACHED)(self._make)  # threads may call it at the same time
         if rest_of is not None:
             found = _before_blocks(dataset, None) - (rest_of._ordinals, rest_of._starts)
         else:
@@ -83,7 +83,7 @@ class TokenStream:
         self.num_documents, self.num_tokens = int(self._ordinals[-1]), int(self._starts[-1])
 
     def digest(self) -> str:
-        """Return a digest of where its documents lie in the file, of some tokens, and of the mask if there is one."""
+        """Return a digest of the positions of its documents in the file, of some tokens, and of the mask, if any."""
         some = np.linspace(0, self.num_tokens - 1, min(_SAMPLED, self.num_tokens)).astype(np.int64)
         tokens = _gathered(self.dataset.read, self._spread(some)[1]).astype(np.int64)
         digest = xxhash.xxh3_64()
@@ -97,7 +97,7 @@ class TokenStream:
         return digest.hexdigest()
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens [start, stop): (ids int64 [stop - start], ordinal of each one's document, int64).
+        """Return (ids, ordinals of their documents) of tokens [start, stop): int64 [stop - start] each.
 
         The ordinal counts the chosen documents from 0; a change of ordinal is a document boundary.
         """
@@ -117,14 +117,14 @@ class TokenStream:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each document, int64 [num_documents]: of huge data sets more than memory holds."""
+        """Return the tokens of each document, int64 [num_documents]: for a huge data set more than memory holds."""
         return np.concatenate([np.empty(0, np.int64), *(np.diff(block.starts) for block in self.blocks())])
 
     def blocks(self, what: str = "looking through the documents") -> Iterator[Block]:
         """Yield all blocks, one after the other.
 
         Args:
-            what: is done with them, as one says it where that takes long.
+            what: the caller's work on them, for the progress display.
         """
         with doing(f"{what} of {self.dataset.prefix}", self.dataset.num_documents) as progress:
             for number in range(len(self._ordinals) - 1):
@@ -132,7 +132,7 @@ class TokenStream:
                 progress.advance(BLOCK)
 
     def placed(self, ordinal: int) -> tuple[int, int, int]:
-        """Return (number in the file, begin and end in the stream) of a document by its place among those chosen."""
+        """Return (number in the file, begin and end in the stream) of the document with this ordinal."""
         block = self._block(int(np.searchsorted(self._ordinals, ordinal, side="right")) - 1)
         at = ordinal - block.ordinal
         return int(block.numbers[at]), int(block.starts[at]), int(block.starts[at + 1])
@@ -153,7 +153,7 @@ class TokenStream:
         return Block(int(self._ordinals[number]), numbers, first_tokens, starts)
 
     def _spread(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ordinal of the document, place in the file) of rising positions of the stream, int64 each."""
+        """Return (ordinals of the documents, positions in the file) of ascending stream positions, int64 each."""
         ordinals, in_file = np.empty_like(positions), np.empty_like(positions)
         holding = np.searchsorted(self._starts, positions, side="right") - 1  # right: skips blocks without tokens
         for number in np.unique(holding).tolist():
@@ -189,11 +189,11 @@ def _before_blocks(dataset: TokenDataset, side: Side | None) -> np.ndarray:
 
 
 def _gathered(read: Callable[[int, int], np.ndarray], in_file: np.ndarray) -> np.ndarray:
-    """Return what `read`, which gives [start, stop) of a file, has at rising positions of it."""
+    """Return the items at ascending positions of a file; `read` returns the items [start, stop) of it."""
     if not len(in_file):
         return read(0, 0)
     first, span = int(in_file[0]), int(in_file[-1] - in_file[0]) + 1
-    if span <= _WORTH * len(in_file):  # one read with what is between costs less than many
+    if span <= _WORTH * len(in_file):  # one read that includes the gaps costs less than many
         return read(first, first + span)[in_file - first]
     breaks = np.flatnonzero(np.diff(in_file) != 1) + 1
     runs = ((int(run[0]), int(run[-1]) + 1) for run in np.split(in_file, breaks))

@@ -1,13 +1,13 @@
 """Read and check the index of Megatron's data sets, PREFIX.idx.
 
-The format is that of indexed_dataset.py. Behind the document indices there may be the modes of the sequences, as
-Megatron writes them for multimodal data; nothing in the header says so, the file's size does:
+The format is in indexed_dataset.py. The document indices may be followed by the modes of the sequences, as Megatron
+writes them for multimodal data; the header does not mention them, but the file's size includes them:
 
     int8      mode of each sequence: 0 for text                                              [S]
 
-The file is mapped, not loaded. An index says the same several times (lengths, pointers and file size), and each time is
-checked in bounded memory: a truncated copy, a mixed-up pair or a flipped bit is refused with the numbers, not met as
-garbage in step 40,000.
+The file is memory-mapped, not loaded. An index is redundant (lengths, pointers and file size), and all of it is checked
+for contradictions in bounded memory: a truncated copy, a mixed-up pair or a flipped bit is refused with the numbers,
+instead of giving garbage in step 40,000.
 """
 
 import struct
@@ -28,16 +28,16 @@ _DO = "copy it again or rebuild it with `megazero preprocess`"
 
 
 class Index:
-    """A checked index; arrays are mapped.
+    """A checked index; its arrays are memory-mapped.
 
     Attributes:
-        dtype: of the ids.
+        dtype: the type of the ids.
         lengths, pointers: tokens of each sequence, and the byte at which it begins: int32 and int64 [S].
         documents: the first sequence of each document, then S: int64 [D + 1].
-        modes: of sequences, int8 [S], or [0] where they have none.
+        modes: the modes of the sequences, int8 [S], or [0] if they have none.
 
     Raises:
-        UserError: 201, it cannot be read; 202, it is no index, or of another size than its header says; 203, it
+        UserError: 201, it cannot be read; 202, it is not an index, or its size differs from its header's; 203, it
             contradicts itself.
     """
 
@@ -64,11 +64,11 @@ class Index:
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of all sequences."""
+        """Return the number of tokens of all sequences."""
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.lengths[-1]) if len(self.lengths) else 0
 
     def offsets(self, first: int, stop: int) -> np.ndarray:
-        """Return at which tokens documents [first, stop) begin: the pointers of their first sequences."""
+        """Return the first token of documents [first, stop), from the pointers of their first sequences."""
         which = self.documents[first:stop]
         found = np.full(len(which), self.num_tokens, np.int64)  # after the last sequence
         inside = which < len(self.pointers)
@@ -94,8 +94,8 @@ class Index:
             for first in range(0, documents, _BLOCK):
                 found = self.documents[first : first + _BLOCK + 1]
                 steps = np.diff(found)
-                # As many documents as sequences means one each; anything else is an index with a flipped bit (an
-                # emptied document next to a doubled one), not something a tool wrote.
+                # As many documents as sequences means one sequence each. An empty document next to a double one is not
+                # written by any tool, but is the result of a flipped bit.
                 one_each = documents == sequences
                 wrong = steps != 1 if one_each else steps < 0
                 if wrong.any():
@@ -106,7 +106,7 @@ class Index:
                 progress.advance(_BLOCK)
 
     def _check_sequences(self, first: int, begin: int) -> int:
-        """Check a block of sequences from `first` on, which begins at this token; return the token at which it ends."""
+        """Check a block of sequences from `first` on, which begins at token `begin`; return the token where it ends."""
         lengths = self.lengths[first : first + _BLOCK]
         pointers = self.pointers[first : first + _BLOCK]
         ends = begin + np.cumsum(lengths, dtype=np.int64)

@@ -1,7 +1,7 @@
 """Token files: Megatron's indexed data set, a `.bin` of token ids and an `.idx` that says where documents end.
 
-Ids of all documents lie end to end in one file of which only what is needed is read, so opening a terabyte costs
-nothing and ranks on one machine share the page cache. The index is mapped, and checked as a whole (index_file.py).
+The ids of all documents are end to end in one file. Only the needed parts are read, so opening a terabyte costs nothing
+and ranks on one host share the page cache. The index is memory-mapped, and checked as a whole (index_file.py).
 
     PREFIX.bin   token ids, little endian, no header
     PREFIX.idx   9 bytes   "MMIDIDX", then two zero bytes
@@ -13,8 +13,8 @@ nothing and ranks on one machine share the page cache. The index is mapped, and 
                  int64     byte position of each sequence in .bin    [S]
                  int64     first sequence of each document, then S   [D + 1]
 
-Source of the format: Megatron-LM, megatron/core/datasets/indexed_dataset.py. Files of either side work on the other.
-Our writer makes one sequence per document (more only past 2^31 - 1 tokens).
+Source of the format: Megatron-LM, megatron/core/datasets/indexed_dataset.py. Each project reads the other's files.
+This writer makes one sequence per document (more only above 2^31 - 1 tokens).
 """
 
 from array import array
@@ -81,7 +81,7 @@ class IndexedDataset(TokenDataset):
 
 
 def refuse_missing(prefix: str | Path) -> None:
-    """Refuse a data set of which a file is missing. Raises UserError 201."""
+    """Refuse a data set with a missing file. Raises UserError 201."""
     bin_path, idx_path = file_pair(prefix)
     for path in (idx_path, bin_path):
         if not path.exists():
@@ -99,27 +99,27 @@ def _how_to_make(prefix: Path) -> str:
 
 
 class IndexedDatasetWriter:
-    """A writer of a pair of files, of which a reader sees the whole or nothing.
+    """A writer of a pair of files; a reader sees the whole pair or nothing.
 
     All files are written under unique temporary names in the target folder, flushed to the disk, and renamed, .idx
-    last: a reader accepts nothing without .idx. An old pair keeps working until then; its .idx is removed before its
-    .bin is replaced, so that old index and new tokens never meet. Leaving the `with` block by an exception removes the
-    temporary files; a killed process leaves them, named `NAME.bin.tmp-...`, and no reader looks at those.
+    last: a reader accepts no pair without .idx. An old pair keeps working until then; its .idx is removed before its
+    .bin is replaced, so that an old index never meets new tokens. Leaving the `with` block by an exception removes the
+    temporary files; a killed process leaves them, named `NAME.bin.tmp-...`, which no reader opens.
 
         with IndexedDatasetWriter("data/train", np.uint16) as writer:
             writer.append(ids)          # any number of times per document
             writer.end_document()
 
     Args:
-        prefix, dtype: of the files.
+        prefix, dtype: the prefix of the files and the type of the ids.
         masked: the data set has a mask; False: it has none, and an old one is removed.
 
     Attributes:
         num_tokens, num_documents: written so far.
-        mask_digest: of the mask, once the files are there; None: they have none.
+        mask_digest: the digest of the mask, once the files are complete; None: they have no mask.
 
     Raises:
-        UserError: 208 when the system refuses to write (disk full, no permission).
+        UserError: 208 if the system refuses to write (disk full, no permission).
     """
 
     def __init__(self, prefix: str | Path, dtype: type[np.integer] | np.dtype, *, masked: bool = False):
@@ -130,7 +130,7 @@ class IndexedDatasetWriter:
         appearing = ([self._mask_path] if masked else []) + [self._bin, self._idx]  # in this order
         self._temporary = {path: temporary_name(path) for path in appearing}
         self._open = ExitStack()
-        self._lengths = array("i")  # per sequence; 4 bytes a document is all that the writer holds in memory
+        self._lengths = array("i")  # per sequence; the writer holds 12 bytes per document in memory
         self._documents = array("q", [0])
         self._open_length = 0  # tokens that are in no document yet
         self.num_tokens, self.mask_digest = 0, None
@@ -153,7 +153,7 @@ class IndexedDatasetWriter:
         """Add ids [n], of any integer type.
 
         Args:
-            scored: bool [n], which of them are trained on; None: all of them.
+            scored: bool [n], which of the ids are trained on; None: all of them.
         """
         ids = tokens.astype(self.dtype, copy=False)
         assert np.array_equal(ids, tokens), f"ids do not fit {self.dtype}"
@@ -165,10 +165,10 @@ class IndexedDatasetWriter:
         self._open_length += len(ids)
 
     def end_document(self, length: int | None = None) -> None:
-        """End a document, which must hold a token.
+        """End a document, which must hold at least one token.
 
         Args:
-            length: how many of the tokens that are in no document yet are its; None: all of them.
+            length: the number of its tokens, among those that are in no document yet; None: all of them.
         """
         length = self._open_length if length is None else length
         assert 0 < length <= self._open_length, "a document needs at least one token"
@@ -186,7 +186,7 @@ class IndexedDatasetWriter:
                 with writing(self._bin):
                     self._publish()
         finally:
-            with suppress(OSError):  # a full disk fails again when what is buffered is flushed by close
+            with suppress(OSError):  # on a full disk, close fails again when it flushes its buffer
                 self._open.close()
             for path in self._temporary.values():
                 path.unlink(missing_ok=True)

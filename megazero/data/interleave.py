@@ -1,15 +1,15 @@
-"""Say which source each sample of a mixture comes from, so exactly that every prefix has its share of each.
+"""Choose the source of each sample of a mixture, so evenly that every prefix has its share of each source.
 
-With whole weights w_k, whose sum is the period P, source k has given c_k(n) of the first n samples, and
+With integer weights w_k, whose sum is the period P, source k has given c_k(n) of the first n samples, and
 
     |c_k(n) - n w_k / P| < 1        for every source and every n
 
-Written for the j-th sample of source k (from 0), that is a first and a last slot for it: floor(j P / w_k) and
-ceil((j + 1) P / w_k) - 1. Samples are jobs of one slot each, and to take of those that may come the one whose last slot
-is nearest keeps all of them in time if any order does (Jackson 1955; slots as in Baruah, Cohen, Plaxton and Varvel,
-Proportionate Progress, Algorithmica 1996). That one does is R. Tijdeman, The Chairman Assignment Problem, Discrete
-Mathematics 1980. After P samples every source has given exactly w_k, and the order repeats. So one period is made once,
-and held; where a sample comes from is then two look-ups, at any number of it.
+For the j-th sample of source k (from 0), this means a first and a last slot: floor(j P / w_k) and
+ceil((j + 1) P / w_k) - 1. Samples are jobs of one slot each: to schedule, of all jobs that may run, the one with the
+earliest deadline meets all deadlines if any order does (Jackson 1955; slots as in Baruah, Cohen, Plaxton and Varvel,
+Proportionate Progress, Algorithmica 1996). Such an order exists: R. Tijdeman, The Chairman Assignment Problem, Discrete
+Mathematics 1980. After P samples every source has given exactly w_k, and the order repeats. So one period is computed
+once and kept; the source of any sample is then found by two look-ups.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ class Interleaving:
     """The order in which sources give samples.
 
     Args:
-        weights: whole: how many samples of a period a source gives; all 0: no sample is of this order. Making it
-            takes O(their sum).
+        weights: integers, the samples of a period that each source gives; all 0: the order has no samples. The
+            constructor takes O(sum of weights).
 
     Attributes:
-        weights: the same, int64 [sources].
+        weights: the weights, int64 [sources].
         period: their sum.
     """
 
@@ -34,7 +34,7 @@ class Interleaving:
         self.weights = np.array(weights, np.int64)
         self.period = int(self.weights.sum())
         self._sources = _one_period([int(weight) for weight in weights])  # [P]
-        # The slots of each source, one source after the other, and for each slot its place among its source's.
+        # The slots sorted by source; then, for each slot, its place among the slots of its source.
         slots = np.argsort(self._sources, kind="stable")
         firsts = np.cumsum(self.weights) - self.weights
         self._places = np.empty(self.period, np.int64)
@@ -47,7 +47,7 @@ class Interleaving:
         return sources, periods * self.weights[sources] + self._places[slots]
 
     def counts(self, samples: int) -> np.ndarray:
-        """Return how many of the first so many samples come from each source, int64 [sources]."""
+        """Return how many of the first `samples` samples come from each source, int64 [sources]."""
         periods, rest = divmod(samples, self.period or 1)
         return periods * self.weights + np.bincount(self._sources[:rest], minlength=len(self.weights))
 
@@ -55,7 +55,7 @@ class Interleaving:
 def _one_period(weights: Sequence[int]) -> np.ndarray:
     """Return the source of each slot of a period, int64 [sum of weights]."""
     period = sum(weights)
-    early: list[tuple[int, int, int]] = []  # (first slot, source, number) of samples whose time has not come
+    early: list[tuple[int, int, int]] = []  # (first slot, source, number) of samples that may not come yet
     ready: list[tuple[int, int, int]] = []  # (slot before which it must come, source, number)
     for source in np.flatnonzero(weights).tolist():
         heappush(early, (0, source, 0))

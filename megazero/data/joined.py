@@ -1,7 +1,7 @@
 """Read a folder of token files, its shards, as one data set: the shards' documents one after the other.
 
-A shard is whole when its index is there: X.idx with X.bin. Writers put the index last, and ours by renaming it; names
-that begin with a dot or have `.tmp` in them, and files without an index, are not there yet.
+A shard is complete when its index exists: X.idx with X.bin. Writers create the index last; ours renames it into place.
+Names that begin with a dot or contain `.tmp`, and files without an index, are ignored as incomplete.
 """
 
 import resource
@@ -30,13 +30,13 @@ def open_files(path: str | Path) -> TokenDataset:
     """Open a pair of token files, or a folder of them.
 
     Raises:
-        UserError: 201 to 204, 225: they are missing or damaged; 228, a folder without a whole shard.
+        UserError: 201 to 204, 225: they are missing or damaged; 228, a folder without a complete shard.
     """
     return JoinedDataset(Path(path)) if is_folder(path) else IndexedDataset(path)
 
 
 def refuse_missing(path: str | Path) -> None:
-    """Refuse token files, or shards, that are not there. Raises UserError 201, 228."""
+    """Refuse missing token files, or a folder without shards. Raises UserError 201, 228."""
     if is_folder(path):
         shard_names(Path(path))
     else:
@@ -44,7 +44,7 @@ def refuse_missing(path: str | Path) -> None:
 
 
 def shard_names(folder: Path) -> list[str]:
-    """Return the names of whole shards of a folder, sorted. Raises UserError 201, it cannot be read; 228, of none."""
+    """Return the sorted names of a folder's complete shards. Raises UserError 201: cannot be read; 228: no shard."""
     try:
         found = {name for path in folder.iterdir() if not (name := path.name).startswith(".") and ".tmp" not in name}
     except OSError as error:
@@ -62,7 +62,7 @@ class JoinedDataset(TokenDataset):
     """The shards of a folder, one after the other, as one data set. Each keeps two or three descriptors open.
 
     Args:
-        folder: where they are.
+        folder: the folder of the shards.
 
     Attributes:
         shards, names: the shards in their order, and their names.
@@ -94,7 +94,7 @@ class JoinedDataset(TokenDataset):
             self.mask_digest = xxhash.xxh3_64_hexdigest(" ".join(digest or "-" for digest in digests).encode())
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return token ids [stop - start], over the files that have them."""
+        """Return token ids [stop - start], from all shards that hold them."""
         assert 0 <= start <= stop <= self.num_tokens
         parts = (self.shards[k].read(*span) for k, *span in _spans(self._tokens_before, start, stop))
         return np.concatenate([np.empty(0, self.dtype), *parts])
@@ -119,15 +119,15 @@ class JoinedDataset(TokenDataset):
 def _raise_descriptor_limit() -> None:
     """Raise the soft limit on open files, which is 1,024 on many systems, to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # the system has a limit of its own
+    with suppress(ValueError, OSError):  # the system may have a lower limit of its own
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
 
 
 def _spans(before: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (place of the shard, its own begin and end) for [start, stop) of shards end to end.
+    """Yield (index of the shard, begin and end in it) of the parts of [start, stop) in shards that are end to end.
 
     Args:
-        before: how much is before each shard, and in all, int64 [shards + 1].
+        before: the number of items before each shard, and in all, int64 [shards + 1].
     """
     for k in range(int(np.searchsorted(before, start, side="right")) - 1, int(np.searchsorted(before, stop))):
         begin, end = max(start, int(before[k])), min(stop, int(before[k + 1]))

@@ -1,8 +1,8 @@
-"""Read batches: the micro-batches of each step, and of a validation, as one rank of the data axis has them.
+"""Read the micro-batches of each step, and of a validation, for one rank of the data axis.
 
-A step asks for the sample ids of its rank (sampler), each id names a window of a source (mixture), each window is one
-read of a file. All of it is a pure function of the step, so there is nothing to save and nothing to restore; the only
-state is one background thread that reads step s + 1 while step s computes.
+The sampler gives the sample ids of a rank in a step, the mixture maps each id to a window of a source, and each window
+is one read of a file. All of this is a pure function of the step, so there is nothing to save and nothing to restore;
+the only state is one background thread that reads step s + 1 while step s computes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,15 +22,15 @@ class BatchLoader(BatchSource):
     """The micro-batches of one data rank, step by step.
 
     Args:
-        mixture: what to draw from.
+        mixture: the samples to read.
         global_batch: sequences per step over all ranks; a multiple of micro_batch x num_data.
         micro_batch: sequences per micro-batch.
         data_rank, num_data: this rank on the data axis, and its size.
-        begins: (steps, samples) done and consumed before: with another batch, say.
-        ends: the last step, from 1, after which nothing is read ahead; None: there is always another.
-        others: what sequences of other lengths are drawn from, before or later.
-        pack: called with a step's micro-batches in the background thread; returns what `step` calls to get those of the
-            device. None: they are used where they are made.
+        begins: (steps, samples) done before this loader's first step, for example with another global batch.
+        ends: the number of the last step, from 1, after which nothing is read ahead; None: there is no last step.
+        others: mixtures of sequences of other lengths, which are used before or later.
+        pack: called with a step's micro-batches in the background thread; returns a function that `step` calls to get
+            the micro-batches on the device. None: they are used as they were read.
         stop: ends a `pack` that waits for a device, which may hang; called when the loader is closed.
     """
 
@@ -72,35 +72,35 @@ class BatchLoader(BatchSource):
         return batches
 
     def samples(self, steps: int) -> int:
-        """Return how many samples that many steps consume: the id of the next one."""
+        """Return how many samples that many steps consume, which is the id of the next sample."""
         return self._samples + sample_id(steps - self._steps, 0, self._global_batch)
 
     def epoch(self, steps: int) -> float:
-        """Return how often that many steps go through the data set."""
+        """Return the number of passes over the data set in that many steps."""
         return sum(mixture.passes(self.samples(steps)) for mixture in self._mixtures)
 
     def epochs(self, steps: int) -> dict[str, float] | None:
-        """Return how often that many steps go through each source, by its name; None where sources have no names."""
+        """Return the number of passes over each source in that many steps, by name; None if sources have no names."""
         return epochs_of(self._mixtures, self.samples(steps))
 
     def close(self) -> None:
-        """End the background thread, and drop what it read, or failed to read, for a step that never came."""
+        """End the background thread, and drop its result, or its error, for a step that was never requested."""
         self._stop()
         self._thread.shutdown(cancel_futures=True)
 
     def _build(self, step: int) -> Callable[[], list[MicroBatch]]:
-        """Read a step; return what gives its micro-batches to the caller of `step`."""
+        """Read a step; return a function that returns its micro-batches."""
         batches = self._mixture.micro_batches(self.samples(step) + self._indices)
         return (lambda: batches) if self._pack is None else self._pack(batches)
 
 
 def epochs_of(mixtures: Sequence[Mixture], samples: int) -> dict[str, float] | None:
-    """Return how often so many samples go through each source, at all lengths together, by its name.
+    """Return the number of passes over each source in so many samples, summed over sequence lengths, by name.
 
-    None: sources have no names.
+    Return None if sources have no names.
 
     Args:
-        mixtures: of the same sources, one for each length of a sequence.
+        mixtures: mixtures of the same sources, one for each sequence length.
     """
     each = [mixture.epochs(samples) for mixture in mixtures]
     named = [found for found in each if found is not None]
@@ -110,9 +110,9 @@ def epochs_of(mixtures: Sequence[Mixture], samples: int) -> dict[str, float] | N
 def validation_batches(
     dataset: WindowDataset, micro_batch: int, limit: int | None = None, *, data_rank: int = 0, num_data: int = 1
 ) -> Iterator[MicroBatch]:
-    """Yield every window once, in order, as micro-batches dealt to the ranks in turn; the last may have fewer rows.
+    """Yield every window once, in order, as micro-batches given to the ranks in turn; the last may have fewer rows.
 
-    Every rank gets the same number: one without a last micro-batch gets one of which no target counts.
+    Every rank gets the same number of them: a rank without a last micro-batch gets one in which no target counts.
 
     Args:
         dataset: windows to read.

@@ -1,13 +1,13 @@
-"""Say which tokens are trained on: PREFIX.mask next to PREFIX.bin, one bit for each token.
+"""Read and write which tokens are trained on: PREFIX.mask next to PREFIX.bin, one bit for each token.
 
     8 bytes   "MZMASK", a zero byte, and 1, the version
     u64       T, number of tokens
     u64       xxh3 (64 bits) of what follows
-    bytes     token i is bit i % 8, the lowest first, of byte i // 8: 1 where it counts in the loss as a target; the
+    bytes     token i is bit i % 8, the lowest first, of byte i // 8: 1 if it counts in the loss as a target; the
               bits after the last token are 0                                                        [ceil(T / 8)]
 
-Little endian. Of token files without such a file every token counts. It is read where it is needed, like the tokens,
-but once as a whole when it is opened: a mask that is cut off or has a flipped bit would train on the questions.
+Little endian. Without this file every token counts. Like the tokens, it is read in the pieces that are needed, but it
+is checked as a whole when it is opened: a mask that is cut off or has a flipped bit would train on the questions.
 """
 
 import struct
@@ -29,7 +29,7 @@ _DO = "copy it again, or preprocess again"
 
 
 def mask_path(prefix: str | Path) -> Path:
-    """Return the file's path, of a prefix that may contain dots."""
+    """Return the path of the mask of a prefix, which may contain dots."""
     return Path(f"{Path(prefix)}.mask")
 
 
@@ -41,7 +41,7 @@ class LossMask:
         digest: 16 hex digits of its bits.
 
     Raises:
-        UserError: 225, it cannot be read, is damaged, or is of another number of tokens.
+        UserError: 225, it cannot be read, is damaged, or has another number of tokens.
     """
 
     def __init__(self, path: Path, num_tokens: int):
@@ -64,7 +64,7 @@ class LossMask:
             raise UserError(225, f"expected xxh3 {self.digest}, got {found.hexdigest()}", _DO, where=path)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return which of tokens [start, stop) count: bool. Raises UserError 225: the disk does not give them."""
+        """Return which of the tokens [start, stop) count: bool. Raises UserError 225: they cannot be read."""
         first = start // 8
         packed = self._file.read(HEADER.size + first, -(-stop // 8) - first)
         return np.unpackbits(packed, bitorder="little")[start - 8 * first : stop - 8 * first].astype(bool)
@@ -78,7 +78,7 @@ class LossMaskWriter:
         file.write(bytes(HEADER.size))
 
     def append(self, scored: np.ndarray) -> None:
-        """Add tokens, True where they count."""
+        """Add tokens, bool, True for those that count."""
         self._tokens += len(scored)
         bits = np.concatenate([self._rest, scored])
         whole = len(bits) // 8 * 8

@@ -1,8 +1,8 @@
 """The training data of a run: one source of windows, or several that are mixed by weight.
 
-A sample id names a source and the number of the sample among that source's (interleave), and that number a window
-(sampler): every source is gone through by itself, each window once per epoch, in an order of its own. So which text a
-sample is, is a pure function of its id, at O(1) for any number of sources.
+A sample id determines a source and the number of the sample within that source (interleave); this number determines a
+window (sampler). Every source is read independently, each window once per epoch, in an order of its own. So the text of
+a sample is a pure function of its id, found in O(1) for any number of sources.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ class Source:
     """A source of windows.
 
     Attributes:
-        name: as metrics and messages have it; None: the only one, of `data.train`.
-        weight: how many samples of a period it gives, where no phase says otherwise.
-        seed: of the order of its windows.
+        name: its name in metrics and messages; None: the only source, `data.train`.
+        weight: how many samples of a period it gives, unless a phase sets another weight.
+        seed: the seed of the order of its windows.
     """
 
     name: str | None
@@ -34,19 +34,19 @@ class Source:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Return the seed of a named source, of 64 bits: no two sources of a run have the same order, nor two runs'."""
+    """Return the 64-bit seed of a named source: it differs between sources of a run, and between seeds of runs."""
     return xxhash.xxh3_64_intdigest(f"{seed} {name}".encode())
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run in which the weights of its sources are the same.
+    """A part of a run in which the weights of its sources are constant.
 
     Attributes:
         first: its first sample id.
-        weights: of all sources; 0 for one that gives nothing in it. Of none: samples that another mixture gives,
-            because they are of another length.
-        gone: weights of sources that are not here any more; they have given their share.
+        weights: one for each source; 0 if the source gives no sample in this phase. All are 0 if another mixture gives
+            the samples, because they have another length.
+        gone: weights of sources that have been removed from the run after they gave their share.
     """
 
     first: int
@@ -57,15 +57,15 @@ class Phase:
 class Mixture:
     """The windows of some sources, in the order in which a run reads them.
 
-    Where the weights change, each source goes on where it was: none of its windows comes twice in an epoch.
+    When the weights change, each source continues where it was: none of its windows comes twice in an epoch.
 
     Args:
         sources: at least one; if several, all with names.
-        phases: by their first sample, of which the first is 0; None: one, of the sources' own weights.
+        phases: in order of their first sample, the first at sample 0; None: one, with the sources' own weights.
 
     Attributes:
-        sources: the same.
-        num_windows: of all sources.
+        sources: the sources.
+        num_windows: the number of windows of all sources.
     """
 
     def __init__(self, sources: Sequence[Source], phases: Sequence[Phase] | None = None):
@@ -82,7 +82,7 @@ class Mixture:
             self._before.append(self.counts(first))
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (place of the source, window of it) of sample ids of any shape."""
+        """Return (index of the source, window in it) of sample ids of any shape."""
         which = np.searchsorted(self._firsts, samples, side="right") - 1
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
         for k in np.unique(which).tolist():
@@ -101,21 +101,21 @@ class Mixture:
         return found
 
     def counts(self, samples: int) -> np.ndarray:
-        """Return how many of the first so many samples each source has given, int64 [sources]."""
-        known = self._firsts[: len(self._before)]  # all, once this is made
+        """Return how many of the first `samples` samples each source gives, int64 [sources]."""
+        known = self._firsts[: len(self._before)]  # all, once the constructor is done
         phase = int(np.searchsorted(known, samples, side="right")) - 1
         counts = self._orders[phase].counts(samples - int(self._firsts[phase]))
         return self._before[phase] + counts[: len(self.sources)]
 
     def epochs(self, samples: int) -> dict[str, float] | None:
-        """Return how often so many samples go through each source, by its name; None where it has none."""
+        """Return the number of passes over each source in so many samples, by name; None if sources have no names."""
         if self.sources[0].name is None:
             return None
         counts = self.counts(samples) / self._num_windows
         return {str(source.name): float(count) for source, count in zip(self.sources, counts, strict=True)}
 
     def digest(self) -> str:
-        """Return a digest of what is read in which order: other text, weights or names have another."""
+        """Return a digest of the text and its order: it changes with the text, the weights and the names."""
         each = [f"{s.windows.num_windows} windows, xxh3 {s.windows.stream.digest()}" for s in self.sources]
         if self.sources[0].name is None:
             return each[0]
@@ -127,5 +127,5 @@ class Mixture:
         return f"{len(each)} source{'s' * (len(each) > 1)}, xxh3 {digest}"
 
     def passes(self, samples: int) -> float:
-        """Return how often so many samples go through all windows together; those of other lengths do not count."""
+        """Return the number of passes over all windows in so many samples; samples of other lengths do not count."""
         return int(self.counts(samples).sum()) / self.num_windows

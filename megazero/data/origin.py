@@ -1,7 +1,7 @@
-"""Write down what token files were made of, and read it: PREFIX.json next to PREFIX.bin and PREFIX.idx.
+"""Write and read the record of what token files were made of: PREFIX.json next to PREFIX.bin and PREFIX.idx.
 
-`megazero preprocess` writes it. Token files without one (made by others, or before there was any) are read as
-well; then it is not known by which tokenizer they were made, nor how many bytes of text they stand for.
+`megazero preprocess` writes it. Token files without one (made by other tools, or by an old version) are read as well;
+their tokenizer and the number of bytes of their text are then unknown.
 """
 
 import json
@@ -28,11 +28,11 @@ class Origin:
     """A record of what token files were made of.
 
     Attributes:
-        tokenizer: the fingerprint.
-        vocab_size: the ids of the tokenizer.
-        documents, tokens: in the files; tokens with those that end documents.
+        tokenizer: the fingerprint of the tokenizer.
+        vocab_size: the number of ids of the tokenizer.
+        documents, tokens: in the files; tokens include the end-of-document ids.
         text_bytes: UTF-8 bytes of the text that was encoded.
-        id_bytes: bytes that the ids stand for (`Tokenizer.token_bytes`); of a lossless tokenizer the same number.
+        id_bytes: bytes that the ids stand for (`Tokenizer.token_bytes`): text_bytes if the tokenizer is lossless.
         longest: tokens of the longest document.
         mask: the digest of the mask (`data/loss_mask.py`); None: there is none.
     """
@@ -60,7 +60,7 @@ _RECORD = TypeAdapter(Origin)
 
 
 def path_of(prefix: str | Path) -> Path:
-    """Return the file's path, of a prefix that may contain dots."""
+    """Return the path of the record of a prefix, which may contain dots."""
     return Path(f"{Path(prefix)}.json")
 
 
@@ -80,11 +80,11 @@ def read_origin(prefix: str | Path) -> Origin | None:
 
 
 def origin_of(files: TokenDataset, tokenizer: Tokenizer | None = None) -> Origin | None:
-    """Return the record of token files, once it fits them and the tokenizer; None: there is no PREFIX.json.
+    """Return the record of token files after a check that it fits them and the tokenizer; None: no PREFIX.json.
 
     Raises:
-        UserError: 203, what is written of them is damaged, or of other files; 221, they were made by another tokenizer;
-            225, they have another mask.
+        UserError: 203, the record is damaged, or of other files; 221, they were made by another tokenizer; 225, they
+            have another mask.
     """
     origin, prefix = require_tokenizer(files.prefix, tokenizer), files.prefix
     if origin is not None and (origin.documents, origin.tokens) != (files.num_documents, files.num_tokens):
@@ -96,7 +96,7 @@ def origin_of(files: TokenDataset, tokenizer: Tokenizer | None = None) -> Origin
 
 
 def require_mask(origin: Origin | None, digest: str | None, prefix: Path) -> None:
-    """Refuse token files with another mask than PREFIX.json names; None: they have none. Raises UserError 225."""
+    """Refuse token files whose mask has another digest (None: no mask) than PREFIX.json names. Raises UserError 225."""
     if origin is None or origin.mask == digest:
         return
     if digest is None:
@@ -107,10 +107,10 @@ def require_mask(origin: Origin | None, digest: str | None, prefix: Path) -> Non
 
 
 def require_tokenizer(prefix: str | Path, tokenizer: Tokenizer | None) -> Origin | None:
-    """Return what token files were made of, once that is not by another tokenizer.
+    """Return the record of token files after a check that no other tokenizer made them.
 
     Raises:
-        UserError: 203, what is written of them is damaged; 221, they were made by another tokenizer.
+        UserError: 203, the record is damaged; 221, they were made by another tokenizer.
     """
     origin = read_origin(prefix)
     if origin is not None and tokenizer is not None and origin.tokenizer != tokenizer.fingerprint:
@@ -121,11 +121,11 @@ def require_tokenizer(prefix: str | Path, tokenizer: Tokenizer | None) -> Origin
 
 
 def joined(origins: Sequence[Origin | None], prefix: Path) -> Origin | None:
-    """Return what the joined token files, without a mask, are made of; None: it is not known of all of them.
+    """Return the record of the joined token files, without a mask; None: one of them has no record.
 
     Args:
-        origins: of each of them.
-        prefix: of the first, for the error.
+        origins: the record of each of them.
+        prefix: the prefix of the first, for the error.
 
     Raises:
         UserError: 217, they were made by different tokenizers.

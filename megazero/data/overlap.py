@@ -1,7 +1,7 @@
 """Find documents that are both trained on and validated on, by the hashes of their tokens.
 
-A document's hash is compared with those of documents that are as long. Of a training document the first tokens are
-read, and all of them only where those agree; so what is read is bounded, by the number of documents looked at.
+Only documents of equal length are compared. The first tokens of a training document are read, and the whole document
+only if they agree. So the amount of reading is bounded by the number of documents examined.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,13 @@ import xxhash
 
 from megazero.data.documents import TokenStream
 
-SHORTEST = 32  # tokens: a heading or an empty file is the same in many places, and says nothing of a copy
-MOST = 100_000  # documents of either side that are looked at; of more, so many at equal distances
+SHORTEST = 32  # tokens: a shorter text, such as a heading, occurs in many places without being a copy
+MOST = 100_000  # documents examined on either side; of more documents, this many at equal distances
 _FIRST = 64  # tokens that are compared first
 
 
 def shared_document(training: TokenStream, validation: TokenStream) -> tuple[int, int] | None:
-    """Return a document of at least SHORTEST tokens that both have, by its numbers in their files; None: none."""
+    """Return the numbers, in both files, of a document of at least SHORTEST tokens that both have; None: no match."""
     chosen = _some(validation, lambda lengths: lengths >= SHORTEST)
     known: dict[str, list[int]] = {}
     for ordinal in chosen:
@@ -31,7 +31,7 @@ def shared_document(training: TokenStream, validation: TokenStream) -> tuple[int
 
 
 def _some(stream: TokenStream, fits: Callable[[np.ndarray], np.ndarray]) -> list[int]:
-    """Return the places of documents whose lengths fit, all or MOST of them at equal distances; in bounded memory."""
+    """Return the ordinals of documents whose lengths fit: all, or MOST at equal distances. Uses bounded memory."""
     found = sum(int(fits(np.diff(block.starts)).sum()) for block in stream.blocks("counting documents"))
     wanted = np.linspace(0, found - 1, MOST).astype(np.int64) if found > MOST else np.arange(found)
     before, places = 0, list[int]()
@@ -44,7 +44,7 @@ def _some(stream: TokenStream, fits: Callable[[np.ndarray], np.ndarray]) -> list
 
 
 def _hash(stream: TokenStream, ordinal: int, most: int | None) -> str:
-    """Return a hash of a document's length and its first tokens; None: of all of them."""
+    """Return a hash of a document's length and its first `most` tokens; None: all its tokens."""
     _, begin, end = stream.placed(ordinal)
     tokens, _ = stream.read(begin, end if most is None else min(end, begin + most))
     return f"{end - begin} {xxhash.xxh3_128_hexdigest(tokens.tobytes())}"

@@ -1,14 +1,14 @@
-"""Pack whole documents into windows (`data.pack`): none is cut by a window's end, and a window ends in padding.
+"""Pack whole documents into windows (`data.pack`): only one longer than a window is cut; a window ends in padding.
 
-First-fit decreasing: documents go by falling length, each into the first window that has room for it. That is the same
-as filling one window after the other, always with the longest document that is left and fits, and documents of equal
-length are alike, taken in file order. So what is in a window follows from how many documents of each length there are,
-and windows with the same lengths come in rows: a row is found once, however many windows it has. First-fit decreasing
-needs at most 11/9 of the fewest possible windows, and 6/9 of one. Source: G. Dosa, The Tight Bound of First Fit
-Decreasing Bin-Packing Algorithm, ESCAPE 2007.
+First-fit decreasing: documents are placed by decreasing length, each into the first window that has room for it. This
+is equal to filling one window after the other, always with the longest remaining document that fits; documents of equal
+length are taken in file order. So the contents of the windows follow from the number of documents of each length, and
+windows with the same lengths come in rows: a row is computed once, however many windows it has. First-fit decreasing
+needs at most 11/9 of the fewest possible windows, plus 6/9. Source: G. Dosa, The Tight Bound of First Fit Decreasing
+Bin-Packing Algorithm, ESCAPE 2007.
 
-It is a function of the lengths alone: every rank and every seed has the same windows, in an order of its own. Held in
-memory are one int a document, and the rows, of which there are some for each different length.
+The windows depend on the lengths alone: they are the same on every rank and for every seed, which changes only their
+order. Memory holds one int per document, and the rows, a few for each different length.
 """
 
 from bisect import bisect_left, bisect_right
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SHORTEST = 2  # tokens: one alone has no target
+SHORTEST = 2  # tokens: a single token has no target
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Windows, one after the other, that hold documents of the same lengths.
+    """Consecutive windows that hold documents of the same lengths.
 
     Attributes:
-        first, count: their numbers, from `first` on.
-        held: of each length (how many documents a window has of it, place of the first among those ordered by length).
+        first, count: the number of the first window, and how many there are.
+        held: for each length (documents of it per window, place of the first one among all documents sorted by length).
     """
 
     first: int
@@ -34,14 +34,14 @@ class _Row:
 
 
 class Packing:
-    """Which documents are in which window.
+    """The assignment of documents to windows.
 
     Args:
         lengths: tokens of each document, int64.
         size: tokens of a window. Of a longer document the first `size` tokens are taken.
 
     Attributes:
-        num_windows: windows; 0 where no document has SHORTEST tokens.
+        num_windows: the number of windows; 0 if no document has SHORTEST tokens.
         num_cut: documents that are longer than a window.
         fill: the share of the windows' tokens that is text.
     """
@@ -60,7 +60,7 @@ class Packing:
         self.fill = text / (self.num_windows * size) if self.num_windows else 0.0
 
     def documents(self, window: int) -> list[int]:
-        """Return the documents of a window, by falling length: places among those of `lengths`."""
+        """Return the documents of a window, by decreasing length, as indices into `lengths`."""
         assert 0 <= window < self.num_windows
         row = self._rows[int(np.searchsorted(self._firsts, window, side="right")) - 1]
         found: list[int] = []
@@ -71,9 +71,9 @@ class Packing:
 
 
 def _rows(counts: np.ndarray, places: np.ndarray, size: int) -> list[_Row]:
-    """Return the windows of so many documents of each length (int64 [size + 1]), the first of which are at `places`."""
+    """Return the windows of `counts` documents of each length (int64 [size + 1]), whose first ones are at `places`."""
     left = {length: int(counts[length]) for length in np.flatnonzero(counts).tolist()}
-    lengths, place = list(left), {length: int(places[length]) for length in left}  # lengths rise
+    lengths, place = list(left), {length: int(places[length]) for length in left}  # lengths ascend
     rows: list[_Row] = []
     first = 0
     while lengths:

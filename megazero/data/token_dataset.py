@@ -1,7 +1,7 @@
-"""Token files as split, windows, packing, inspect and merge see them: ids end to end, documents, a mask.
+"""The interface of token files for split, windows, packing, inspect and merge: ids end to end, documents, a mask.
 
 A pair of files (`indexed_dataset.py`), a folder of pairs (`joined.py`), and files of other projects that merge.py
-copies are all of this kind.
+copies all implement it.
 """
 
 from abc import ABC, abstractmethod
@@ -14,14 +14,14 @@ import numpy as np
 class TokenDataset(ABC):
     """The base class of token files, read-only and checked.
 
-    Documents, tokens and the mask are read where they are asked for: 10^9 documents are 8 GB of offsets.
+    Documents, tokens and the mask are read on demand: 10^9 documents have 8 GB of offsets.
 
     Attributes:
         prefix: the path that was given.
         bin_path: the file of the ids.
         dtype: the integer type of the ids.
         num_documents, num_tokens: counts.
-        mask_digest: of the mask, which says which tokens are trained on; None: all are.
+        mask_digest: the digest of the mask of the tokens that are trained on; None: all are.
     """
 
     prefix: Path
@@ -36,16 +36,16 @@ class TokenDataset(ABC):
         """Return tokens [start, stop) of the file, in the file's type.
 
         Raises:
-            UserError: 204, the file has become shorter since it was opened; 201, the disk does not give them.
+            UserError: 204, the file has become shorter since it was opened; 201, the tokens cannot be read.
         """
 
     @abstractmethod
     def offsets(self, first: int, stop: int) -> np.ndarray:
-        """Return at which tokens documents [first, stop) begin, int64; that after the last begins at the end."""
+        """Return the first token of documents [first, stop), int64; the one after the last begins at the end."""
 
     @abstractmethod
     def scored(self, start: int, stop: int) -> np.ndarray:
-        """Return which of tokens [start, stop) are trained on: bool. Raises as `read`, or UserError 225."""
+        """Return which of the tokens [start, stop) are trained on: bool. Raises as `read`, or UserError 225."""
 
     def bounds(self, document: int) -> tuple[int, int]:
         """Return the tokens [start, stop) of a document."""

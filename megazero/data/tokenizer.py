@@ -1,12 +1,12 @@
-"""Turn text into ids and back: what every tokenizer offers, and which kind a file is.
+"""Turn text into ids and back: open a tokenizer of the kind that the name of its file tells.
 
     *.model          SentencePiece                                  data/tokenizers/sentence_piece.py
     tokenizer.json   the tokenizers library (any other *.json too)  data/tokenizers/json_file.py
     *.tiktoken       byte pairs with their ranks                    data/tokenizers/rank_file.py
     bytes            no file: the bytes of the text                 data/tokenizers/plain_bytes.py
 
-A tokenizer is lossless where each text comes back from its ids, byte for byte. Others are taken as well: then a loss in
-bits per byte counts the bytes of the text that the data was made from (`data/origin.py`), not those that ids decode to.
+A tokenizer is lossless if decoding the ids of any text gives the same text, byte for byte. Others are accepted as well:
+a loss in bits per byte then counts the bytes of the original text (`data/origin.py`), not those that ids decode to.
 """
 
 import os
@@ -23,22 +23,22 @@ from megazero.data.tokenizers.plain_bytes import NAME, PlainBytes
 from megazero.data.tokenizers.rank_file import RankFile
 from megazero.data.tokenizers.sentence_piece import SentencePiece
 
-_KINDS = {".json": JsonFile, ".tiktoken": RankFile}  # by the end of the file's name; SentencePiece for any other
+_KINDS = {".json": JsonFile, ".tiktoken": RankFile}  # by the suffix of the file's name; SentencePiece for any other
 
 
 def open_tokenizer(path: str | Path, vocab: int | None = None) -> Tokenizer:
-    """Open a tokenizer, of the kind that the name of its file says.
+    """Open a tokenizer; the name of its file determines its kind.
 
     Args:
         path: the file, or "bytes".
-        vocab: the ids of the model that it is for; None: any.
+        vocab: the number of ids of the model; None: any.
 
     Raises:
         UserError: 112, it has more ids than the model; 162, it needs a package that is not installed; 209, it cannot be
-            read; 210, nothing in it ends a document.
+            read; 210, it has no end-of-document id.
     """
     lines: list[str] = []
-    with _stderr_held(lines):  # a library that panics writes its own traceback before ours is one line
+    with _stderr_held(lines):  # a library that panics writes a traceback before our one-line error
         tokenizer = PlainBytes() if str(path) == NAME else _KINDS.get(Path(path).suffix, SentencePiece)(path)
     for line in lines:
         print(line, file=sys.stderr)
@@ -50,10 +50,10 @@ def open_tokenizer(path: str | Path, vocab: int | None = None) -> Tokenizer:
 
 @contextmanager
 def _stderr_held(lines: list[str]) -> Iterator[None]:
-    """Keep all that reaches file descriptor 2 inside the context; at its end the lines are in `lines`."""
+    """Capture all output to file descriptor 2 inside the context; append its lines to `lines` at the end."""
     try:
         sys.stderr.flush()
-        said = tempfile.TemporaryFile()  # noqa: SIM115 - closed below, in what may not be skipped
+        said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by the `with` below
         real = os.dup(2)
     except (OSError, ValueError, AttributeError):  # there is no standard error, or no room for a file
         yield

@@ -1,13 +1,13 @@
-"""Windows of a token stream: read, checked, and put together as the input of a forward pass.
+"""Read and check windows of a token stream, and join them into the input of a forward pass.
 
 Window k of a stream is its tokens [k S, k S + S + 1); the first S are the input, the last S the targets. Every id is
-checked against the vocabulary when it is read: an id past the end of the embedding table is otherwise an unreadable
-device assert, or silence. The message names the file, the document and the position.
+checked against the vocabulary when it is read: an id past the end of the embedding table would otherwise cause an
+unreadable device assert, or no error at all. The message names the file, the document and the position.
 
-With `mask_eod` a window that holds several documents keeps them apart: each token knows its document (attention must
-not cross), positions restart, and the last token of a document, whose target is the first token of an unrelated one, is
-not scored. With `pack` a window is some whole documents (packing.py), and after them padding that is not scored. Of
-token files with a mask (loss_mask.py) only its tokens are scored, as targets.
+With `mask_eod` the documents of a window are kept apart: attention does not cross from one to another, positions
+restart, and the last token of a document, whose target is the first token of an unrelated one, is not scored. With
+`pack` a window holds whole documents (packing.py), then padding that is not scored. If token files have a mask
+(loss_mask.py), only its tokens are scored, as targets.
 
 Shapes: S sequence, B rows of a micro-batch; sequence first, as everywhere in the model.
 """
@@ -27,11 +27,11 @@ from megazero.data.token_dataset import TokenDataset
 
 
 class WindowTokens(NamedTuple):
-    """The tokens of a window, with the one after it: arrays [S + 1].
+    """The tokens of a window, and the one after it: arrays [S + 1].
 
     Attributes:
         tokens: ids, int64.
-        ordinals: of each one's document in the stream, int64; -1: padding.
+        ordinals: the ordinal of each token's document in the stream, int64; -1: padding.
         scored: bool, which tokens count in the loss as targets.
     """
 
@@ -46,16 +46,16 @@ class WindowDataset:
     Args:
         stream: the documents.
         seq_len: S, tokens of a sample.
-        vocab: ids must lie in [0, vocab).
+        vocab: ids must be in [0, vocab).
         mask_eod: keep the documents of a window apart.
         pack: windows are whole documents; needs mask_eod.
 
     Attributes:
         num_windows: (num_tokens - 1) // S, or with `pack` as many as the documents need.
-        packing: which documents are in which window; None: windows follow each other in the stream.
+        packing: the documents of each window; None: windows follow each other in the stream.
 
     Raises:
-        UserError: 207 when there is not one window; 205, on reading, for an id outside the vocabulary.
+        UserError: 207 if there is no window; 205, on reading, for an id outside the vocabulary.
     """
 
     def __init__(self, stream: TokenStream, seq_len: int, vocab: int, mask_eod: bool, pack: bool = False):
@@ -71,7 +71,7 @@ class WindowDataset:
             raise UserError(207, what, do, where=stream.dataset.bin_path)
 
     def spans(self, window: int) -> list[tuple[int, int]]:
-        """Return which tokens [start, stop) of the stream are the input of a window, one after the other."""
+        """Return the spans [start, stop) of stream tokens that make up the input of a window, in order."""
         if self.packing is None:
             return [(window * self.seq_len, (window + 1) * self.seq_len)]
         placed = map(self.stream.placed, self.packing.documents(window))
@@ -106,10 +106,10 @@ class WindowDataset:
 
 
 def micro_batch(reads: Sequence[WindowTokens], sample_ids: np.ndarray, *, mask_eod: bool) -> MicroBatch:
-    """Return what was read of windows [B] as one micro-batch that carries `sample_ids` [B].
+    """Return B windows as one micro-batch that carries `sample_ids` [B].
 
     Args:
-        reads: of each window what `WindowDataset.read` returns; all as long.
+        reads: the result of `WindowDataset.read` for each window; all of equal length.
         mask_eod: keep the documents of a window apart.
     """
     tokens = np.stack([read.tokens for read in reads], axis=1)  # [S + 1, B]
@@ -137,10 +137,10 @@ def micro_batch(reads: Sequence[WindowTokens], sample_ids: np.ndarray, *, mask_e
 def cut_windows(
     dataset: TokenDataset, share: float | None, seq_len: int, vocab: int, mask_eod: bool, pack: bool = False
 ) -> tuple[WindowDataset, WindowDataset | None]:
-    """Return the windows of the documents of a data set, and those of the documents held out.
+    """Return the windows of a data set's training documents, and those of its held-out documents.
 
     Args:
-        share: of the documents that is held out; None: nothing is.
+        share: the fraction of the documents that is held out; None: no document is.
         seq_len, vocab, mask_eod, pack: see WindowDataset.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Extensions of ZeRO: each replaces a part of `zero` and is known to the registry alone."""
+"""Extensions of ZeRO: each replaces a part of `zero`; only the registry imports them."""

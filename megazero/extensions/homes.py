@@ -1,6 +1,6 @@
-"""List the homes of offloaded values that a config may ask for, beyond the device and the host.
+"""List the homes of offloaded values that a config may name, in addition to the device and the host.
 
-A home that is taken out of the table, with its folder, is gone: no other module imports it.
+To remove a home, delete its table entry and its folder: no other module imports it.
 """
 
 from megazero.comm.home import Disks, Homes

@@ -1,28 +1,28 @@
 """Send values between ranks as integers of 8 or 4 bits (`zero.quantize`): a half to an eighth of the bytes.
 
-    parameters   int8. A rank quantises its shard, the codes are gathered, and every rank, the owner too, computes with
-                 what they mean: so all have the same values. Masters stay exact.
-    gradients    int8 or int4. Each rank quantises the shards of the others and sends each to its owner (all-to-all),
-                 which adds what the codes mean to its own gradients, in rank order: nothing is rounded twice, where a
-                 ring would round at every hop. What a rank keeps for itself is not rounded. Where neighbours have an
-                 axis of their own (`zero.secondary_ranks`), in two hops: first among them, for each of all the others'
-                 shards the sum of the neighbours', and then these between ranks of the same place, which cross hosts
-                 once; rounded once at each hop.
+    parameters   int8. A rank quantises its shard, the codes are all-gathered, and every rank, the owner too, computes
+                 with the dequantised codes: so all ranks have equal values. Master weights stay exact.
+    gradients    int8 or int4. Each rank quantises the shards of the other ranks and sends each to its owner
+                 (all-to-all), which adds the dequantised codes to its own gradients, in rank order. So a value is
+                 rounded once, where a ring would round at every hop, and a rank's own part is not rounded. With
+                 `zero.secondary_ranks` there are two hops, each with one rounding: first each neighbour sums, over its
+                 group of neighbours, the shards of all owners with its own place in a group; then ranks of equal place
+                 exchange these sums, so that only they cross hosts.
 
-A code is off by at most 1/254 of the largest magnitude of its block of 256 with 8 bits, 1/14 with 4; bf16 adds 1/256.
-A block with a value that is not finite arrives as NaN, so a step is skipped where it would have been.
+A code's error is at most 1/254 of the largest magnitude in its block of 256 with 8 bits, 1/14 with 4; bf16 adds 1/256.
+A block with a non-finite value arrives as NaN, so the same steps are skipped as without quantisation.
 
-With error feedback each rank keeps, of every gradient that it sends, what the codes do not mean, and adds it before it
-rounds the next one: what it has sent in all is then off by one rounding, however many steps there were. That takes as
-much memory as the gradients of all the other ranks' shards, in one hop or in two. Of a block that is not finite nothing
-is kept. The first reduction of a step adds residuals times `carry`: 0 after a skipped step, which has changed nothing,
-2 where the loss scale, and so each gradient, has doubled.
+With error feedback each rank keeps the rounding error of every gradient that it sends, and adds it to the next one
+before rounding: the sum of all that it has sent is then off by one rounding, after any number of steps. The residuals
+take as much memory as the gradients of all other ranks' shards, with one hop or two. The residual of a non-finite block
+is 0. The first reduction of a step adds residuals times `carry`: 0 after a skipped step, whose gradients were
+discarded; 2 if the loss scale, and so each gradient, has doubled.
 
 (Wang et al. 2023, ZeRO++, arXiv 2306.10209, sections 3.1 and 3.3: qwZ and qgZ. Seide et al. 2014, 1-bit stochastic
 gradient descent, Interspeech, section 3.1: error feedback.)
 """
 
-from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
+from __future__ import annotations  # no import of the config package: its types are only named here
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,13 +44,14 @@ if TYPE_CHECKING:
 
 
 class QuantizedGathering(Gathering):
-    """Gather one unit's parameters as codes.
+    """Gathers one unit's parameters as codes.
 
     Args:
         bits: of a code.
         ops: the kernels to use.
-        pool: of bytes, for codes.
-        axis: the ranks that have a shard each.
+        pool: of uint8 buffers, for codes.
+        axis: the ranks that each have a shard.
+        dtype: of the parameters.
     """
 
     rounds = True
@@ -60,7 +61,7 @@ class QuantizedGathering(Gathering):
         self.bits, self.ops, self._pool, self._axis = bits, ops, pool, axis
 
     def start(self, shard: FlatBuffer, whole: FlatBuffer) -> Pending:
-        """Start to fill `whole` with the values of the codes of all ranks."""
+        """Start to fill `whole` with the dequantised codes of all ranks."""
         own = whole.part(shard.elements, shard.placements)
         redistribute(shard, own, "parameters").wait()
         codes = self.message(whole.values)
@@ -73,11 +74,11 @@ class QuantizedGathering(Gathering):
         return self._axis.size * quantized_bytes(numel // self._axis.size, self.bits)
 
     def message(self, whole: Tensor) -> Tensor:
-        """Return memory for the codes of a whole unit."""
+        """Return a buffer for the codes of a whole unit."""
         return self._pool.take(self.message_bytes(len(whole)))
 
     def arrive(self, message: Tensor, whole: Tensor) -> Tensor:
-        """Turn codes that have arrived into the values of a whole unit."""
+        """Dequantise received codes into a whole unit, and return the unit; free the codes' buffer."""
         for part, codes in zip(whole.chunk(self._axis.size), message.chunk(self._axis.size), strict=True):
             self.ops.dequantize_(part, codes, self.bits, False)
         self._pool.give(message)
@@ -86,16 +87,16 @@ class QuantizedGathering(Gathering):
 
 @dataclass(eq=False)
 class QuantizedSumming(Summing):
-    """Sum one unit's gradients, sent as codes.
+    """Sums one unit's gradients, sent as codes.
 
     Args:
         bits: of a code.
         ops: the kernels to use.
-        pool: of bytes, for codes.
-        axis: the ranks that have a shard each.
-        hops: the two axes, of neighbours and of ranks with the same place, that together are `axis`; None: one hop.
-        residuals: the rounding errors kept of this unit, [shards of other ranks, elements of a shard]; None: none are.
-        carry: the factor of the residuals of the step before, 0-dim; of all units.
+        pool: of uint8 buffers, for codes.
+        axis: the ranks that each have a shard.
+        hops: two axes that together are `axis`: neighbours, and ranks of equal place among them; None: one hop.
+        residuals: this unit's rounding errors, [shards of other ranks, elements of a shard]; None: no error feedback.
+        carry: factor for the previous step's residuals, 0-dim, shared by all units.
     """
 
     bits: int
@@ -108,12 +109,12 @@ class QuantizedSumming(Summing):
     rounds = True
 
     def start(self, partial: FlatBuffer, own: FlatBuffer, *, accumulate: bool) -> Pending:
-        """Start the sum; `partial` must not be touched until the end. `own` may be a part of it."""
+        """Start to sum `partial` over ranks into `own`, a part of it or not. `partial` is in use until the end."""
         begins, outs = not accumulate, [own.values]
         if self.hops is None:
             parts = [[part] for part in partial.values.chunk(self.axis.size)]
             return self._start_exchange(parts, outs, self.axis, 0, adds=accumulate, begins=begins)
-        near, far = self.hops  # of which `near` has the neighbours; the second hop begins in `wait`
+        near, far = self.hops  # `near`: the neighbours; the second hop starts when the first is waited for
         of_places = partial.values.view(far.size, near.size, len(own)).unbind(1)
         parts = [list(of_place) for of_place in of_places]
         sums, first = parts[near.rank], (near.size - 1) * far.size
@@ -133,14 +134,14 @@ class QuantizedSumming(Summing):
         adds: bool,
         begins: bool,
     ) -> Pending:
-        """Start the sums of what all ranks have in their parts of this one's number.
+        """Start an exchange that sums, over all ranks, their parts for this rank.
 
         Args:
-            parts: by rank, as many as `outs`; not to be touched until the end.
-            outs: receive the sums; they may be this rank's parts.
-            first: the number of the first residual.
-            adds: the sums are added to what `outs` hold.
-            begins: it is the first reduction of a step.
+            parts: for each receiving rank as many tensors as `outs`; must not be touched until the exchange is done.
+            outs: receive the sums; they may be `parts` of this rank.
+            first: index of the first residual.
+            adds: add the sums to `outs`.
+            begins: True in the first reduction of a step.
         """
         each = quantized_bytes(len(outs[0]), self.bits)
         sent, received = (self.pool.take(axis.size * len(outs) * each) for _ in range(2))
@@ -165,11 +166,11 @@ class QuantizedSumming(Summing):
         return pending.then(land)
 
     def _quantize(self, codes: Tensor, x: Tensor, number: int, *, first: bool) -> None:
-        """Quantise x for another rank; with residuals x and one of them, which then is what the codes do not mean.
+        """Quantise x for another rank. With error feedback, first add a residual to x, then store the new error in it.
 
         Args:
-            number: of the residual.
-            first: it is the first reduction of a step.
+            number: index of the residual.
+            first: True in the first reduction of a step.
         """
         if self.residuals is None:
             self.ops.quantize_(codes, x, self.bits)
@@ -184,16 +185,16 @@ class QuantizedSumming(Summing):
 
 @dataclass(eq=False)
 class Quantized(Extension):
-    """Send parameters, gradients or both as codes.
+    """Extension that sends parameters, gradients or both as codes.
 
     Args:
-        parameters, gradients: bits of a code; None: they are sent as they are.
-        pools: of bytes, for the codes of each.
-        feedback: the rounding errors of gradients are kept, and added to the next ones.
+        parameters, gradients: bits of a code; None: sent unquantised.
+        pools: of uint8 buffers, for the codes of parameters and of gradients.
+        feedback: keep the rounding errors of gradients and add them to the next gradients.
         hops: see `QuantizedSumming`.
     """
 
-    alignment = BLOCK  # a parameter begins with a block of its own
+    alignment = BLOCK  # each parameter starts at a block boundary, so no block spans two parameters
     parameters: int | None
     gradients: int | None
     ops: Operations
@@ -207,13 +208,13 @@ class Quantized(Extension):
         self._carry = torch.ones((), device=self.device)
 
     def gathering(self, plain: Gathering, numel: int, axes: UnitAxes, device: torch.device) -> Gathering:
-        """Return a gathering of codes where parameters are sharded; else the plain one."""
+        """Return a gathering of codes if parameters are sharded, else `plain`."""
         if self.parameters is None or axes.shard.size == 1 or axes.stage.parameters is not Placement.SHARD:
             return plain
         return QuantizedGathering(self.parameters, self.ops, self.pools[0], axes.shard, self.precision.parameters)
 
     def summing(self, plain: Summing, shard: slice, axes: UnitAxes) -> Summing:
-        """Return a reduction of codes where the optimizer state is sharded; else the plain one."""
+        """Return a summing of codes if the optimizer state is sharded, else `plain`."""
         if self.gradients is None or axes.shard.size == 1 or axes.stage.optimizer is not Placement.SHARD:
             return plain
         residuals = None
@@ -224,19 +225,19 @@ class Quantized(Extension):
         return QuantizedSumming(self.gradients, self.ops, self.pools[1], axes.shard, self.hops, residuals, self._carry)
 
     def end_step(self, skipped: Tensor, scale: Tensor, next_scale: Tensor) -> None:
-        """Scale kept residuals to the next loss scale; a skipped step clears them."""
+        """Set the factor that scales residuals to the next loss scale; 0 after a skipped step."""
         if self.feedback:
             self._carry.copy_(torch.where(skipped, 0.0, next_scale / scale))
 
     def forget(self) -> None:
-        """Clear the residuals before the next step."""
+        """Discard the residuals: the next step multiplies them by 0."""
         self._carry.zero_()
 
 
 def quantized(
     config: Config, grid: Grid, axes: tuple[Axis, Axis], ops: Operations, precision: Precision, device: torch.device
 ) -> Extension | None:
-    """Return the quantised messages that `zero.quantize` asks for."""
+    """Return the extension for `zero.quantize`; None if nothing is quantised."""
     asked = config.zero.quantize
     parameters, gradients = BITS[asked.parameters], BITS[asked.gradients]
     if parameters is None and gradients is None:

@@ -1,9 +1,9 @@
-"""List the extensions of ZeRO that a config may ask for.
+"""List the extensions of ZeRO that a config can enable.
 
-An extension that is taken out of the list, with its module, is gone; nothing else imports it.
+To remove an extension, delete its table entry and its module: no other module imports it.
 """
 
-from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
+from __future__ import annotations  # no import of the config package: its types are only named here
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 Make = Callable[["Config", Grid, tuple[Axis, Axis], Operations, Precision, torch.device], Extension | None]
 
-# By the option that asks for it, in the order in which they wrap each other: second shards keep what quantised gathers
-# send.
+# By the option that enables it, innermost first: a later extension wraps the earlier ones, so second shards keep the
+# codes of quantised gathers.
 EXTENSIONS: dict[str, Make] = {"zero.quantize": quantized, "zero.secondary_ranks": second_shards}
 
 
 def extensions_of(
     config: Config, grid: Grid, ops: Operations, precision: Precision, device: torch.device
 ) -> list[Extension]:
-    """Return the extensions that a config asks for, on a rank of a grid that computes on a device.
+    """Return the extensions that a config enables, for this rank of a grid and its device.
 
     Raises:
-        UserError: 104, it asks for one that is not in the table.
+        UserError: 104, an enabled extension is not in the table.
     """
     zero = config.zero
     asked = {
@@ -45,10 +45,10 @@ def extensions_of(
     if absent := [option for option, asks in asked.items() if asks and option not in EXTENSIONS]:
         raise UserError(104, f"{absent[0]}: this copy of megazero has no such extension", "leave the option out")
     near, memory = grid["shard"], grid.comm.shared_memory
-    # Neighbours talk through memory only where all data ranks do: else a rank that waits for a socket of the one axis
-    # could be waited for by one that waits for memory of the other.
+    # Use shared memory between neighbours only if all data ranks share it: with sockets on one axis and memory on the
+    # other, two ranks could wait for each other on different axes.
     if memory is not None and not memory.reached.issuperset(grid["data"].ranks):
         near = replace(near, comm=replace(near.comm, shared_memory=None))
-    axes = near, grid["replica"]  # made once: an axis may have memory for its messages
+    axes = near, grid["replica"]  # created once, because an axis may own memory for its messages
     made = (make(config, grid, axes, ops, precision, device) for make in EXTENSIONS.values())
     return [extension for extension in made if extension is not None]

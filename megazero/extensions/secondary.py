@@ -1,14 +1,15 @@
-"""Keep a second shard of a stage 3 unit near, so that most gathers of a step stay among neighbours (hpZ).
+"""Keep a second shard of a stage 3 unit on n neighbours, so that most all-gathers of a step stay among them (hpZ).
 
-    the first gather of a step      from the shards of all data ranks
-    every other one of the step     from the second shards of `zero.secondary_ranks` neighbours
+    first gather of a step         from the shards of all data ranks
+    later gathers of the step      from the second shards of the `zero.secondary_ranks` neighbours
 
-Parameters do not change within a step, so values are the same bit for bit, and what crosses hosts is P in the place of
-2 m P. It costs 1/n of the parameters more memory. Quantised parameters are kept as codes: a backward computes with the
-values of its forward. (Wang et al. 2023, ZeRO++, arXiv 2306.10209, section 3.2; there each forward gathers from all.)
+Parameters do not change within a step, so the values are bit-identical; with m micro-batches and P bytes of parameters,
+P instead of 2 m P cross hosts. It costs P / n more memory. Quantised parameters are kept as codes, so a backward uses
+the values of its forward. (Wang et al. 2023, ZeRO++, arXiv 2306.10209, section 3.2; there each forward gathers from
+all data ranks.)
 """
 
-from __future__ import annotations  # a checked config is all that is needed, not the package that checks it
+from __future__ import annotations  # no import of the config package: its types are only named here
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 
 
 class SecondShard(Gathering):
-    """Gather one unit from neighbours where its parameters are those of the last gather.
+    """Gathers one unit from neighbours if its parameters have not changed since the last gather.
 
     Args:
-        far: gathers from all ranks; its messages are kept.
+        far: gathers from all ranks; this rank's part of its message becomes the second shard.
+        numel: elements of the unit.
         near: the neighbours.
     """
 
@@ -42,7 +44,7 @@ class SecondShard(Gathering):
         far.keep = self._keep
 
     def start(self, shard: FlatBuffer, whole: FlatBuffer) -> Pending:
-        """Start to gather the unit, from neighbours if parameters are those of the last gather."""
+        """Start to gather the unit, from neighbours if parameters have not changed since the last gather."""
         if self.reads_shard:
             return self.far.start(shard, whole)
         message = self.far.message(whole.values)
@@ -51,7 +53,7 @@ class SecondShard(Gathering):
         return pending.then(lambda: self.far.arrive(message, whole.values))
 
     def forget(self) -> None:
-        """Let the next gather be from all ranks: parameters have changed."""
+        """Make the next gather read the shards of all ranks, because parameters have changed."""
         self.reads_shard = True
 
     def _keep(self, message: Tensor) -> None:
@@ -59,24 +61,24 @@ class SecondShard(Gathering):
         self.reads_shard = False
 
     def _own(self, message: Tensor) -> Tensor:
-        """Return the bytes of this rank's part of a message among its neighbours."""
+        """Return this rank's part, among its neighbours, of a message, as bytes."""
         return message[shard_slice(len(message), Placement.SHARD, self._near)].view(torch.uint8)
 
 
 @dataclass(eq=False)
 class SecondShards(Extension):
-    """Give each sharded unit a second shard among neighbours."""
+    """Extension that gives each sharded unit a second shard among neighbours."""
 
     near: Axis
 
     def gathering(self, plain: Gathering, numel: int, axes: UnitAxes, device: torch.device) -> Gathering:
-        """Return a gathering from the second shards."""
+        """Return a gathering that uses second shards."""
         return SecondShard(plain, numel, self.near, device)
 
 
 def second_shards(
     config: Config, grid: Grid, axes: tuple[Axis, Axis], ops: Operations, precision: Precision, device: torch.device
 ) -> Extension | None:
-    """Return the second shards that `zero.secondary_ranks` asks for."""
+    """Return the extension for `zero.secondary_ranks`; None if it is unset or each rank has no neighbour."""
     near, _ = axes
     return None if config.zero.secondary_ranks is None or near.size == 1 else SecondShards(near)

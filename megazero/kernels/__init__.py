@@ -1,1 +1,1 @@
-"""The operations that models and engine compute with: their specification in torch, kernels, random numbers."""
+"""Operations of models and engine: their specification in plain torch, fused kernels, and random numbers."""

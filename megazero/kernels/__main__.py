@@ -18,7 +18,7 @@ from megazero.kernels.build import BuildError
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Build for the CPU, and for the GPUs that are named or here; return 1 if one of them cannot be built."""
+    """Build the kernels for the CPU and for the named or present GPUs; return 1 if a build fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--archs", type=int, nargs="+", metavar="ARCH", help="compute capabilities, 90 for 9.0")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm of NVIDIA's apex (github.com/NVIDIA/apex, built with its CUDA extensions)."""
+"""Wrap LayerNorm and RMSNorm of NVIDIA's apex (github.com/NVIDIA/apex, built with its CUDA extensions)."""
 
 import importlib
 import pkgutil
@@ -25,7 +25,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Te
 def _layer_norm_backward(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # The bias is asked for its shape and dtype only, eps for nothing when the input has been kept.
+    # apex reads only shape and dtype of the bias, so the weight serves; eps is unused if the input was kept.
     return _extension().backward_affine(grad, mean.view(-1), rstd.view(-1), x, weight.shape, weight, weight, 0.0, False)
 
 
@@ -39,7 +39,7 @@ def _rms_norm_backward(grad: Tensor, x: Tensor, rrms: Tensor, weight: Tensor) ->
 
 
 def _per_row(statistic: Tensor, x: Tensor) -> Tensor:
-    """Return a statistic, which apex has as one flat vector, with the shape [..., 1]."""
+    """Return a statistic, which apex returns as a flat vector, in the shape [..., 1]."""
     return statistic.view(*x.shape[:-1], 1)
 
 
@@ -54,9 +54,9 @@ NORMS: Mapping[str, Callable[..., object]] = MappingProxyType(
 
 
 def lacking() -> list[str]:
-    """Return which names of NVIDIA's apex, built with its CUDA extensions, are not here; none if it is installed.
+    """Return the missing names of NVIDIA's apex, built with its CUDA extensions; none if it is installed.
 
-    It is recognised by them, because the package that the index has under its name is another project's.
+    The names identify it, because the package `apex` on PyPI is another project.
     """
     return [name.replace(":", ".") for name in _NAMES if not _is_here(name)]
 

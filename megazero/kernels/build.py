@@ -1,17 +1,17 @@
-"""Build a shared library of C++ or CUDA sources, once per machine.
+"""Build a shared library from C++ or CUDA sources, once per machine.
 
-The library's name carries a hash of its sources, flags, torch and machine, so that a stale one is never loaded and
-nothing needs cleaning. Where torch and the compiler lie is no part of the hash: two environments with the same torch
-share one library. Nor does the library carry a path to torch's libraries, which are loaded before it and found by name.
+The library's name contains a hash of its sources, flags, torch version and machine, so a stale one is never loaded and
+nothing needs cleaning. The paths of torch and the compiler are not in the hash: two environments with the same torch
+share one library. The library contains no path to torch's libraries either; these are loaded before it, found by name.
 
-Libraries lie in the user's cache folder (XDG_CACHE_HOME, else ~/.cache). The folder that MEGAZERO_KERNELS names comes
-first: a machine without a compiler takes from there, or from the cache, a library that another machine has built.
+Libraries are stored in the user's cache folder (XDG_CACHE_HOME, else ~/.cache). The folder in MEGAZERO_KERNELS is
+searched first: there or in the cache, a machine without a compiler finds a library that another machine has built.
 
-The SHA-256 of a library's content is next to it. A library that was cut off, by a full disk or an unfinished copy,
-would otherwise end the process by SIGBUS when it is mapped.
+The SHA-256 of a library's content is stored next to it. Without this check, a library truncated by a full disk or an
+unfinished copy would end the process by SIGBUS when it is mapped.
 
-Many ranks may start at once: one compiles under a file lock while the others wait. torch.utils.cpp_extension would also
-compile, but it needs ninja, and a killed process leaves its lock for ever.
+Many ranks may start at once: one compiles under a file lock while the others wait. torch.utils.cpp_extension could
+compile too, but it needs ninja, and a killed process leaves its lock behind for ever.
 """
 
 import fcntl
@@ -36,31 +36,31 @@ from megazero.base.files import flush_file, replace_file
 _LOG = logging.getLogger("megazero")
 FOLDER_VARIABLE = "MEGAZERO_KERNELS"
 _TORCH = Path(torch.__file__).parent
-# The oldest torch whose stable ABI has what the sources use (parallel_for): 2.10.
+# The oldest torch whose stable ABI has all functions that the sources use (parallel_for): 2.10.
 _TORCH_FLAGS = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-ltorch_cpu", "-lc10"]
 _TORCH_FOLDERS = [f"-I{_TORCH / 'include'}", f"-L{_TORCH / 'lib'}"]
 _CPU_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math"]
-# The runtime is linked in, so that the library loads where there is no CUDA too.
+# The CUDA runtime is linked statically, so that the library also loads on a machine without CUDA.
 _CUDA_FLAGS = ["-O3", "-std=c++20", "-Xcompiler=-fPIC", "-shared", "-cudart=static", "-Xptxas=-v,-warn-spills"]
-# A spilled register's traffic is nowhere in a kernel's account of bytes.
+# The byte counts of kernels do not include the memory traffic of spilled registers.
 _NO_SPILLS = "-Xptxas=-Werror"
-# The current stream is asked of torch's CUDA library by a weak symbol, which nothing resolves unless that library is
-# among our own needs: Python loads torch's libraries out of each other's sight, and a linker leaves out what is only
-# weakly needed. A torch without CUDA has no such library, and is never asked.
+# The current stream comes from torch's CUDA library through a weak symbol. It resolves only if our library lists that
+# one as needed: Python loads torch's libraries with local symbols, and a linker drops libraries that are only weakly
+# needed. A torch without CUDA has no such library, and the symbol is never used.
 _CUDA_NEEDS = "-Xlinker=--no-as-needed," + (
     "-ltorch_cuda" if (_TORCH / "lib" / "libtorch_cuda.so").exists() else "-ltorch"
 )
 
 
 class BuildError(RuntimeError):
-    """The error that there is no compiler, or that it failed; the text is one line."""
+    """The error of a missing or failed compiler; the text is one line."""
 
 
 def build_cpu(source: Path) -> Path:
     """Return the shared library of a C++ source; compile it with g++ unless it was built before.
 
     Args:
-        source: may include headers from the folder next to it that has its name, and no others of ours.
+        source: may include headers only from the folder of the same name next to it.
 
     Raises:
         BuildError: it was not built before, and there is no compiler, it failed, or the cache cannot be written.
@@ -72,13 +72,13 @@ def build_cuda(source: Path, archs: Sequence[int], *, spills: bool = False) -> P
     """Return the shared library of a CUDA source; compile it with nvcc unless it was built before.
 
     Args:
-        source: may include headers from the folder next to it that has its name, and no others of ours.
+        source: may include headers only from the folder of the same name next to it.
         archs: compute capabilities, 90 for 9.0.
-        spills: accept a kernel that spills registers. A run does: with an untested compiler or GPU, one slow kernel is
-            better than none.
+        spills: accept kernels that spill registers. Runs do: with an untested compiler or GPU, one slow kernel is
+            better than no kernels.
 
     Raises:
-        BuildError: as `build_cpu` does; also where the compiler does not know one of `archs`, or a kernel spills.
+        BuildError: as `build_cpu`; also if the compiler does not know one of `archs`, or a kernel spills.
     """
     options = [*_CUDA_FLAGS, *([] if spills else [_NO_SPILLS]), *_TORCH_FLAGS, _CUDA_NEEDS]
     return build_library(source, find_nvcc, options, folders=_TORCH_FOLDERS, archs=archs)
@@ -93,17 +93,17 @@ def build_library(
     folders: Sequence[str] = (),
     archs: Sequence[int] = (),
 ) -> Path:
-    """Return the shared library that a compiler makes of a source; run the compiler unless it was built before.
+    """Return the shared library of a source; run the compiler unless it was built before.
 
     Args:
-        find_compiler: returns the path of the compiler; raises BuildError where there is none.
-        options: of the compiler, libraries to link included.
-        headers: files that the source includes, besides those in the folder that has its name.
-        folders: options that name folders of torch, and so are no part of the library's name.
-        archs: compute capabilities to compile for; a library that was built for more of them will do.
+        find_compiler: returns the path of the compiler; raises BuildError if there is none.
+        options: of the compiler, including the libraries to link.
+        headers: files that the source includes, other than those in the folder of the same name.
+        folders: options with folders of torch, which are not hashed into the library's name.
+        archs: compute capabilities to compile for; an existing library for more of them is accepted.
 
     Raises:
-        BuildError: as `build_cpu` does.
+        BuildError: as `build_cpu`.
     """
     name, targets = _name(source, headers, options), [f"sm{arch}" for arch in sorted(archs)]
     places = [Path(named)] if (named := os.environ.get(FOLDER_VARIABLE)) else []
@@ -129,7 +129,7 @@ def build_library(
 
 
 def find_gcc() -> str:
-    """Return the path of g++; raise BuildError where there is none."""
+    """Return the path of g++; raise BuildError if there is none."""
     if (compiler := shutil.which("g++")) is None:
         raise BuildError("no g++ on this machine")
     return compiler
@@ -153,7 +153,7 @@ def open_library(library: Path) -> None:
     """Load the operations of a library into torch; raise BuildError if it cannot be loaded."""
     try:
         torch.ops.load_library(library)
-    except OSError as error:  # a cache on a file system that forbids execution, say
+    except OSError as error:  # for example, a cache on a file system mounted noexec
         raise BuildError(f"{library} cannot be loaded: {error.__cause__ or error}") from None
 
 
@@ -163,8 +163,8 @@ def compiler_report(library: Path) -> str:
 
 
 def _name(source: Path, headers: Sequence[Path], options: Sequence[str]) -> str:
-    """Return the name of a library, with a hash of all that decides its code."""
-    machine = [platform.machine(), *platform.libc_ver()]  # a home folder may be shared by unlike machines
+    """Return the name of a library, with a hash of everything that determines its code."""
+    machine = [platform.machine(), *platform.libc_ver()]  # different machines may share a home folder
     of_torch = [torch.__version__, str(torch.version.git_version)]
     files = [source, *sorted(source.with_suffix("").glob("*.*h")), *sorted(headers)]
     parts = [*(path.read_text(encoding="utf-8") for path in files), *options, *of_torch, *machine]
@@ -179,7 +179,7 @@ def _cache_folder() -> Path:
 
 
 def _built_before(places: Sequence[Path], name: str, targets: Sequence[str]) -> Path | None:
-    """Return the first whole library of a name that was built for all targets; None: there is none."""
+    """Return the first intact library of a name that was built for all targets; None if there is none."""
     for library in (path for folder in places for path in sorted(folder.glob(f"{name}*.so"))):
         if set(targets) <= set(library.stem.split("-")) and _is_sealed(library):
             return library
@@ -187,7 +187,7 @@ def _built_before(places: Sequence[Path], name: str, targets: Sequence[str]) -> 
 
 
 def _compile(command: Sequence[str], library: Path) -> None:
-    """Run a compiler, and give its output the library's name once it is whole."""
+    """Run a compiler in a temporary folder; move its output to the library's path when it is complete."""
     _LOG.info("compiling %s", library.name)
     with TemporaryDirectory(dir=library.parent, prefix="compiling-") as folder:
         made = Path(folder) / library.name
@@ -201,7 +201,7 @@ def _compile(command: Sequence[str], library: Path) -> None:
 
 
 def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Run a compiler; return its exit code and its messages. An exception ends it with all that it has started."""
+    """Run a compiler; return its exit code and messages. On an exception, end it and its child processes."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", process_group=0
     ) as compiler:
@@ -214,9 +214,9 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
 
 
 def _seal(unfinished: Path, library: Path) -> None:
-    """Give a finished library its name, with the hash of its content next to it. Raises OSError.
+    """Write the hash of a finished library next to its path, then move the library there. Raises OSError.
 
-    The hash comes first: a process that is killed in between leaves no hash that fits, and the library is built again.
+    The hash is written first: if the process is killed in between, no library matches it, and it is built again.
     """
     flush_file(unfinished)
     replace_file(library.with_suffix(".sha256"), _digest(unfinished))
@@ -224,7 +224,7 @@ def _seal(unfinished: Path, library: Path) -> None:
 
 
 def _is_sealed(library: Path) -> bool:
-    """Return True if a library has the content that was sealed."""
+    """Return True if a library's content matches its stored hash."""
     try:
         return library.with_suffix(".sha256").read_bytes() == _digest(library)
     except OSError:

@@ -1,19 +1,19 @@
-"""Random numbers that are functions of names, never of ranks.
+"""Compute random numbers as functions of names (counter-based), independent of ranks.
 
-A random number here is a pure function of *what it is for*: an initial weight of (seed, parameter name, index), a
-dropout decision of (seed, step, layer, site, sample, position, channel). Nothing is drawn from a stream, so nothing
-depends on which rank draws, in which order, or how often: every layout, every replay and every resumed run sees the
-same numbers, and a kernel can recompute a mask instead of storing it.
+A random number is a pure function of its *purpose*: an initial weight of (seed, parameter name, index), a dropout
+decision of (seed, step, layer, site, sample, position, channel). There is no generator with a state, so the rank, the
+order and the number of calls do not matter: every layout, replay and resumed run uses the same numbers, and a kernel
+can recompute a mask instead of storing it.
 
 The hash is the 32-bit two-multiply mixer found by exhaustive search in C. Wellons, "Prospecting for Hash Functions"
-(2018): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16. It is a bijection of the 32-bit
-words with a bias near the sampling floor, it is exact in integers (so the same on every device), and two multiplies
-are all it costs. One hash of `key ^ counter` alone would give two names with nearby keys the same numbers in another
-order; every counter is therefore hashed with one key, then again with a second one.
+(2018): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16. It is a bijection of 32-bit words
+with a bias near the sampling floor, exact in integers (so equal on every device), and costs two multiplies. A single
+hash of `key ^ counter` would give two names with similar keys the same numbers in another order; so every counter is
+hashed with one key, then again with a second one.
 
-Tensors of counters are int32: torch multiplies them modulo 2^32, and the sign bit is just the 32nd bit. Where a hash
-becomes a number it is read as such a signed word, plus 2^31: that is the unsigned word with its top bit inverted.
-Everything is written out for another implementation, with test vectors, in docs/numerics.md.
+Tensors of counters are int32: torch multiplies them modulo 2^32, and the sign bit is just the 32nd bit. To convert a
+hash to a number, 2^31 is added to the signed word, which gives the unsigned word with its top bit inverted.
+docs/numerics.md specifies everything for another implementation, with test vectors.
 """
 
 import math
@@ -29,16 +29,16 @@ _MULTIPLY_1 = 0x7FEB352D
 _MULTIPLY_2 = 0x846CA68B
 _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: spreads consecutive channels over the whole range
 
-# Normal values are made in blocks of this many, aligned on the parameter's flat index, whatever interval is asked
-# for: a value then sits at the same place of a vector register in every layout, so vectorised functions cannot differ.
-# One thread computes a block: each operation of many threads waits for all of them, and where other processes have the
-# cores, that takes 50 times as long. So NumPy hashes, and torch has as many as its erfinv does not share out.
+# Normal values are computed in blocks of _BLOCK, aligned on the parameter's flat index, for any requested interval: so
+# a value has the same place in a vector register in every layout, and vectorised functions give equal results.
+# One thread computes a block: a multi-threaded operation waits for all its threads, which takes 50 times as long when
+# other processes use the cores. So NumPy hashes, and torch's erfinv gets _UNSHARED values, too few to use threads.
 _BLOCK, _UNSHARED = 1 << 14, 1 << 11
 _Words = TypeVar("_Words", Tensor, np.ndarray)
 
 
 def _signed(word: int) -> int:
-    """Return the int32 that has the bits of the unsigned 32-bit `word`."""
+    """Return the int32 with the bits of the unsigned 32-bit `word`."""
     return word - (1 << 32) if word & 0x80000000 else word
 
 
@@ -61,14 +61,14 @@ def mix_(x: _Words) -> _Words:
 
 
 def _xor_shifted_(x: _Words, places: int) -> _Words:
-    shifted = x >> places  # of int32, so copies of the sign bit come in
+    shifted = x >> places  # an arithmetic shift of int32, so remove the copies of the sign bit
     shifted &= _MASK >> places
     x ^= shifted
     return x
 
 
 def derive_key(*words: int) -> int:
-    """Return an unsigned 32-bit key made of any number of unsigned 64-bit words, each folded in as two halves."""
+    """Return an unsigned 32-bit key derived from unsigned 64-bit words, each hashed in as two 32-bit halves."""
     key = 0
     for word in words:
         assert 0 <= word < 1 << 64, f"a key is made of unsigned 64-bit words, got {word}"
@@ -78,10 +78,10 @@ def derive_key(*words: int) -> int:
 
 
 def normal(seed: int, name: str, start: int, stop: int) -> Tensor:
-    """Return standard normal values of the flat indices [start, stop) of a parameter: fp64, shape [stop - start].
+    """Return standard normal values for the flat indices [start, stop) of a parameter: fp64 [stop - start].
 
-    Each is sqrt(2) erfinv(2u - 1) with u = ((h xor 2^31) + 1/2) / 2^32 and h the hash of the index as an unsigned word,
-    so values lie within 6.3 standard deviations and value i is the same whatever interval it is asked in.
+    Each is sqrt(2) erfinv(2u - 1) with u = ((h xor 2^31) + 1/2) / 2^32 and h the hash of the index as an unsigned word.
+    So values are within 6.3 standard deviations, and value i does not depend on the interval.
     """
     digest = xxhash.xxh64_intdigest(name.encode())
     pieces = []
@@ -104,15 +104,15 @@ def normal(seed: int, name: str, start: int, stop: int) -> Tensor:
 
 
 def keep_mask(key: int, sample_ids_B: Tensor, positions_S: Tensor, channels: Tensor, drop: float) -> Tensor:
-    """Return which elements dropout keeps: bool [S, B, D].
+    """Return the mask of the elements that dropout keeps: bool [S, B, D].
 
     Args:
         key: `derive_key(seed, step, layer, site)`.
         sample_ids_B: int64 global sample ids.
-        positions_S: int64 positions in the sequence (of this rank's part of it).
+        positions_S: int64 positions in the whole sequence, of this rank's part.
         channels: int64 [D], the hidden channels.
-        drop: the probability to drop; an element is kept when h xor 2^31, with h its hash as an unsigned word, is at
-            least drop x 2^32, rounded (half to even) and at most 2^32 - 1.
+        drop: the dropout probability. With h the unsigned hash of an element, it is kept if h xor 2^31 is at least
+            drop x 2^32, rounded half to even and limited to 2^32 - 1.
     """
     second = derive_key(key, 1)
     ids = (sample_ids_B ^ (sample_ids_B >> 32) * _GOLDEN).to(torch.int32)
@@ -120,5 +120,5 @@ def keep_mask(key: int, sample_ids_B: Tensor, positions_S: Tensor, channels: Ten
     rows_SB = mix_(rows_B[None, :] ^ positions_S.to(torch.int32)[:, None])
     words = rows_SB[:, :, None] + channels.to(torch.int32) * _signed(_GOLDEN)
     words ^= _signed(second)
-    # Signed words order as the unsigned ones with their top bit inverted do; the threshold is less by 2^31 for it.
+    # Signed words have the order of unsigned words with inverted top bit, so the threshold is lower by 2^31.
     return mix_(words) >= min(round(drop * 2**32) - 2**31, 2**31 - 1)

@@ -1,4 +1,4 @@
-"""The library of csrc/cpu.cpp, which implements the operations of `schema` for tensors on the CPU."""
+"""Load the library of csrc/cpu.cpp, which implements the operations of `schema` for tensors on the CPU."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ _SOURCE = Path(__file__).parent / "csrc" / "cpu.cpp"
 
 
 def load() -> str:
-    """Build the library (once per machine and torch version) and load it; return how it was built, for the log.
+    """Build the library (once per machine and torch version) and load it; return a description for the log.
 
     Raises:
-        BuildError: there is no compiler, it failed, or its library cannot be loaded.
+        BuildError: there is no compiler, it failed, or the library cannot be loaded.
     """
     open_library(build_cpu(_SOURCE))
     return "built with g++"

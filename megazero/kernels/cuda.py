@@ -1,4 +1,4 @@
-"""The library of csrc/cuda.cu, which implements the operations of `schema` for tensors on NVIDIA GPUs."""
+"""Load the library of csrc/cuda.cu, which implements the operations of `schema` for tensors on NVIDIA GPUs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,37 +12,37 @@ SOURCE = Path(__file__).parent / "csrc" / "cuda.cu"
 
 
 def load() -> str:
-    """Build the library for the GPUs of this machine, load it and run one of its kernels; return how it was built.
+    """Build the library for the GPUs of this machine, load it and run one kernel; return a description for the log.
 
-    It is built once per machine and torch version, which takes about 20 s. The text returned is for the log.
+    It is built once per machine and torch version, which takes about 20 s.
 
     Raises:
-        BuildError: no GPU; no library that is ready, and no nvcc or one that does not know this GPU; it failed; or
-            the library cannot be loaded or used.
+        BuildError: there is no GPU; or the library was not built before, and nvcc is missing, fails or does not know
+            this GPU; or the library cannot be loaded or used.
     """
     archs = present_archs()
     found = library(archs)
     open_library(found)
     try:
         start_one(torch.device("cuda"))
-    except BuildError as error:  # built by another nvcc, perhaps
+    except BuildError as error:  # possibly built by another nvcc
         raise BuildError(f"{error} (`rm {found}` lets it be built again)") from None
     return f"built with nvcc for {', '.join(f'sm_{arch}' for arch in archs)}, in {found.parent}"
 
 
 def library(archs: Sequence[int]) -> Path:
-    """Return the library for GPUs of some compute capabilities; raise BuildError as `load` does."""
+    """Return the library for GPUs of the given compute capabilities; raise BuildError as `load` does."""
     return build_cuda(SOURCE, archs, spills=True)
 
 
 def start_one(device: torch.device) -> None:
-    """Run one kernel of the library on `device`, and wait for it.
+    """Run one kernel of the library on `device`, and check its result.
 
-    What only a first start shows (a compiler newer than the driver understands, say) must be known before kernels are
-    chosen; in the first forward it would be too late to take others.
+    Some faults appear only at the first launch, such as a compiler too new for the driver. They must be known before
+    the choice of kernels; in the first forward it would be too late.
 
     Raises:
-        BuildError: it cannot be started, or computes nonsense.
+        BuildError: the kernel does not start, or its result is wrong.
     """
     try:
         x = torch.arange(9, dtype=torch.float32, device=device)
@@ -57,7 +57,7 @@ def start_one(device: torch.device) -> None:
 
 
 def present_archs() -> list[int]:
-    """Return the compute capabilities of this machine's GPUs, ascending; raise BuildError where there is none."""
+    """Return the compute capabilities of this machine's GPUs, ascending; raise BuildError if there is no GPU."""
     if not torch.cuda.is_available():
         raise BuildError("torch sees no CUDA device")
     found = [torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())]

@@ -1,7 +1,7 @@
-"""The operations that exist in more than one implementation, as one value.
+"""Collect in one value the operations that have more than one implementation.
 
-A run chooses once (`select.choose`), by the declared device and dtype; layers and engine receive the result and call
-it. What has one implementation is called where it is.
+A run chooses once (`select.choose`), by the declared device and dtype, and passes the result to layers and engine. Code
+calls an operation with a single implementation directly.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ Four = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Operations:
-    """One implementation of each operation, with the arguments and meaning of its name in `schema` and `reference`.
+    """One implementation of each operation; `schema` and `reference` define names, arguments and meaning.
 
     Attributes:
-        name: "reference" or "fused", with the families that have another; for the log.
-        adamw_: the update of fp32 masters and moments that publishes 16-bit parameters; None: torch's own fused kernel,
-            and a copy. All other updates are torch's.
-        add_rows_: torch's own, in `reference` only: `add_rows_`, or `add_sorted_rows_`.
-        wide_products: of 16-bit matrices into fp32 memory; None: a product is made in 16 bits and then widened.
+        name: "reference" or "fused", then the families with another implementation; for the log.
+        adamw_: update fp32 masters and moments and write 16-bit parameters; None: torch's fused AdamW, then a copy.
+            Updates in other dtypes always use torch.
+        add_rows_: `add_rows_` or `add_sorted_rows_` of `reference`; there is no other kernel.
+        wide_products: products of 16-bit matrices into fp32 memory; None: compute in 16 bits, then widen.
     """
 
     name: str
@@ -60,5 +60,5 @@ class Operations:
 
 _NAMES = [name for name in Operations.__dataclass_fields__ if name not in ("name", "adamw_", "wide_products")]
 REFERENCE = Operations("reference", **{name: getattr(reference, name) for name in _NAMES})
-# Where there is no cache that passes over a slice would find it in.
+# For devices other than the CPU: slices of cache size bring nothing there.
 WIDE_REFERENCE = replace(REFERENCE, sums_of_squares=partial(reference.sums_of_pieces, at_once=1 << 24))

@@ -1,7 +1,7 @@
-"""Products of 16-bit matrices that are written, or added, in fp32, with no rounding to 16 bits between.
+"""Multiply 16-bit matrices and write or add the product in fp32, without rounding to 16 bits in between.
 
-torch has them for GPUs (`mm` and `addmm` with a dtype of the result). Whether this torch, on this device, has them and
-adds in place is not asked but tried, once, on a product whose every sum is a whole number that 16 bits do not hold.
+torch has this for GPUs (`mm` and `addmm` with a result dtype). A trial shows once whether this torch, on this device,
+has it and adds in place: the trial's sums are integers that 16 bits cannot represent.
 """
 
 import logging
@@ -18,7 +18,7 @@ _ROWS, _INNER, _COLUMNS, _NUMBERS = 16, 32, 24, 31
 
 @dataclass(frozen=True)
 class WideProducts:
-    """The two ways in which a product gets into fp32 memory: `write` over what it holds, `add` to it."""
+    """Two functions (into, left, right) for fp32 `into`: `write` overwrites it with left @ right, `add` adds to it."""
 
     write: Product
     add: Product
@@ -35,12 +35,12 @@ def _addmm(into: Tensor, left: Tensor, right: Tensor) -> None:
 def wide_products(
     device: torch.device, dtype: torch.dtype, write: Product = _mm, add: Product = _addmm
 ) -> WideProducts | None:
-    """Return the products of matrices of `dtype` on a device, as far as they prove right; None: there are none.
+    """Return the products for matrices of `dtype` on a device, after a trial; None if writing is wrong or missing.
 
-    Where only writing does, a product is added by way of memory of its own.
+    If only writing works, `add` writes the product to a temporary tensor and adds that.
 
     Args:
-        write, add: what is tried.
+        write, add: the functions to try.
     """
 
     def whole(rows: int, columns: int) -> Tensor:
@@ -54,7 +54,7 @@ def wide_products(
         into = torch.full_like(product, before)
         try:
             operation(into, left, right)
-        except (RuntimeError, AttributeError):  # there is none for this device, or not in this torch
+        except (RuntimeError, AttributeError):  # not available on this device, or in this torch
             return False
         return torch.equal(into, after)
 

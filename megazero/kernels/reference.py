@@ -1,9 +1,8 @@
-"""The specification of each fused operation, in plain torch; every kernel is tested against it.
+"""Specify each fused operation in plain torch; every kernel is tested against it.
 
-Names, arguments and shapes are those of `schema`. Operations come as pairs, forward and backward, over plain tensors;
-what calls them lives with the layers in `model/`, because what becomes of a parameter's gradient
-is the layer's business. Unlike kernels they work in fp64 too. Shapes: N rows (sequence x batch), D hidden, F
-feed-forward, V vocabulary (this rank's part of it).
+Names, arguments and shapes are those of `schema`. Operations come in pairs, forward and backward, on plain tensors; the
+layers in `model/` call them, because each layer decides how to deliver a parameter's gradient. Unlike kernels they also
+work in fp64. Shapes: N rows (sequence x batch), D hidden, F feed-forward, V vocabulary (this rank's part).
 """
 
 import math
@@ -16,17 +15,17 @@ from torch import Tensor
 from megazero.base.quantized import BLOCK, code_bytes
 from megazero.kernels import counter
 
-# On a CPU the rows of a large matrix are handled in slices of about this many bytes, so that the passes of one
-# operation over a slice find it in the cache (1 MiB: half of a level-2 cache of today). Elsewhere one slice is all.
+# On a CPU large matrices are processed in slices of rows of about this many bytes, so that all passes of an operation
+# over a slice hit the cache (1 MiB: half of a typical L2 cache). Other devices use one slice.
 _SLICE_BYTES = 1 << 20
-_LEAST = 1e-35  # of what is quantised: the inverse of a smaller scale may be infinite
+_LEAST = 1e-35  # blocks with a smaller maximum become zeros: the inverse of their scale could be infinite
 
 
 def layer_norm(x_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return (y, mean, rstd) of y = (x - mean) / sqrt(var + eps) * weight + bias, by row (Ba et al. 2016)."""
     wide = _weights_for(x_ND, weight_D), _weights_for(x_ND, bias_D)
     y_ND, mean, rstd = torch.native_layer_norm(x_ND, [x_ND.shape[-1]], *wide, eps)
-    # They are wide already, but without data torch (2.13) says that they are not.
+    # The statistics are wide already, but for meta tensors torch (2.13) reports a narrow dtype.
     return y_ND, mean.to(wide_dtype(x_ND.dtype)), rstd.to(wide_dtype(x_ND.dtype))
 
 
@@ -75,7 +74,7 @@ def add_layer_norm(
 def add_layer_norm_backward(
     grad_ND: Tensor, grad_total_ND: Tensor, total_ND: Tensor, mean: Tensor, rstd: Tensor, weight_D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x (the residual has the same), weight and bias."""
+    """Return the gradients of x (equal to the residual's), weight and bias."""
     grad_x, grad_weight, grad_bias = layer_norm_backward(grad_ND, total_ND, mean, rstd, weight_D)
     return grad_x + grad_total_ND, grad_weight, grad_bias
 
@@ -89,7 +88,7 @@ def add_rms_norm(x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, eps: float
 def add_rms_norm_backward(
     grad_ND: Tensor, grad_total_ND: Tensor, total_ND: Tensor, rrms: Tensor, weight_D: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x (the residual has the same) and weight."""
+    """Return the gradients of x (equal to the residual's) and weight."""
     grad_x, grad_weight = rms_norm_backward(grad_ND, total_ND, rrms, weight_D)
     return grad_x + grad_total_ND, grad_weight
 
@@ -103,7 +102,7 @@ def bias_gelu(x_NF: Tensor, bias_F: Tensor | None) -> Tensor:
 
 
 def bias_gelu_backward(grad_NF: Tensor, x_NF: Tensor, bias_F: Tensor | None) -> Tensor:
-    """Return the gradient of x; that of the bias is its sum over rows."""
+    """Return the gradient of x; the bias's gradient is its sum over rows."""
     before = x_NF if bias_F is None else x_NF + bias_F
     return torch.ops.aten.gelu_backward(grad_NF, before, approximate="tanh")
 
@@ -128,14 +127,14 @@ def dropout_add(
 
 
 def dropout_backward(grad_SBD: Tensor, sample_ids_B: Tensor, positions_S: Tensor, key: int, drop: float) -> Tensor:
-    """Return grad * keep / (1 - drop) with the mask computed again; a product, so that NaN and infinity stay."""
+    """Return grad * keep / (1 - drop) with a recomputed mask; a product, so that NaN and infinity are not hidden."""
     channels = torch.arange(grad_SBD.shape[-1], device=grad_SBD.device)
     keep = counter.keep_mask(key, sample_ids_B, positions_S, channels, drop)
     return (grad_SBD * keep).mul_(1.0 / (1.0 - drop))
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """Rotate by position (Su et al. 2021), in the half-split form of GPT-NeoX and Llama.
+    """Apply rotary position embedding (Su et al. 2021), in the half-split form of GPT-NeoX and Llama.
 
     Channel pairs are (i, i + d/2): y = x cos + rotate_half(x) sin, with cos and sin of shape [..., d] whose halves
     are equal. Broadcasts over heads.
@@ -146,11 +145,11 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
 
 
 def cross_entropy_parts_(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """Return what the losses need of one part of the vocabulary: [3, N], fp32 (fp64 for fp64 logits).
+    """Return the cross-entropy statistics of one part of the vocabulary: [3, N], fp32 (fp64 for fp64 logits).
 
-    Of each row its maximum m, the sum of exp(logit - m), and the target's logit (-inf where the target is outside
-    [0, V), in another part). Overwrites `logits_NV` with exp(logit - m), which is all that its backward needs: no
-    second matrix of the vocabulary's size ever exists.
+    For each row: its maximum m, the sum of exp(logit - m), and the target's logit (-inf if the target is outside
+    [0, V), so in another part). Overwrites `logits_NV` with exp(logit - m), which backward uses, so no second matrix of
+    the vocabulary's size is needed.
     """
     wide = wide_dtype(logits_NV.dtype)
     parts_3N = torch.empty(3, len(logits_NV), dtype=wide, device=logits_NV.device)
@@ -161,7 +160,7 @@ def cross_entropy_parts_(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
         absent = (targets < 0) | (targets >= logits.shape[1])
         own = logits.gather(1, targets.masked_fill(absent, 0)[:, None]).squeeze(1)
         picked.copy_(own.masked_fill_(absent, -torch.inf))
-        # A part that is all padding has no maximum: a finite one makes its exponentials 0 rather than nan.
+        # In a part of only padding all logits are -inf: a finite maximum gives exponentials of 0, not NaN.
         highest = logits.amax(dim=-1).clamp_(min=torch.finfo(logits.dtype).min)
         maxima.copy_(highest)
         logits -= highest[:, None]
@@ -172,8 +171,8 @@ def cross_entropy_parts_(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 def cross_entropy_merge(parts_T3N: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the `cross_entropy_parts_` of all parts of the vocabulary; return (losses_N, log_sums_N).
 
-    With M the largest maximum and S the sum of sums x exp(m - M): losses = log S + M - target's logit, and log_sums =
-    log S + M, so that softmax = exp(logit - log_sums).
+    With M the largest maximum and S the sum over parts of sum x exp(m - M): losses = log S + M - target's logit and
+    log_sums = log S + M, so softmax = exp(logit - log_sums).
     """
     maxima_TN, sums_TN, picked_TN = parts_T3N.unbind(1)
     highest_N = maxima_TN.amax(0)
@@ -184,7 +183,7 @@ def cross_entropy_merge(parts_T3N: Tensor) -> tuple[Tensor, Tensor]:
 def cross_entropy_backward_(
     exponentials_NV: Tensor, maxima_N: Tensor, log_sums_N: Tensor, targets_N: Tensor, grad_N: Tensor
 ) -> None:
-    """Write the gradient of the logits, (softmax - onehot) * grad, over the forward's exponentials."""
+    """Overwrite the forward's exponentials with the gradient of the logits, (softmax - onehot) * grad."""
     dtype = exponentials_NV.dtype
     exponentials_NV *= ((maxima_N - log_sums_N).exp_() * grad_N)[:, None].to(dtype)
     absent = (targets_N < 0) | (targets_N >= exponentials_NV.shape[1])
@@ -211,9 +210,9 @@ def adamw_(
 
     Args:
         gradients: in fp32 or 16 bits; divided by `divide_by` first (unscaling and clipping).
-        published: gets the updated masters, rounded.
+        published: receives the updated masters, rounded.
         step: fp32, 0-dim; counts updates.
-        divide_by, skip: fp32, 0-dim; with skip 1 nothing changes.
+        divide_by, skip: fp32, 0-dim; if skip is 1, nothing changes.
     """
     if skip:
         return
@@ -233,12 +232,12 @@ def accumulate_(into: Tensor, x: Tensor) -> None:
 
 
 def cast_(into: Tensor, x: Tensor) -> None:
-    """Write x into `into`, rounded to nearest, ties to even."""
+    """Copy x to `into`, rounded to nearest, ties to even."""
     into.copy_(x)
 
 
 def sums_of_squares(flats: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each flat tensor: fp64 [flats], the same to rounding however one is cut."""
+    """Return the sum of squares of each flat tensor: fp64 [flats]; splitting a tensor changes only rounding."""
     return sums_of_pieces(flats, _SLICE_BYTES // 8)
 
 
@@ -247,7 +246,7 @@ def sums_of_pieces(flats: Sequence[Tensor], at_once: int) -> Tensor:
     totals = torch.zeros(len(flats), dtype=torch.float64, device=flats[0].device)
     for flat, total in zip(flats, totals, strict=True):
         for piece in flat.split(at_once):
-            total += piece.to(torch.float64).square().sum()  # sums in pairs; a library's dot product may not
+            total += piece.to(torch.float64).square().sum()  # `sum` adds pairwise; a BLAS dot product may not
     return totals
 
 
@@ -257,32 +256,32 @@ def add_rows_(into_VD: Tensor, rows_N: Tensor, values_ND: Tensor) -> None:
 
 
 def add_sorted_rows_(into_VD: Tensor, rows_N: Tensor, values_ND: Tensor) -> None:
-    """Add them in an order of their own: the same bits in every run, also on a GPU.
+    """Add rows as `add_rows_` does, in a fixed order: bit-identical in every run, also on a GPU.
 
-    There `add_rows_` adds with atomics, in the order in which threads come. Here the values of each row are added one
-    after the other, in the order in which they are given, and their sum is added to `into`. All sizes are known
-    beforehand, so that the host need not wait: one value of each row brings the sum, the others zeros.
+    On a GPU `add_rows_` uses atomics, in the arbitrary order of threads. Here the values of each row are summed in the
+    given order, and the sum is added to `into`. The sizes do not depend on the data, so the host need not wait: the
+    first of a row's entries carries its sum, the others carry zeros.
     """
     rows, order = rows_N.sort(stable=True)
     starts, ends = torch.searchsorted(rows, rows), torch.searchsorted(rows, rows, right=True)
     lengths = (ends - starts) * (starts == torch.arange(len(rows), device=rows.device))
-    values = _wide(values_ND.index_select(0, order))  # many small ones would be lost in a sum of 16 bits
+    values = _wide(values_ND.index_select(0, order))  # a 16-bit sum would lose many small values
     sums = torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True)
     into_VD.index_add_(0, rows, sums.to(into_VD.dtype))
 
 
 def quantize_(codes: Tensor, x: Tensor, bits: int) -> None:
-    """Write x as integers of 8 or 4 bits, each block of them times a scale (`base/quantized.py`).
+    """Quantise x to integers of 8 or 4 bits with one scale per block, in the layout of `base/quantized.py`.
 
-    A block's largest magnitude becomes 127, or 7. Where that is no finite number all of the block comes back as NaN,
-    and where it is below 1e-35 as zeros.
+    A block's largest magnitude becomes 127 or 7. If it is not finite, the whole block dequantises to NaN; if it is
+    below 1e-35, to zeros.
     """
     limit, scales = float((1 << (bits - 1)) - 1), scales_of(codes, x.numel(), bits)
     for part, first, width in _parts(x):
         blocks = part.to(torch.float32).view(-1, width)
         most = blocks.abs().amax(1)
         some = most.isfinite() & (most >= _LEAST)
-        limits = torch.full_like(most, limit)  # with a number torch multiplies by an inverse: rounded twice
+        limits = torch.full_like(most, limit)  # a tensor: for a scalar torch multiplies by its inverse, rounding twice
         scale = torch.where(some, most / limits, torch.where(most.isfinite(), 0.0, torch.nan))
         scales[first // BLOCK :][: len(blocks)] = scale
         inverse = limits / most
@@ -294,7 +293,7 @@ def quantize_(codes: Tensor, x: Tensor, bits: int) -> None:
 
 
 def dequantize_(into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
-    """Write what `quantize_` has written into `into`, rounded, or add it to what `into` holds."""
+    """Dequantise the output of `quantize_` into `into`, rounded to its dtype; with `add`, add to `into`."""
     scales = scales_of(codes, into.numel(), bits)
     for part, first, width in _parts(into):
         found = codes[code_bytes(first, bits) : code_bytes(first + len(part), bits)].view(-1, width * bits // 8)
@@ -307,12 +306,12 @@ def dequantize_(into: Tensor, codes: Tensor, bits: int, add: bool) -> None:
 
 
 def scales_of(codes: Tensor, numel: int, bits: int) -> Tensor:
-    """Return the scales, fp32, that follow the codes of so many values."""
+    """Return the view of the fp32 scales that follow the codes of `numel` values."""
     return codes[code_bytes(numel, bits) :][: 4 * -(-numel // BLOCK)].view(torch.float32)
 
 
 def _parts(flat: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield values, the index of their first one and the size of their blocks: all whole blocks, then the rest."""
+    """Yield (values, index of the first, block size) for all full blocks together, then for the rest."""
     whole = flat.numel() // BLOCK * BLOCK
     for first, stop, width in ((0, whole, BLOCK), (whole, flat.numel(), flat.numel() - whole)):
         if first < stop:
@@ -320,7 +319,7 @@ def _parts(flat: Tensor) -> Iterator[tuple[Tensor, int, int]]:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of statistics, masters and sums of values of `dtype`: fp32, or fp64 when it is fp64."""
+    """Return the dtype of statistics, masters and sums for values of `dtype`: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -330,7 +329,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _weights_for(x: Tensor, weight: Tensor) -> Tensor:
-    """Return a norm's weights; with wide ones the CPU's norm keeps its statistics wide, as those of GPUs do anyway."""
+    """Return a norm's weights, widened on a CPU: else its kernel would not keep statistics wide, as GPU kernels do."""
     return weight.to(wide_dtype(x.dtype)) if x.device.type == "cpu" else weight
 
 

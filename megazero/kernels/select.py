@@ -1,9 +1,9 @@
-"""The choice of one implementation for each operation: `precision.kernels` auto | fused | apex | reference.
+"""Choose one implementation for each operation: `precision.kernels` auto | fused | apex | reference.
 
-Decided once from the declared device and dtype, never from a tensor, and said once in the log. `auto` takes for each
-family of operations the first that can be had of our fused kernels (where they can be built: on the CPU with g++, on a
-GPU with nvcc), apex's (on a GPU, where it is installed) and the reference; `fused` and `apex` insist on theirs, where
-they have one, and take the reference for the rest.
+The choice is made once, from the declared device and dtype, never from a tensor, and logged once. `auto` takes, for
+each family of operations, the first available of: fused kernels (if they can be built, on the CPU with g++, on a GPU
+with nvcc), apex (on a GPU, if installed), the reference. `fused` and `apex` require theirs, and use the reference for
+families that they lack.
 """
 
 import logging
@@ -26,13 +26,13 @@ _ORDER = {
     "apex": ("apex", "reference"),
     "reference": ("reference",),
 }
-# Implementations other than the reference take these dtypes.
+# The dtypes of all implementations but the reference, which also has fp64.
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Operations that belong together: a forward and its backward must agree on what the forward keeps. "adamw" is the
-# update of fp32 masters that publishes 16-bit parameters in the same pass. Without it torch's own fused AdamW runs, and
-# a copy (`optim/adamw.py`); so it does for all other updates. apex's FusedAdam would add nothing: it wants gradients in
-# the parameters' dtype, scaled already, and counts updates on the host. Nor has apex a norm of a sum: the sum is then a
-# pass of its own, as in the reference.
+# Operations that must have one implementation: a forward and its backward must agree on the kept tensors. "adamw"
+# updates fp32 masters and writes 16-bit parameters in the same pass; without it, and for other dtypes, torch's fused
+# AdamW runs, then a copy if needed (`optim/adamw.py`). apex's FusedAdam has no advantage: it needs gradients in the
+# parameters' dtype, already scaled, and counts updates on the host. apex has no norm of a sum either: the sum is then
+# a separate pass, as in the reference.
 _FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "norm": tuple(apex.NORMS),
@@ -51,7 +51,7 @@ _LIBRARIES: dict[str, Callable[[], str]] = {"cpu": cpu.load, "cuda": cuda.load} 
 
 
 def for_host(preference: str, dtype: torch.dtype) -> Operations:
-    """Return the operations for the update that the host computes next to a GPU, by the same preference."""
+    """Return the operations for an update on the host of a GPU run: "reference" if preferred, else "auto"."""
     return choose("reference" if preference == "reference" else "auto", torch.device("cpu"), dtype)
 
 
@@ -61,12 +61,12 @@ def choose(
     """Return the operations for a run on `device` with parameters of `dtype`.
 
     Args:
-        present: the device is here; otherwise it is only declared, tensors have no data, and the schemas of fused
-            kernels are all that is needed of them.
-        deterministic: the same bits in every run, on a GPU too: no atomics.
+        present: the device exists on this machine; False: it is only declared, tensors have no data, and of fused
+            kernels only the schemas are needed.
+        deterministic: bit-identical results in every run, on a GPU too, so without atomics.
 
     Raises:
-        UserError: 114, "fused" or "apex" was asked for and cannot be had.
+        UserError: 114, "fused" or "apex" was requested and is not available.
     """
     available, reason = {"reference"}, "asked for"
     if "fused" in _ORDER[preference]:
@@ -105,7 +105,7 @@ def choose(
 
 
 def _load_fused(device: torch.device, dtype: torch.dtype, present: bool) -> tuple[bool, str]:
-    """Load our kernels; return (False, how they were built), or (True, why they cannot be had)."""
+    """Load the fused kernels; return (False, how they were built) or (True, why they are not available)."""
     load = _LIBRARIES.get(device.type)
     if load is None or dtype not in _KERNEL_DTYPES:
         return True, f"fused kernels exist for fp32 and 16 bits, not for {dtype} on {device.type}"
@@ -118,6 +118,6 @@ def _load_fused(device: torch.device, dtype: torch.dtype, present: bool) -> tupl
 
 
 def _summary(chosen: dict[str, str]) -> str:
-    """Return "fused", or "reference; apex: norm": what most families have, then the others by name."""
+    """Return "fused", or "reference; apex: norm": the most frequent implementation, then the exceptions."""
     most = max(dict.fromkeys(chosen.values()), key=list(chosen.values()).count)
     return most + "".join([f"; {name}: {family}" for family, name in chosen.items() if name != most])

@@ -1,10 +1,10 @@
-"""Find the rank at fault from the status of all ranks, and say in one line which rank and which operation it was.
+"""Find the rank at fault from the status of all ranks, and report the rank and its operation in one line.
 
-The rank that complains is rarely the one to blame. It waits in an operation; any rank of that operation that has not
-begun it either waits in another operation, which is examined next, or waits in none: there the chain ends. If all have
-begun it, the one that has not given up is blocked in it. A process of this host that is stopped is to blame wherever
-the chain ends: the system reports it. Ranks that began different operations under the same number disagree, which no
-waiting will resolve.
+The rank that reports a failure is rarely the one at fault. It waits in an operation. A rank of that operation that has
+not begun it either waits in another operation, which is examined next, or in none: there the chain ends. If all ranks
+have begun the operation, one that has not given up is blocked in it. A stopped process of this host, which the system
+reports, is at fault wherever the chain ends. Ranks that began different operations under the same number disagree, and
+no waiting resolves that.
 """
 
 import resource
@@ -24,7 +24,7 @@ def death(status: RankStatus, exit_code: int) -> UserError:
     """Return the error for a rank whose process ended without a message.
 
     Args:
-        exit_code: as of subprocess: minus the signal, or the code.
+        exit_code: as in subprocess: the code, or minus the signal.
     """
     where, do = f"{_where(status)}, {_doing(status)}", "see its output above"
     if exit_code >= 0:
@@ -40,14 +40,14 @@ def disagreement(statuses: Sequence[RankStatus]) -> UserError | None:
     """Return the error for the first pair of ranks that began different operations under the same number."""
     texts: dict[tuple[str, range, int], str] = {}
     for status in statuses:
-        for mine in status.operations:  # messages are numbered by each rank for itself
+        for mine in status.operations:  # each rank has its own numbers for messages
             if mine.axis != P2P and texts.setdefault((mine.axis, mine.ranks, mine.number), mine.text) != mine.text:
                 return _mismatch(statuses, mine)
     return None
 
 
 def stuck(statuses: Sequence[RankStatus], rank: int) -> UserError:
-    """Return why `rank`, which gave up in an operation, got no answer."""
+    """Return the error that explains why `rank`, which gave up in an operation, got no answer."""
     found = disagreement(statuses)
     if found is not None:
         return found
@@ -63,7 +63,7 @@ def stuck(statuses: Sequence[RankStatus], rank: int) -> UserError:
         mine, waiter, culprit = operation, culprit, late[0]
         seen.add(culprit)
         operation = _waits_in(statuses[culprit]) if culprit < len(statuses) else None
-    if culprit == rank:  # all have begun it: whoever does not give up with the others is held up in it
+    if culprit == rank:  # all have begun it: a rank that does not give up with the others is blocked in it
         culprit = next((k for k in mine.ranks if k < len(statuses) and statuses[k].state == RUNNING), rank)
     stopped = [status for status in statuses if status.state == RUNNING and status.is_stopped]
     blamed = statuses[culprit]
@@ -74,13 +74,13 @@ def stuck(statuses: Sequence[RankStatus], rank: int) -> UserError:
 
 
 def _stuck_on_device(statuses: Sequence[RankStatus], rank: int) -> UserError:
-    """Return why the GPUs do not go on, from a rank whose GPU does not.
+    """Return the error that explains why the GPUs are stuck, starting from a rank whose GPU is.
 
-    A host runs ahead of its GPU, so that having begun an operation is no proof of having taken part in it. But only a
-    rank that all the others wait for has nothing unfinished: whatever it has queued, the others have queued too. So
-    the first to blame is a rank of an unfinished operation that is not stuck itself, then one that is late.
+    A host runs ahead of its GPU, so a rank that has begun an operation may not have taken part in it. But a rank with
+    nothing unfinished is one that all others wait for, because they have queued whatever it has queued. So a rank of
+    an unfinished operation that is not stuck itself is blamed first, then a rank that is late.
     """
-    newest = dict[tuple[str, range], tuple[int, Operation]]()  # who waits in what, for each group of ranks
+    newest = dict[tuple[str, range], tuple[int, Operation]]()  # the waiting rank and its operation, by group of ranks
     for status in statuses:
         for operation in status.operations if status.state == STUCK else ():
             before = newest.get((operation.axis, operation.ranks))
@@ -99,7 +99,7 @@ def _stuck_on_device(statuses: Sequence[RankStatus], rank: int) -> UserError:
 
 
 def _lost(statuses: Sequence[RankStatus], blamed: RankStatus, mine: Operation) -> UserError:
-    """Return the error for an operation that all ranks have begun, and that did not end."""
+    """Return the error for an operation that all ranks have begun, and that has not ended."""
     hosts = sorted({statuses[k].host for k in mine.ranks if k < len(statuses)} - {blamed.host})
     beyond = f" (others of it: {', '.join(hosts[:4])})" if hosts else ""
     reason = " ".join(blamed.message.partition(": ")[2].split())[:80] if blamed.state == STUCK else ""
@@ -121,7 +121,7 @@ def _waits_in(status: RankStatus) -> Operation | None:
 
 
 def _missing(statuses: Sequence[RankStatus], rank: int, operation: Operation) -> bool:
-    """Return whether a rank has not begun an operation that others wait in; a message is begun by its sender alone."""
+    """Return whether a rank has not begun an operation. True for messages, which only their senders begin."""
     return operation.axis == P2P or rank >= len(statuses) or statuses[rank].on(operation.axis).number < operation.number
 
 

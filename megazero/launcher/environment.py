@@ -1,6 +1,6 @@
-"""Find a process' place in the world: the only file that reads the environment, before torch is imported.
+"""Find a process' place in the world from environment variables, before torch is imported.
 
-A run is started in one of three ways, distinguished by their environment variables:
+Elsewhere only `kernels/build.py` reads variables. A run is started in one of three ways, each with its own variables:
 
     torchrun      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
     srun          SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, the step's nodes, the job's id
@@ -26,23 +26,23 @@ MEETING = ("MASTER_ADDR", "MASTER_PORT")
 DO = "unset them or start through torchrun"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
-_SHOWN = 40  # characters of a value that an error shows
-# Of a run on GPUs, read when CUDA starts; what the user has set stays.
+_SHOWN = 40  # characters of a value in an error
+# Environment variables of a run on GPUs, read when CUDA starts; values that the user has set are kept.
 GPU_SETTINGS = {
-    # Queues of the device. Streams that share one wait for each other, and a receive holds it until the other rank
-    # sends: a rank has more streams (a communicator's each, copies) than the 8 queues of the default.
+    # Queues of the device. Streams that share a queue wait for each other, and a receive holds its queue until the
+    # other rank sends. A rank has more streams (one per communicator, copies) than the default of 8 queues.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # Kernels are loaded at the start. One that is loaded at its first use waits for all that the device runs: for a
-    # receive too, whose sender may wait for this rank.
+    # Load kernels at the start. A kernel that is loaded at its first use waits for everything that the device runs,
+    # also for a receive, whose sender may wait for this rank.
     "CUDA_MODULE_LOADING": "EAGER",
-    # Operations that NCCL's flight recorder keeps, for a rank that hangs to show (`monitor.py`).
+    # Operations that NCCL's flight recorder keeps; a rank that hangs reports them (`monitor.py`).
     "TORCH_FR_BUFFER_SIZE": "2000",
 }
 
 
 @dataclass(frozen=True, eq=False)
 class RankContext:
-    """The context of a rank: its world, its status slot, and the file to meet at if a local parent gave one."""
+    """The context of a rank: its world, its status slot, and the file of the store if a local parent made one."""
 
     world: World
     status_slot: StatusSlot
@@ -52,7 +52,7 @@ class RankContext:
 
     @classmethod
     def of(cls, world: World) -> "RankContext":
-        """Return the context of a process that no parent of ours started, with a private status slot for now."""
+        """Return the context of a process without a local parent; its status slot is private until ranks connect."""
         status_slot = StatusBoard().status_slot(0)
         status_slot.take(host_name())
         return cls(world, status_slot)
@@ -77,8 +77,8 @@ class Meeting:
 def world_from_environment(environment: Mapping[str, str] = os.environ) -> World:
     """Return the world that torchrun (RANK, WORLD_SIZE, LOCAL_RANK) or srun (SLURM_PROCID, SLURM_NTASKS, ...) set.
 
-    One process where neither did. Values that are no rank of a world, or only some of torchrun's three, are a
-    UserError 111: ranks that each took themselves for the whole run would write into one folder.
+    If neither did, the world is one process. Invalid values, or only some of torchrun's three, raise UserError 111:
+    ranks that each took themselves for the whole run would write into one folder.
     """
     for launcher, names in (("torchrun", TORCHRUN), ("srun", SLURM)):
         if all(name in environment for name in names):
@@ -102,8 +102,8 @@ def local_size(asked: int | None, tensor: int, pipeline: int, *, shares_gpus: bo
     """Return how many ranks to start on this machine: as requested, else one per GPU, else tensor x pipeline.
 
     Args:
-        shares_gpus: there may be more ranks than GPUs; by default as many are started as give each GPU one, and
-            the model whole copies.
+        shares_gpus: there may be more ranks than GPUs; the default is then the smallest multiple of tensor x
+            pipeline that gives each GPU a rank.
 
     Raises:
         UserError: 106, more ranks than GPUs.
@@ -119,7 +119,7 @@ def local_size(asked: int | None, tensor: int, pipeline: int, *, shares_gpus: bo
 
 
 def check_gpus(world: World) -> None:
-    """Refuse a rank that has no GPU of its own, where a launcher started it and its host shows several GPUs.
+    """Refuse a rank without a GPU of its own on a host with GPUs, unless ranks share them.
 
     Raises:
         UserError: 106, more ranks than GPUs.
@@ -136,17 +136,17 @@ def check_gpus(world: World) -> None:
 
 
 def meeting_of_step(environment: Mapping[str, str] = os.environ, known: Sequence[str] | None = None) -> Meeting:
-    """Return where the ranks of an srun step meet; the same on every rank, whatever the job is.
+    """Return the address at which the ranks of an srun step meet; it is equal on every rank.
 
-    MASTER_ADDR and MASTER_PORT where the batch script sets them. Else the step's first node, and a port made of the
-    job's id (an array's task has one of its own), the number of times it was requeued, and the step: an earlier
-    attempt that still holds its port is not in the way, nor is another step of the same job.
+    It is MASTER_ADDR and MASTER_PORT if the batch script sets them. Else it is the step's first node, and a port made
+    of the job's id (each task of an array has its own), the number of requeues, and the step. So neither an earlier
+    attempt that still holds its port nor another step of the job is in the way.
 
     Args:
         known: network interfaces of this host; None: those that the system lists.
 
     Raises:
-        UserError: 111, no node list or job id, or a value that makes no sense.
+        UserError: 111, no node list or job id, or an invalid value.
     """
     host = environment.get("MASTER_ADDR")
     if host is None:
@@ -165,7 +165,7 @@ def meeting_of_step(environment: Mapping[str, str] = os.environ, known: Sequence
     known = known if known is not None else [name for _, name in socket.if_nameindex()]
     named = [environment[name] for name in INTERFACES if environment.get(name) in known]
     nodes = _number(environment, "SLURM_STEP_NUM_NODES", _number(environment, "SLURM_JOB_NUM_NODES", 1))
-    # NCCL takes prefixes, lists and exclusions ("^docker") too: those name none.
+    # NCCL also takes prefixes, lists and exclusions ("^docker"), which name no single interface.
     return Meeting(host, port, named[0] if named else None, nodes)
 
 
@@ -181,16 +181,16 @@ def stay_on(interface: str, environment=os.environ) -> None:
 
 
 def set_for_gpus(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what a run on GPUs needs of CUDA and NCCL, unless the user has set it; to be called before CUDA starts.
+    """Set the CUDA and NCCL variables of a run on GPUs that the user has not set; call it before CUDA starts.
 
-    torch writes errors only: as warnings it writes a stack for each connection to a store that has ended.
+    Limit torch's C++ log to errors, because torch warns with a stack of each connection to a store that has ended.
     """
     for name, value in {**GPU_SETTINGS, "TORCH_CPP_LOG_LEVEL": "ERROR"}.items():
         environment.setdefault(name, value)
 
 
 def gpu_settings(environment: Mapping[str, str] = os.environ) -> str:
-    """Return what CUDA and NCCL were started with, and where the user has set another value than we do."""
+    """Return a text of the CUDA and NCCL settings, which marks values other than those of `set_for_gpus`."""
     given = [(name, environment.get(name, "not set"), ours) for name, ours in GPU_SETTINGS.items()]
     return ", ".join(f"{name}={value}" + (f" (not {ours})" if value != ours else "") for name, value, ours in given)
 
@@ -201,7 +201,7 @@ def interfaces_named(environment: Mapping[str, str] = os.environ) -> dict[str, s
 
 
 def attempt(environment: Mapping[str, str] = os.environ) -> str:
-    """Return how often torchrun has started its workers again, whose store stays the same."""
+    """Return how often torchrun has restarted its workers, which keep the same store."""
     return environment.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -211,22 +211,22 @@ def job_id(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def step(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the words that all ranks of this srun step share with no other step."""
+    """Return a text that identifies this srun step, equal on all its ranks."""
     return " ".join(environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"))
 
 
 def job_output(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the file of the batch script's output, as the script gives it; None: it does not."""
+    """Return the file of the batch script's output, if the script sets MEGAZERO_OUTPUT to it; else None."""
     return Path(given) if (given := environment.get("MEGAZERO_OUTPUT")) else None
 
 
 def host_name(environment: Mapping[str, str] = os.environ) -> str:
-    """Return this host's name, as SLURM calls it where SLURM started this process: its commands know no other."""
+    """Return this host's name; in a SLURM job its node name, because SLURM's commands know no other."""
     return environment.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def threads_for(size: int) -> int | None:
-    """Return the threads for each of `size` ranks that share this machine's cores; None if OMP_NUM_THREADS decides."""
+    """Return the threads per rank if `size` ranks share this machine's cores; None if OMP_NUM_THREADS is set."""
     return None if "OMP_NUM_THREADS" in os.environ else max(1, len(os.sched_getaffinity(0)) // size)
 
 
@@ -264,8 +264,8 @@ def _world(names: tuple[str, str, str], environment: Mapping[str, str], launcher
 
 
 def fix_cublas_workspace() -> None:
-    """Let cuBLAS take memory of a fixed size for each stream, without which its products may differ between runs.
+    """Give cuBLAS a workspace of fixed size per stream; without it, its products may differ between runs.
 
-    It is read when the first product is computed. What the user has set is left.
+    cuBLAS reads the variable when it computes the first product. A value that the user has set is kept.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

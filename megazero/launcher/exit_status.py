@@ -1,7 +1,7 @@
 """Record how a rank ends, and report why.
 
 A rank records in its status slot how it ended. A local parent reads the slots and prints one line (`spawn.py`). Ranks
-that torchrun or srun started have no such parent: the first of those with the same to say prints it (`job_board.py`).
+that torchrun or srun started have no such parent: of those with the same message, the first prints it (`job_board.py`).
 """
 
 import signal
@@ -55,11 +55,11 @@ def outcome(main: Callable[[], int | None], place: RankContext) -> int:
 
 
 def say_why(place: RankContext) -> None:
-    """Print why the run failed, if this rank knows it and no other says the same; a local parent does so itself."""
+    """Print why the run failed, if this rank knows it and no other prints it; a local parent prints it itself."""
     own, board = place.status_slot.read(), place.status_slot.board
     if place.world.launcher == "local":
         return
-    if not isinstance(board, JobBoard):  # it did not meet the others
+    if not isinstance(board, JobBoard):  # it did not connect to the others
         if own.state == FAILED and own.message:
             tell(own.message)
     elif own.state in (FAILED, STUCK):
@@ -71,7 +71,7 @@ def say_why(place: RankContext) -> None:
 
 
 def _say_once(board: JobBoard, rank: int) -> None:
-    """Print why this rank failed, unless another one of the job says so. Raises RuntimeError: the store has ended."""
+    """Print why this rank failed, unless another rank prints it. Raises RuntimeError: the store has ended."""
     own = board.read(rank)
     board.raise_alarm()
     if own.state == FAILED:
@@ -81,11 +81,11 @@ def _say_once(board: JobBoard, rank: int) -> None:
         _say_stuck(board.gather(_GRACE))
     else:
         time.sleep(_GRACE)
-    time.sleep(_GRACE)  # for the others: a launcher may end all ranks with the first one, and rank 0 the store
+    time.sleep(_GRACE)  # for the others: a launcher may end all ranks with the first, and the store ends with rank 0
 
 
 def _say_alone(board: JobBoard, rank: int, *, ended: bool = False) -> None:
-    """Print the fault without the store, if no other rank does: of those that are stuck the first rank of the host."""
+    """Print the fault without the store; of a host's stuck ranks, only the first that is not rank 0 prints it."""
     own = board.read(rank)
     if own.state == FAILED and own.message:
         tell(own.message)
@@ -94,5 +94,5 @@ def _say_alone(board: JobBoard, rank: int, *, ended: bool = False) -> None:
 
 
 def _say_stuck(statuses: list[RankStatus]) -> None:
-    if not any(other.has_said for other in statuses):  # whoever failed says why
+    if not any(other.has_said for other in statuses):  # a rank that failed prints why
         tell(stuck(statuses, next(other.rank for other in statuses if other.state == STUCK)))

@@ -1,8 +1,8 @@
-"""Show ranks without a common parent what all ranks of the job are doing, once one of them fails.
+"""Share the status of all ranks of a job without a common parent, once one of them fails.
 
-While all is well each rank shows its operations to itself alone, in memory (`comm/status_board.py`): nothing is sent.
-The rank that fails raises an alarm in the store. Then each rank publishes its slot there, and one rank reads them all.
-A rank of which nothing comes is known by host and process from the roll call.
+Before a failure each rank keeps its operations in its own memory (`comm/status_board.py`), and nothing is sent. A rank
+that fails raises an alarm in the store. Then each rank publishes its slot there, and one rank reads them all. If a rank
+publishes nothing, its host and process are known from the roll call.
 """
 
 import threading
@@ -20,20 +20,20 @@ from megazero.launcher.stacks import Stacks
 from megazero.launcher.store import until
 
 _ALARM = "alarm"
-_WAITING = timedelta(days=20)  # of one wait: when it is over, torch writes a warning
+_WAITING = timedelta(days=20)  # of one wait, after which torch logs a warning
 
 
 class JobBoard(StatusBoard):
-    """The board of one rank, and the way to those of the others.
+    """The board of one rank, with access to those of the others.
 
     Args:
-        store: that all ranks reach.
-        rank: of this process.
-        roll: all ranks, as they described themselves.
+        store: the store of all ranks.
+        rank: this process' rank.
+        roll: the descriptions of all ranks.
 
     Attributes:
         here: the ranks of this host.
-        has_heard: another rank has failed, and says why.
+        has_heard: whether another rank has failed, and prints why.
     """
 
     def __init__(self, store: Store, rank: int, roll: Sequence[Presence]):
@@ -43,25 +43,25 @@ class JobBoard(StatusBoard):
         self._store, self._rank, self._roll = store, rank, roll
 
     def listen(self, stacks: Stacks) -> threading.Thread:
-        """Wait for an alarm in a thread with a connection of its own; then publish and write where this rank is.
+        """Wait for an alarm in a thread with its own connection; then publish this rank's slot and write its stacks.
 
-        A run calls it when its start is over: no other code may let a process end while a thread waits in the store.
+        A run calls it after its start. Other code must not: its process could end while the thread waits in the store.
         """
-        store: Any = self._store  # torch's description of the class lacks `clone`
+        store: Any = self._store  # torch's type stub of the class lacks `clone`
         waiting = threading.Thread(target=self._listen, args=(store.clone(), stacks), name="alarm", daemon=True)
         waiting.start()
         return waiting
 
     def raise_alarm(self) -> None:
-        """Publish this rank's end, and make the others publish where they are. Raises DistError: the store is gone."""
+        """Publish this rank's slot, and make the others publish theirs. Raises DistError: the store is gone."""
         self._publish(self._store)
         self._store.set(_ALARM, "said" if self.read(self._rank).has_said else "")
 
     def known(self, *, ended: bool = False) -> StatusBoard:
-        """Return a board of what is known without the store: this rank's slot, host and process of the others.
+        """Return a board of what is known without the store: this rank's slot, and host and process of the others.
 
         Args:
-            ended: rank 0 has, and the store with it.
+            ended: rank 0 has ended, and the store with it.
         """
         whole, step = StatusBoard(self.size), self.read(self._rank).step
         for rank, there in enumerate(self._roll):
@@ -71,7 +71,7 @@ class JobBoard(StatusBoard):
         return whole
 
     def gather(self, seconds: float) -> list[RankStatus]:
-        """Return the status of every rank: the one that it publishes in that time, else what is known."""
+        """Return the status of every rank: what it publishes within `seconds`, else what `known` has."""
         whole, keys = self.known(), [f"status/{rank}" for rank in range(self.size)]
         until(lambda: self._store.check(keys), seconds)
         for rank, key in enumerate(keys):
@@ -80,7 +80,7 @@ class JobBoard(StatusBoard):
         return whole.read_all()
 
     def is_first(self, text: str) -> bool:
-        """Return whether no other rank says the same."""
+        """Return whether this rank is the first to print a text."""
         return int(self._store.compare_set(f"said/{text}", "", str(self._rank))) == self._rank
 
     def _listen(self, store: Store, stacks: Stacks) -> None:
@@ -89,14 +89,14 @@ class JobBoard(StatusBoard):
                 store.wait([_ALARM], _WAITING)
                 self.has_heard = bool(store.get(_ALARM))
                 self._publish(store)
-                if not self.has_heard and self.read(self._rank).state == RUNNING:  # that hangs, and this rank goes on
+                if not self.has_heard and self.read(self._rank).state == RUNNING:  # a rank hangs, but not this one
                     stacks.write()
                 return
-            except dist.DistStoreError:  # no alarm in all that time
+            except dist.DistStoreError:  # no alarm within _WAITING
                 continue
             except RuntimeError:  # rank 0 has ended with the store
                 return
 
     def _publish(self, store: Store) -> None:
-        packed: Any = zlib.compress(self.raw(self._rank))  # bytes, which torch's description of the method lacks
+        packed: Any = zlib.compress(self.raw(self._rank))  # bytes, which torch's type stub of the method lacks
         store.set(f"status/{self._rank}", packed)

@@ -1,8 +1,8 @@
-"""Let the ranks of a job meet in the store: who they are, who is missing, who runs something else.
+"""Hold a roll call of a job's ranks in the store: which are there, which are missing, which run other code or config.
 
-The roll call comes before torch's process groups, which wait for one key after the other and cannot name a rank that
-does not come. Each rank registers; rank 0 alone reads all descriptions, publishes the roll, and reports a fault that
-ends the job. So a rank makes the same few requests however many ranks there are.
+The roll call comes before torch's process groups, which wait for one key after the other and cannot name a missing
+rank. Each rank registers; rank 0 alone reads all descriptions, publishes the roll, and reports a fault that ends the
+job. So a rank makes the same few requests however many ranks there are.
 """
 
 import json
@@ -18,7 +18,7 @@ from megazero.comm.status_board import FAILED
 from megazero.launcher.environment import RankContext
 from megazero.launcher.store import until
 
-SLACK = 5.0  # seconds that the store may take to answer beyond what ranks wait for each other
+SLACK = 5.0  # seconds for the store to answer, in addition to those that ranks wait for each other
 _SEE = "see their output; are all hosts up, was srun left out?"
 _SAME = "start all ranks from one folder with one config and the same flags"
 
@@ -27,11 +27,11 @@ class Presence(NamedTuple):
     """A rank's description of itself.
 
     Attributes:
-        host: its name.
-        fingerprint: of code and config.
-        pid: of its process.
+        host: the name of its host.
+        fingerprint: a text that identifies its code and config.
+        pid: the id of its process.
         host_id: equal for ranks that can share memory.
-        outbox: its descriptor there; None: it has none.
+        outbox: the file descriptor of its outbox in shared memory; None: it has none.
     """
 
     host: str
@@ -41,11 +41,11 @@ class Presence(NamedTuple):
     outbox: int | None = None
 
 
-Verdict = tuple[int, Sequence[Presence]]  # the rank that reports a fault, and the roll; empty where there is a fault
+Verdict = tuple[int, Sequence[Presence]]  # the rank that reports a fault, and the roll; empty after a fault
 
 
 def packed(verdict: Verdict) -> bytes:
-    """Return a verdict in few bytes."""
+    """Return a verdict as compressed bytes."""
     return zlib.compress(json.dumps(verdict).encode())
 
 
@@ -56,14 +56,14 @@ def unpacked(raw: bytes) -> Verdict:
 
 
 def call_roll(store: Store, rank: int, size: int, seconds: float, mine: Presence) -> Sequence[Presence]:
-    """Wait until every rank has come, each with the same fingerprint; return the description of each.
+    """Wait until every rank has registered, each with the same fingerprint; return the description of each.
 
     Args:
         seconds: how long to wait for the others.
         mine: this rank's description.
 
     Raises:
-        UserError: 320, ranks do not come; 321, one runs other code or config.
+        UserError: 320, ranks are missing; 321, one runs other code or config.
         FailedElsewhere: another rank reports it.
     """
     store.set(f"here/{rank}", json.dumps(mine))
@@ -72,22 +72,22 @@ def call_roll(store: Store, rank: int, size: int, seconds: float, mine: Presence
     if rank and not _decided(store, seconds):
         error = _no_answer(rank)
     if rank == 0 or error is not None:
-        raw: Any = packed((rank, roll))  # bytes, which torch's description does not name
-        store.compare_set("verdict", "", raw)  # of several ranks whose time is up the first one speaks
+        raw: Any = packed((rank, roll))  # bytes, which torch's type stub lacks
+        store.compare_set("verdict", "", raw)  # of several ranks that time out, the first reports it
     speaker, roll = unpacked(store.get("verdict"))
     if roll:
         return roll
     store.add("heard", 1)
-    if rank == 0:  # which may serve the store
+    if rank == 0:  # it may serve the store
         until(lambda: store.add("heard", 0) >= store.add("here", 0), SLACK)
     raise error if error is not None and speaker == rank else FailedElsewhere(speaker, 320)
 
 
 def unanswered(place: RankContext) -> None:
-    """Report that rank 0, which serves the store, does not answer: the first of the others does."""
+    """Report that rank 0, which serves the store, does not answer; only rank 1 prints it."""
     error = _no_answer(place.world.rank)
     place.status_slot.set_state(FAILED, str(error))
-    if place.world.rank == 1 and place.world.launcher != "local":  # a parent reads the slot
+    if place.world.rank == 1 and place.world.launcher != "local":  # a local parent reads the slot
         tell(error)
 
 
@@ -96,7 +96,7 @@ def _no_answer(rank: int) -> UserError:
 
 
 def _all_present(store: Store, size: int, seconds: float) -> tuple[Sequence[Presence], UserError | None]:
-    """Return the roll when all have come, or why there is none when time is up; on rank 0."""
+    """Return the roll once all ranks have registered, or the error if some are missing or differ; on rank 0."""
     keys = [f"here/{rank}" for rank in range(size)]
     if not until(lambda: store.add("here", 0) >= size, seconds):
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -112,7 +112,7 @@ def _all_present(store: Store, size: int, seconds: float) -> tuple[Sequence[Pres
 
 
 def _decided(store: Store, seconds: float) -> bool:
-    """Return whether there is a verdict in time: counted from rank 0's arrival, where it came later."""
+    """Return whether there is a verdict in time; if rank 0 has come by then, wait for its own timeout too."""
 
     def published() -> bool:
         return store.check(["verdict"])

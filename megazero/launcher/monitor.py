@@ -1,13 +1,13 @@
-"""Notice from a thread that the operations of a rank's GPU do not go on, and end the process with the reason.
+"""Detect in a thread that the operations of a rank's GPU are stuck, and end the process with the reason.
 
-On NCCL no wait of the host ends by itself: it waits for the device until NCCL's own watchdog aborts the process, which
-knows nothing of the other ranks. So process groups get twice `parallel.timeout`, and this thread ends the rank after
-0.8 of it: the rank shows the operations that it is stuck in, waits until the others have done the same, writes its
-stacks into its log, and leaves by the same path as a rank on a CPU.
+With NCCL no wait of the host has a timeout: it waits for the device until NCCL's own watchdog, which knows nothing of
+the other ranks, aborts the process. So process groups get twice `parallel.timeout`, and this thread ends the rank after
+0.8 of `parallel.timeout`: the rank publishes the operations that it is stuck in, waits until the others have done so
+too, writes its stacks into its log, and ends by the same path as a rank on a CPU.
 
-NCCL's flight recorder knows the operations that the host has queued and that have not ended on the device. Each
-communicator has the name of its lane there. The parts of coalesced operations, which only code of others queues, never
-end in the recorder: operations of one communicator end in their order, so one that a later one has overtaken has ended.
+NCCL's flight recorder has the operations that the host has queued and that have not ended on the device. Each
+communicator has the name of its lane there. The parts of coalesced operations, which only other code queues, never end
+in the recorder. But operations of one communicator end in order, so one has ended if a later one has.
 """
 
 import json
@@ -29,8 +29,8 @@ from megazero.comm.transport.exchange import CollectiveError
 from megazero.launcher.environment import RankContext
 from megazero.launcher.exit_status import say_why
 
-_SHARE = 0.8  # of the timeout: before any other rank gives up for another reason
-_LOOKS = 20  # within that time
+_SHARE = 0.8  # of the timeout, so that no rank gives up earlier for another reason
+_LOOKS = 20  # checks within that time
 _LAST = 20  # operations of the flight recorder that the log shows
 _WORLD = "default_pg"  # torch's name of the first process group
 
@@ -39,10 +39,10 @@ class Recorded(NamedTuple):
     """An operation that NCCL's flight recorder holds.
 
     Attributes:
-        number: among all of this process.
-        group: the name of its communicator: that of a lane of the status slot, and for a message the other rank.
-        kind: as "nccl:all_reduce".
-        ended: on the device.
+        number: its number among all operations of this process.
+        group: the name of its communicator: a lane of the status slot, for a message followed by the other rank.
+        kind: for example "nccl:all_reduce".
+        ended: whether it has ended on the device.
         text: number in the group, kind, sizes and state.
     """
 
@@ -54,19 +54,19 @@ class Recorded(NamedTuple):
 
 
 class Monitor:
-    """The thread that looks whether the operations of a rank go on.
+    """The thread that checks whether the operations of a rank make progress.
 
-    It takes them to hang where none has ended and none was queued for 0.8 of the timeout, while some are unfinished. A
-    rank that computes, saves or waits for a disk has nothing unfinished, or its queue moves.
+    They are stuck if some are unfinished, and none has ended and none was queued for 0.8 of the timeout. A rank that
+    computes, saves or waits for a disk has nothing unfinished, or its queue changes.
 
     Args:
         place: the context of the rank.
         timeout: seconds; `parallel.timeout`.
-        first_uses: the first uses of communicators that the host is in; it may wait for other ranks there.
-        recorder: returns what the flight recorder holds; with `True` what has not ended there.
+        first_uses: the first uses of communicators that the host is in, where it may wait for other ranks.
+        recorder: returns the operations of the flight recorder; with `True` only unfinished ones.
 
     Attributes:
-        clock, sleep, end: of the system.
+        clock, sleep, end: functions of the system.
     """
 
     def __init__(
@@ -78,19 +78,19 @@ class Monitor:
         self._under_way: list[int | str] = []
 
     def start(self) -> None:
-        """Look in the background, until the process group that is there now is destroyed."""
-        group = weakref.ref(dist.group.WORLD)  # a thread that held it would end it, in its own time
+        """Check in the background, until the current process group is destroyed."""
+        group = weakref.ref(dist.group.WORLD)  # a thread that holds the group could destroy it, at any time
         threading.Thread(target=self._watch, args=(group,), name="monitor", daemon=True).start()
 
     def is_stuck(self) -> bool:
-        """Look, and return whether this rank does not go on."""
+        """Check the operations once; return whether this rank is stuck."""
         under_way, now = [*(one.number for one in self._recorder(True)), *self._first_uses], self.clock()
         if not under_way or under_way != self._under_way:
             self._under_way, self._since = under_way, now
         return now - self._since >= self._limit and bool(self._first_uses or self._oldest())
 
     def _oldest(self) -> Sequence[Recorded]:
-        """Return the oldest unfinished operation of each communicator of ours."""
+        """Return the oldest unfinished operation of each communicator that is a lane."""
         found: dict[str, Recorded] = {}
         for one in self._recorder(False):
             if one.ended:
@@ -100,9 +100,9 @@ class Monitor:
         return list(found.values())
 
     def give_up(self) -> None:
-        """Show what this rank is stuck in, write down what is known, report it and end the process."""
+        """Publish what this rank is stuck in, log what is known, report it and end the process."""
         self._place.status_slot.stall(map(_lane, self._oldest()))
-        self.sleep(1.0 + 2 * self._between)  # until the others, which look as often, have shown the same
+        self.sleep(1.0 + 2 * self._between)  # until the others, which check as often, have published theirs
         error = CollectiveError("world", f"nothing queued on the GPU has ended for {self._limit:g} s")
         self._place.stacks.write(error, "\n".join(f"{one.group} {one.text}" for one in self._recorder(False)[-_LAST:]))
         say_why(self._place)
@@ -110,9 +110,9 @@ class Monitor:
         self.end(1)
 
     def _watch(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
-        """Look until the group is destroyed: there may be another one by then, with a monitor of its own."""
+        """Check until the group is destroyed; a later group has a monitor of its own."""
         device = self._place.world.device
-        # A thread begins with the first device.
+        # A new thread uses the first device.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             while True:
                 self.sleep(self._between)
@@ -124,17 +124,17 @@ class Monitor:
 
 
 def flight_recorder(unfinished: bool, dump: Callable[[bool, bool], bytes] | None = None) -> list[Recorded]:
-    """Return the operations that NCCL's flight recorder holds, the newest last; none where it is off.
+    """Return the operations that NCCL's flight recorder holds, the newest last; none if it is off.
 
     Args:
         unfinished: return only those that have not ended on the device.
-        dump: stands in for torch's own, which takes (with the operations, only the unfinished ones).
+        dump: replaces torch's own function, called as (include operations, only unfinished ones).
     """
     dump = dump or getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
     try:
         entries = json.loads(dump(True, unfinished))["entries"] if dump is not None else []
         return [_recorded(entry) for entry in entries]
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):  # torch makes no promise about it
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):  # a private interface of torch
         return []
 
 
@@ -147,6 +147,6 @@ def _recorded(entry: dict) -> Recorded:
 
 
 def _lane(one: Recorded) -> tuple[str, range, str]:
-    """Return the lane of an operation in the status slot, and for a message the other rank and the kind."""
+    """Return (lane in the status slot, for a message the other rank, kind) of an operation."""
     lane, _, peer = one.group.partition(" ")
     return lane, range(int(peer), int(peer) + 1) if lane == P2P else range(0), one.kind

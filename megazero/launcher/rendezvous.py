@@ -38,18 +38,18 @@ def connect(
     bucket: int = BUCKET,
     shared_memory: bool = True,
 ) -> CommContext:
-    """Meet the other ranks and make the default process group; a single process meets none.
+    """Connect to the other ranks and make the default process group; a single process makes none.
 
     Args:
         place: the context of this process.
-        timeout: for every operation.
-        fingerprint: of code and config; must be the same on every rank.
-        start_timeout: for the ranks to come to the roll call; None: `timeout`.
+        timeout: the limit of every operation.
+        fingerprint: a text that identifies code and config; must be the same on every rank.
+        start_timeout: the limit of the roll call; None: `timeout`.
         bucket: see `CommContext`.
-        shared_memory: ranks of one host exchange through memory, where the system allows it; otherwise through sockets.
+        shared_memory: ranks of one host exchange through memory, if the system allows it; otherwise through sockets.
 
     Raises:
-        UserError: 320, ranks do not come; 321, one runs other code or config; 322, the address cannot be listened on.
+        UserError: 320, ranks are missing; 321, one runs other code or config; 322, rank 0 cannot listen at its address.
         CollectiveError: a rank stopped answering after the roll call.
     """
     world = place.world
@@ -59,11 +59,11 @@ def connect(
         stay_on(next(name for _, name in socket.if_nameindex() if name.startswith("lo")))
     on_gpu = world.device.type == "cuda"
     backend = "nccl" if on_gpu and not world.shares_gpus else "gloo"
-    # NCCL's own watchdog ends the process without a word about who is missing: it comes after ours.
+    # NCCL's own watchdog ends the process without naming the rank at fault, so it must act after `Monitor`.
     group_timeout = 2 * timeout if backend == "nccl" else timeout
     transport = _transport_of(world.rank, world.size, timeout) if shared_memory and backend == "gloo" else None
     store, roll = _meet(place, start_timeout or timeout, _presence(fingerprint, transport))
-    store.set_timeout(timeout)  # all ranks are there
+    store.set_timeout(timeout)  # all ranks are connected
     together = partial(_together, place, group_timeout.total_seconds())
     ledger, first_uses = Ledger(), list[str]()
     if transport is not None:
@@ -100,7 +100,7 @@ def disconnect() -> None:
 def leave_at_once(code: int) -> None:
     """End a process that failed while it was connected through NCCL, whose clean-up would wait for the others.
 
-    Returns where there is nothing to wait for: no process group, or one of gloo.
+    Do nothing without a process group, or with one of gloo, which has nothing to wait for.
 
     Args:
         code: the exit code.
@@ -111,14 +111,14 @@ def leave_at_once(code: int) -> None:
 
 
 def _meet(place: RankContext, start_timeout: timedelta, mine: Presence) -> tuple[Store, Sequence[Presence]]:
-    """Return the store and all ranks, once these have come to the roll call and can see each other's status."""
+    """Open the store, hold the roll call, and give ranks access to each other's status; return store and roll."""
     rank, size, seconds = place.world.rank, place.world.size, start_timeout.total_seconds()
     try:
         with deadline(seconds + SLACK, lambda: unanswered(place)):
             store = open_store(place, start_timeout)
         with deadline(2 * (seconds + SLACK), lambda: unanswered(place)):
             roll = call_roll(store, rank, size, seconds, mine)
-            if place.store is None:  # else the local parent has made a board for all
+            if place.store is None:  # else the local parent has made a board for all ranks
                 place.status_slot.move(JobBoard(store, rank, roll), rank)
             return store, roll
     except RuntimeError as error:  # torch's: rank 0 served the store, and has ended
@@ -129,7 +129,7 @@ def _meet(place: RankContext, start_timeout: timedelta, mine: Presence) -> tuple
 
 @contextlib.contextmanager
 def _together(place: RankContext, seconds: float, what: str) -> Iterator[None]:
-    """Show what all ranks do in the start, each waiting for the others, as an operation of the world.
+    """Show a step of the start, in which all ranks wait for each other, as an operation of the world.
 
     Args:
         seconds: how long an operation waits for the others.
@@ -138,7 +138,7 @@ def _together(place: RankContext, seconds: float, what: str) -> Iterator[None]:
         CollectiveError: it failed.
     """
 
-    def give_up() -> None:  # torch waits in C++ without end
+    def give_up() -> None:  # torch waits in C++ with no timeout
         place.status_slot.set_state(STUCK, "world")
         say_why(place)
 
@@ -154,7 +154,7 @@ def _together(place: RankContext, seconds: float, what: str) -> Iterator[None]:
 
 
 def _transport_of(rank: int, size: int, timeout: timedelta) -> SharedMemoryTransport | None:
-    """Return this rank's transport through shared memory; None where the system forbids it, and sockets serve."""
+    """Return this rank's transport through shared memory; None if the system forbids it: sockets are used."""
     with contextlib.suppress(OSError):  # a sandbox without memfd
         return SharedMemoryTransport(rank, size, timeout) if supported() else None
     return None
@@ -179,11 +179,11 @@ def _open_outboxes(
             if rank != own:
                 shared_memory.open(rank, there.pid, there.outbox)
         opened = True
-    except (OSError, ValueError):  # a hardened kernel may forbid it; sockets do as well
+    except (OSError, ValueError):  # a hardened kernel may forbid it; use sockets then
         opened = False
     store.set(f"opened/{own}", str(int(opened)))
     keys = [f"opened/{rank}" for rank in here]
-    if not until(lambda: store.check(keys), seconds):  # torch's own wait handles no signal
+    if not until(lambda: store.check(keys), seconds):  # torch's own wait does not handle signals
         raise RuntimeError("a rank of this host did not answer")
     if all(said == b"1" for said in store.multi_get(keys)):
         shared_memory.reached = frozenset(here)

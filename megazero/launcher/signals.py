@@ -1,12 +1,12 @@
 """Handle the signals that ask a run to end.
 
-Until a run has a folder or other ranks, `stop_signals.end_at_once` ends the process. Until it
-trains, `Signals` raises `StoppedEarly`, so that a run ends within a second whatever it builds or waits for. While it
-trains, the handler only records the signal: the ranks agree on it after the step (`train/stopping.py`), save, and end.
+Until a run has a folder or other ranks, `stop_signals.end_at_once` ends the process. Until the run trains, `Signals`
+raises `StoppedEarly`, so that it ends within a second, whatever it builds or waits for. While it trains, the handler
+only records the signal: the ranks agree on it after the step (`train/stopping.py`), save, and end.
 When the outcome is settled, signals are ignored.
 
-A second SIGINT ends the process at once. (One that comes right after the first is the first, delivered to a process
-and to its group.)
+A second SIGINT ends the process at once. (One within TWICE seconds after the first is the same SIGINT, delivered to the
+process and to its group.)
 """
 
 import math
@@ -19,14 +19,14 @@ from typing import Any
 
 from megazero.base.stop_signals import handle, restore, stopped_by
 
-TWICE = 0.5  # seconds between two interruptions that are meant as two
+TWICE = 0.5  # seconds between two SIGINTs that count as two
 
 
 class StoppedEarly(BaseException):
     """An exception for a signal that came before the run began to train.
 
     Attributes:
-        number: of the signal.
+        number: the number of the signal.
     """
 
     def __init__(self, number: int):
@@ -38,7 +38,7 @@ class Signals:
     """The signals that came to a rank.
 
     Attributes:
-        first: the first one that came; None: none has.
+        first: the first signal that came; or None.
     """
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class Signals:
         self._on_first: Callable[[str], object] = lambda line: None
 
     def note(self) -> None:
-        """Record signals from here on; the first one raises StoppedEarly. In the main thread."""
+        """Start to record signals; the first one raises StoppedEarly. Call it in the main thread."""
         self._before = handle(self._on)
 
     def only_note(self, on_first: Callable[[str], object]) -> None:
-        """Record signals from here on without any other effect: the run trains.
+        """Only record signals from here on, because the run trains.
 
         Args:
-            on_first: called in the handler of the first one with a line for the user; may not write itself.
+            on_first: called in the handler of the first signal with a line for the user; must not write itself.
         """
         self._raises, self._on_first = False, on_first
 

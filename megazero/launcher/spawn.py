@@ -1,8 +1,8 @@
-"""Start the local ranks from one parent, watch them, and leave no process.
+"""Start the local ranks from one parent, watch them, and leave no process behind.
 
-The parent forks after torch is imported and before anything is computed, so ranks start in a moment. It computes
-nothing itself. It ends all ranks when one fails, says once why (`diagnosis.py`), and forwards the signals that a run
-handles. The kernel ends each rank with the parent, whatever kills it.
+The parent forks after torch is imported and before anything is computed, so ranks start quickly. It computes
+nothing itself. It ends all ranks when one fails, reports once why (`diagnosis.py`), and forwards the signals that a run
+handles. The kernel kills the ranks when the parent ends, for whatever reason.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from megazero.launcher.stacks import ASK
 from megazero.launcher.world import World
 
 _POLL = 0.02  # seconds between looks at the ranks
-_GRACE = 1.0  # seconds that ranks have to say what happened after the first one ended
+_GRACE = 1.0  # seconds that ranks have to report what happened after the first one ended
 _EARLY = 0.5  # seconds that ranks have to end by themselves when a signal comes before the first step
 _WRITING = 0.5  # seconds that ranks have to write their stacks
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
@@ -45,18 +45,18 @@ def run_local(
     shares_gpus: bool = False,
     signalled: Callable[[int], object] = lambda number: None,
 ) -> int:
-    """Run `main` as ranks 0 to size - 1 of this machine; return the exit code of the whole.
+    """Run `main` as ranks 0 to size - 1 of this machine; return the exit code of the run.
 
-    It is what `main` returned, where it did on all ranks; else that of the first failing one, 128 + n after signal n.
-    The fault is one line on stderr.
+    If `main` returned on all ranks, it is the largest of their codes; else that of the first failing rank, or 128 + n
+    after signal n. A fault is reported in one line on stderr.
 
     Args:
-        clean_up: called after a failure with the status of all ranks and the line, once none of them is left.
-        stopped: if given, `main` checks its context's signals, and ends when it is asked to; rank 0 has the heartbeat.
-            Called with the signal and the status of all ranks when it came before `main` trained, once none of them is
-            left; returns the exit code, and may raise. None: a signal ends `main`, and the heartbeat stays here.
+        clean_up: called after a failure with the status of all ranks and the line, once all ranks have ended.
+        stopped: if given, `main` checks its context's signals and ends when asked to; rank 0 has the heartbeat. After
+            a signal before `main` trained, it is called with the signal and the status of all ranks, once all ranks
+            have ended; it returns the exit code, and may raise. None: a signal ends `main`; the heartbeat stays here.
         shares_gpus: see `World`.
-        signalled: called with a signal that was forwarded, however the ranks ended, when none is left; may raise.
+        signalled: called with a forwarded signal once all ranks have ended, however they ended; may raise.
     """
     HEART.pause()
     sys.stdout.flush()
@@ -66,7 +66,7 @@ def run_local(
     before = handle(ranks.pass_on)
     with tempfile.TemporaryDirectory(prefix="megazero-", ignore_cleanup_errors=True) as folder:
         try:
-            # No rank misses a signal because it is not there yet, nor handles it with the parent's handler.
+            # Blocked here: a rank must not miss a signal that comes before its start, nor run the parent's handler.
             signal.pthread_sigmask(signal.SIG_BLOCK, NOTED)
             for rank in range(size):
                 parent, pid = os.getpid(), os.fork()
@@ -96,8 +96,8 @@ class _Ranks:
     """The rank processes, as their parent watches them.
 
     Attributes:
-        pids: of those that live.
-        ended: exit codes of the others, as of subprocess.
+        pids: process ids of the ranks that are alive.
+        ended: exit codes of the others, as in subprocess.
         signalled: the signal that was forwarded last.
     """
 
@@ -123,10 +123,10 @@ class _Ranks:
         """Wait for all ranks, or for the first failure and for the others to report on it.
 
         Args:
-            trains: a signal before the first step ends the ranks.
+            trains: whether a signal before the first step ends the ranks.
 
         Returns:
-            True if one did.
+            True if a signal did.
         """
         first = math.inf  # when the first failure was seen
         while self.pids:
@@ -143,7 +143,7 @@ class _Ranks:
         return trains and self._ends_early()
 
     def verdict(self) -> tuple[int, str]:
-        """Return the exit code of the run, and in one line the fault, if there was any."""
+        """Return the exit code of the run, and the fault in one line, "" if there was none."""
         statuses = self._board.read_all()
         failed = sorted(rank for rank in self.ended if statuses[rank].state != DONE)
         if not failed:
@@ -164,7 +164,7 @@ class _Ranks:
         return error.exit_code, str(error)
 
     def kill(self) -> None:
-        """End the ranks that are left, and wait until none is."""
+        """Kill the remaining ranks, and wait until all have ended."""
         self._send(signal.SIGKILL)
         while self.pids:
             self._look()
@@ -179,14 +179,14 @@ class _Ranks:
 
     def _send(self, number: int) -> None:
         for pid in list(self.pids.values()):
-            with contextlib.suppress(ProcessLookupError):  # it was seen to end, and not yet struck off
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and is not removed yet
                 os.kill(pid, number)
 
     def _ends_early(self) -> bool:
-        """Return whether a signal has come before the ranks train, to this process or to a rank, and they had time.
+        """Return whether this process or a rank got a signal before the ranks train, and they had time to end.
 
-        One rank may have got it, while the others wait for that rank where no signal reaches them (in a library), or
-        build something large: the signal is sent to them too, and they get _EARLY seconds to end.
+        If one rank got it, the others may wait for that rank inside a library, where they handle no signal, or build
+        something large: the signal is sent to them too, and they get _EARLY seconds to end.
         """
         statuses = self._board.read_all()
         stopped = [status for status in statuses if status.state == STOPPED]
@@ -205,7 +205,7 @@ def _be(place: RankContext, main: Callable[[RankContext], int | None], parent: i
     try:
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before the line above
             os._exit(1)
         os.setpgid(0, 0)  # the terminal's Ctrl-C goes to the parent, which passes it on
         handle(signal.SIG_DFL)
@@ -219,7 +219,7 @@ def _be(place: RankContext, main: Callable[[RankContext], int | None], parent: i
             torch.set_num_threads(threads)
 
         def unblocked() -> int | None:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)  # one that comes from here on is this rank's outcome
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, NOTED)  # a later signal is this rank's outcome
             if trains and place.world.rank == 0:
                 HEART.resume()
             else:
@@ -230,4 +230,4 @@ def _be(place: RankContext, main: Callable[[RankContext], int | None], parent: i
         HEART.end()
         flush_output()
     finally:
-        os._exit(code)  # the parent's exit handlers, and the process group's last words, are not for this process
+        os._exit(code)  # without the parent's exit handlers, and messages of the process group at exit

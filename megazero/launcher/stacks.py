@@ -1,8 +1,8 @@
-"""Write the stack of every thread of a rank into the rank's log: for a run that hangs.
+"""Write the stack of every thread of a rank into the rank's log, to explain a run that hangs.
 
-A rank that gives up writes its own stacks. One that does not, because it waits in another operation or is busy, is
-asked to: by its parent with a signal, whose handler (`faulthandler.register`) needs neither the interpreter nor its
-lock, or without a parent by the alarm (`job_board.py`).
+A rank that gives up writes its own stacks. A rank that does not, because it waits in another operation or is busy, is
+asked to write them: by its parent with a signal, whose handler (`faulthandler.register`) needs neither the interpreter
+nor its lock, or, without a parent, by the alarm (`job_board.py`).
 """
 
 import faulthandler
@@ -21,12 +21,12 @@ class Stacks:
         self._log: TextIO | None = None
 
     def into(self, log: Path) -> None:
-        """Send stacks to the end of a file, which must exist. Raises OSError."""
+        """Append stacks to a file from here on. Raises OSError."""
         self._log = log.open("a", encoding="utf-8")
         faulthandler.register(ASK, file=self._log, all_threads=True)
 
     def write(self, error: BaseException | None = None, more: str = "") -> None:
-        """Write where this rank gave up, if it has, what else is known, and where its threads are."""
+        """Write where this rank gave up (`error`), the text `more`, and the stacks of all threads."""
         if self._log is not None:
             gave_up = ["gave up here:\n", *traceback.format_exception(error)] if error is not None else []
             self._log.write("".join(gave_up) + (more and f"{more}\n"))
@@ -34,7 +34,7 @@ class Stacks:
             faulthandler.dump_traceback(self._log, all_threads=True)
 
     def close(self) -> None:
-        """Close the log: nothing is written afterwards."""
+        """Close the log; nothing is written afterwards."""
         if self._log is not None:
             faulthandler.unregister(ASK)
             self._log.close()

@@ -1,7 +1,7 @@
-"""Open the key-value store through which the ranks of a job meet, and bound the time that it may take.
+"""Open the key-value store through which the ranks of a job meet, and limit the time that it may take.
 
-The store is a file where a local parent started the ranks, torchrun's own under torchrun, and under srun a TCPStore of
-rank 0, which listens on one address: that of the interface that the user named, or of the host where all ranks meet.
+The store is a file if a local parent started the ranks, torchrun's own under torchrun, and under srun a TCPStore that
+rank 0 serves on one address: that of the interface that the user named, or of the host where all ranks meet.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def open_store(place: RankContext, timeout: timedelta) -> Store:
     """Return the store of a rank's job.
 
     Args:
-        timeout: for rank 0 to listen, and for every operation afterwards.
+        timeout: the limit for rank 0 to listen, and of every later operation.
 
     Raises:
         UserError: 320, rank 0 cannot be reached; 322, this is rank 0 and cannot listen.
@@ -51,7 +51,7 @@ def open_store(place: RankContext, timeout: timedelta) -> Store:
             meeting = meeting_of_step()
             where = f"{meeting.host}:{meeting.port}"
             store = _served(meeting, timeout) if world.rank == 0 else _reached(meeting, timeout)
-            store = PrefixStore(step(), store)  # ranks of a job that listens at the same port find no other rank
+            store = PrefixStore(step(), store)  # ranks of another job with the same port see none of these keys
     except dist.DistError as error:
         reason = " ".join(str(error).split())[:80]
         if "EADDRINUSE" in str(error):
@@ -78,7 +78,7 @@ def until(ready: Callable[[], bool], seconds: float) -> bool:
 def deadline(seconds: float, last: Callable[[], object]) -> Iterator[None]:
     """End the process with exit code 1, after a call of `last`, if the block takes longer.
 
-    If the process that serves the store is stopped, a client waits for its answer in C++ without end.
+    If the process that serves the store is stopped, a client waits for its answer in C++ with no timeout.
     """
 
     def end() -> None:
@@ -104,7 +104,7 @@ def address_of(interface: str) -> str:
 
 
 def _served(meeting: Meeting, timeout: timedelta) -> Store:
-    """Serve a store on one address of this host. Raises UserError 322: that cannot be listened on."""
+    """Serve a store on one address of this host. Raises UserError 322: it cannot listen there."""
     try:
         host = address_of(meeting.interface) if meeting.interface else meeting.host
         addresses = socket.getaddrinfo(host, meeting.port, type=socket.SOCK_STREAM)
@@ -127,7 +127,7 @@ def _served(meeting: Meeting, timeout: timedelta) -> Store:
 def _reached(meeting: Meeting, timeout: timedelta) -> Store:
     """Connect to the store of rank 0, which may start later. Raises DistError: it cannot be reached in time."""
 
-    def listens() -> bool:  # torch's own client handles no signal while it tries
+    def listens() -> bool:  # torch's own client does not handle signals while it tries
         try:
             socket.create_connection((meeting.host, meeting.port), _ATTEMPT).close()
             return True

@@ -12,11 +12,11 @@ class World:
     """All ranks of a run, as one of them sees it.
 
     Attributes:
-        rank, size: of this process, and of the run.
-        local_rank: of this process on its host.
-        launcher: "torchrun", "srun", "local" (a parent of ours), or "" for a single process.
-        shares_gpus: ranks of a host take its GPUs in turn, and again from the first where there are more ranks. They
-            talk through the host's memory, for NCCL refuses two ranks on one device.
+        rank, size: the rank of this process, and the number of ranks.
+        local_rank: the rank of this process on its host.
+        launcher: "torchrun", "srun", "local" (`spawn.py`), or "" for a single process.
+        shares_gpus: ranks of a host use its GPUs in turn, so there may be more ranks than GPUs. They communicate
+            through host memory, because NCCL refuses two ranks on one device.
     """
 
     rank: int
@@ -27,7 +27,7 @@ class World:
 
     @property
     def device(self) -> "torch.device":
-        """Return this rank's GPU, or the CPU where there is none. A task that sees only one GPU (srun) has that one."""
+        """Return this rank's GPU, or the CPU if there is none. A rank that sees only one GPU (srun) uses that one."""
         import torch
 
         if not torch.cuda.is_available():

@@ -1,1 +1,1 @@
-"""ZeRO for modules of others: `shard` a module, call it, `backward`, `step`."""
+"""ZeRO for any torch module: `shard` the module, call it, `backward`, `step`."""

@@ -1,9 +1,9 @@
-"""Give a module's parameters the memory of units, and initial values: those of rank 0.
+"""Move a module's parameters into the memory of units, with the initial values of rank 0.
 
-A module may come with values, on any device, or without, on torch's meta device. Part by part: rank 0 makes the values
-of parameters without any, by `initial` or by the modules' own `reset_parameters`; what it has is sent to all (as a sum
-to which the others add zeros), each rank keeps what rests there, and the whole is freed. So no rank ever has more than
-one part in addition to its own shards, and ranks need not draw the same random numbers.
+A module may come with values, on any device, or without values, on torch's meta device. For each part in turn, rank 0
+makes the missing values, with `initial` or the modules' own `reset_parameters`. Its values are sent to all ranks (by an
+all-reduce to which the other ranks add zeros), each rank keeps its own shards, and the whole part is freed. So no rank
+ever holds more than one part in addition to its own shards, and ranks need not draw the same random numbers.
 """
 
 import math
@@ -36,11 +36,11 @@ Shapes = Mapping[Place, torch.Size]  # of every parameter of the module
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of units: over which ranks and where they rest, their buffers, the kernels that compute on them.
+    """The memory of units: the ranks and places that hold them, their buffers, the kernels that compute on them.
 
     Attributes:
         world: all ranks.
-        initial: writes the values of a tensor on meta by its name; None: modules reset their parameters themselves.
+        initial: called as (name, tensor), fills a tensor that was on meta; None: `reset_parameters` of its module does.
     """
 
     world: Axis
@@ -52,16 +52,16 @@ class Memory:
     _pools: dict[torch.dtype, Pool] = field(default_factory=dict)
 
     def ops(self, dtype: torch.dtype, *, updates: bool = False) -> Operations:
-        """Return the kernels next to parameters of a dtype; those of an update are where the update is."""
+        """Return the kernels for a dtype on the device; for updates, on the host if the optimizer is offloaded."""
         on_host = updates and self.offload.optimizer is not None
         return choose(self.kernels, torch.device("cpu") if on_host else self.device, dtype)
 
     def pool(self, dtype: torch.dtype) -> Pool:
-        """Return the buffers of all units for whole parameters, and whole gradients, of a dtype."""
+        """Return the buffer pool that all units share for whole parameters and whole gradients of a dtype."""
         return self._pools.setdefault(dtype, Pool(dtype, self.device, self.world.comm.ledger, "pool"))
 
     def unit(self, layout: UnitLayout, dtype: torch.dtype, *, trained: bool) -> Unit:
-        """Return a unit of zeros."""
+        """Return a new unit, filled with zeros."""
         precision = Precision(dtype, torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
         resources = Resources(
             precision,
@@ -75,7 +75,7 @@ class Memory:
 
 
 def give_units(parts: Sequence[Part], dtype: torch.dtype | None, recipe: Recipe, memory: Memory) -> None:
-    """Give the parameters of every part units, and the values that rank 0 has.
+    """Move the parameters of every part into units, with the values of rank 0.
 
     No rank ever holds more than its shards and one part.
     """
@@ -98,16 +98,16 @@ def give_units(parts: Sequence[Part], dtype: torch.dtype | None, recipe: Recipe,
 
 
 def make_values(part: Part, memory: Memory, shapes: Shapes) -> None:
-    """Give the parameters of a part that are on the meta device values, on rank 0.
+    """Make values on rank 0 for the parameters of a part that are on the meta device.
 
-    `reset_parameters` makes the buffers of its module too; those on meta are not a number before.
+    `reset_parameters` fills its module's buffers too; before, buffers on meta become NaN (0 if not floating point).
 
     Raises:
-        UserError: 509, a module has none.
+        UserError: 509, a module has no `reset_parameters`.
     """
     without = [member for member in part.members if member.parameter.is_meta]
     initial, device = memory.initial, memory.device
-    if not without or memory.world.rank > 0:  # what the others would make is not read
+    if not without or memory.world.rank > 0:  # values of other ranks are not read
         return
     owners = dict.fromkeys(place.owner for member in without for place in member.places)
     if initial is None and (odd := next((one for one in owners if not hasattr(one, "reset_parameters")), None)):
@@ -128,12 +128,12 @@ def make_values(part: Part, memory: Memory, shapes: Shapes) -> None:
                 fill = math.nan if buffer.is_floating_point() else 0
                 owner._buffers[name] = torch.full_like(buffer, fill, device=device)
         with _stand_ins(owner, shapes, device):
-            owner.reset_parameters()  # pyright: ignore[reportCallIssue] - it has been looked for above
+            owner.reset_parameters()  # pyright: ignore[reportCallIssue] - checked above
 
 
 @contextmanager
 def _stand_ins(owner: nn.Module, shapes: Shapes, device: torch.device) -> Iterator[None]:
-    """Let a module reset its own parameters, and copies of those that another part has already."""
+    """Replace parameters that another part's unit has already by zeros of full shape while a module resets its own."""
     taken = {name: p for name, p in owner._parameters.items() if p is not None and hasattr(p, "gradient_slot")}
     for name, parameter in taken.items():
         values = torch.zeros(shapes[Place(owner, name)], dtype=parameter.dtype, device=device)
@@ -143,9 +143,10 @@ def _stand_ins(owner: nn.Module, shapes: Shapes, device: torch.device) -> Iterat
 
 
 def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> None:
-    """Take the values of rank 0 into a unit, and let the module's parameters be views of it.
+    """Fill a unit with the values of rank 0, and make the module's parameters views of it.
 
-    They stay the objects that they are, so that whoever holds one, an optimizer say, is refused (`parameters.py`).
+    Parameters stay the same objects, so that code that holds one, such as an optimizer, gets an error
+    (`parameters.py`); one on the meta device is replaced, and kept as `former`.
     """
     take(unit, {m.name: m.places[0].owner._parameters[m.places[0].attribute] for m in members}, world)
     by_name = {member.name: member for member in members}
@@ -161,7 +162,7 @@ def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> None:
 
 
 def take(unit: Unit, values: Mapping[str, Tensor | None], world: Axis) -> None:
-    """Let a unit have the values that rank 0 has; the others' are not read."""
+    """Fill a unit with the values of rank 0; those of other ranks are not read."""
     dtype = unit.masters.dtype if unit.trainable else unit.resting.parameters.values.dtype
     whole = torch.zeros(unit.numel, dtype=dtype, device=unit.device)
     if world.rank == 0:
@@ -200,7 +201,7 @@ def adopt_buffers(module: nn.Module, memory: Memory) -> None:
 
 
 def from_first(x: Tensor, world: Axis) -> Tensor:
-    """Return rank 0's x on all ranks; those of the others are overwritten. x is contiguous."""
+    """Return rank 0's x on all ranks. x is contiguous, and overwritten on the other ranks."""
     if world.size == 1 or not x.numel():
         return x
     if world.rank > 0:

@@ -1,7 +1,6 @@
-"""Hold all that a sharded module is made of, and the engine that trains it; run the backwards of its steps.
+"""Hold the components of a sharded module and the engine that trains it; run the backwards of its steps.
 
-A backward is of one module, or of several that are in one graph. Parameters that were frozen at first may be trained
-later.
+One backward trains one module, or several in the same graph. Parameters that were frozen at first may be trained later.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,19 +29,19 @@ from megazero.zero.unit import Unit
 
 @dataclass(eq=False)
 class Assembly:
-    """A sharded module, whose parameters refuse from now on what they cannot do.
+    """A sharded module; its parameters refuse operations that sharding rules out (`parameters.py`).
 
     Attributes:
-        module: its parameters are those of the units.
-        tables: whose rows are split.
-        recipe: of the optimizer.
-        clip: the largest global gradient norm let through; 0: no clipping.
-        optimizer: over the units that are trained.
-        engine: over these units, in the order of the module.
+        module: the user's module; its parameters are views of the units.
+        tables: the tables whose rows are split over the ranks.
+        recipe: makes the optimizer.
+        clip: the largest allowed global gradient norm; 0 disables clipping.
+        optimizer: updates the trained units.
+        engine: trains these units, in the order of the module.
         stage_gradients: the gradients of these units.
-        trains: the module has something to train.
-        backwards: of this step so far.
-        frozen: the trained parameters that were frozen in all of them, by name.
+        trains: whether the module has anything to train.
+        backwards: the number of backwards in this step so far.
+        frozen: the names of trained parameters that were frozen in all of this step's backwards.
     """
 
     module: nn.Module
@@ -100,10 +99,10 @@ class Assembly:
         self.begin_step()
 
     def thaw(self, updates: int) -> None:
-        """Train from now on the parameters that were frozen and are not frozen any more.
+        """Start to train the parameters that were frozen and have been unfrozen.
 
         Args:
-            updates: the number of updates that have been done.
+            updates: the number of updates done so far.
 
         Raises:
             UserError: 502, a step is under way, the module has no optimizer, or a parameter cannot be trained.
@@ -125,10 +124,10 @@ class Assembly:
         self._make_engine(self._update_kernels())
         if before.dynamic:
             self.engine.loss_scale = before
-        self.values.begin_epoch()  # a graph of before would gather a unit that is gone
+        self.values.begin_epoch()  # an older graph would gather a unit that has been replaced
 
     def _thawed(self, part: Part, unit: Unit) -> Unit:
-        """Return a trained unit in the place of a frozen one, with its values and its parameters."""
+        """Replace a frozen unit by a trained one with its values and its parameters; return the new unit."""
         layout = replace(unit.layout, name=unit.name.replace("frozen)", "unfrozen)"))
         frozen = unit.resting.parameters
         new = self.memory.unit(layout, frozen.values.dtype, trained=True)
@@ -144,7 +143,7 @@ class Assembly:
         return new
 
     def begin_step(self) -> None:
-        """Begin a step: there is no gradient yet."""
+        """Begin a step, without gradients."""
         self.engine.begin_step()
         self.backwards, self._reduced, self._failed = 0, False, False
         self.frozen = set()
@@ -164,7 +163,7 @@ class Assembly:
             if self._all_summed and not self._shards_gradients:
                 for unit in self.engine.units:
                     unit.gradients.keep_own()
-                self.stage_gradients.clear()  # the next reduction includes the last one
+                self.stage_gradients.clear()  # the next reduction then includes the result of the last one
         self._all_summed, self._reduced, self._failed = last, sends, True
         parts = self.parts
         now = {member.name for part in parts for member in part.trained}
@@ -175,17 +174,17 @@ class Assembly:
         return self.engine.loss(loss, first)
 
     def run(self, begin: Callable[[], None], *, factor: Tensor | None) -> None:
-        """Run autograd, `begin`, while gradients are taken.
+        """Run autograd by calling `begin`, and collect the gradients.
 
         Args:
-            factor: what they are multiplied by (`Calls`).
+            factor: multiplies the gradients; None: they stay as they are (`Calls`).
         """
         with self.calls.backward(factor):
             self.stage_gradients.backward(0, begin, reduce=self._reduced, last=False)
         self._failed = False
 
     def require_whole(self) -> None:
-        """Refuse a step without gradients, or with some that have not been summed. Raises UserError 503, 510."""
+        """Refuse a step without gradients, or with gradients that have not been reduced. Raises UserError 503, 510."""
         if not self.trains:
             raise UserError(510, "the module was sharded without an optimizer", "give shard one", where="step")
         if self._failed:
@@ -199,7 +198,7 @@ class Assembly:
             raise UserError(502, what, "call requires_grad_(True) after the step, and then the module")
 
     def require_backward(self, call: str, *, summed: bool | None = None) -> None:
-        """Refuse a look at gradients that are not there, or have not been summed. Raises UserError 503."""
+        """Refuse a call that needs reduced gradients if there are none. Raises UserError 503."""
         if not self.backwards:
             raise UserError(503, f"{call} without a backward", "call sharded.backward(loss) before", where=call)
         if not (self._reduced if summed is None else summed):
@@ -207,7 +206,7 @@ class Assembly:
             raise UserError(503, "the last backward of the step had last=False", do, where=call)
 
     def forget(self) -> None:
-        """Forget the gradients of this step, and wait for reductions under way."""
+        """Wait for reductions under way, and drop the gradients of this step."""
         self.stage_gradients.finish_reduction()
         for unit in self.engine.units:
             unit.gradients.drop()
@@ -217,12 +216,12 @@ class Assembly:
         self.begin_step()
 
     def meet(self, call: str) -> None:
-        """Wait until all ranks have come to a call, one of `values.CALLS`. Raises UserError 502, 507."""
+        """Wait until all ranks have reached a call, one of `values.CALLS`. Raises UserError 502, 507."""
         self.values.meet(self.memory.axes, call)
 
     @property
     def stage(self) -> int:
-        """Return the stage of ZeRO."""
+        """Return the ZeRO stage."""
         return next(number for number, one in STAGES.items() if one is self.memory.axes.stage)
 
     @property
@@ -234,7 +233,7 @@ class Assembly:
 def run_backward(loss: Tensor, modules: Sequence[Assembly], *, last: bool) -> None:
     """Compute the gradients of a loss for some modules, and reduce them; see `sharded.backward`.
 
-    The modules reduce one after the other, the last one first, whatever the order in which their gradients come.
+    The modules reduce one after the other, the last one first, in whichever order their gradients arrive.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

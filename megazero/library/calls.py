@@ -1,21 +1,21 @@
-"""Run the parts of a module: gather their parameters, show them to the module, take their gradients, release.
+"""Run the parts of a module: gather their parameters, show them to the module, collect gradients, release them.
 
-A call of a part runs its module's own forward between two events:
+A call of a part runs its module's own forward between two steps:
 
-    before    its units are gathered (`values.py`), and the parameters take the places where the module looks for them
-    after     the places are given back, and sharded units are released (the root's stay until the backward is over)
+    before    its units are gathered (`values.py`), and the module's attributes refer to the gathered values
+    after     the attributes refer to the parameters again, and sharded units are released (the root's after backward)
 
-Where gradients are wanted, the parameters of a call are the outputs of one function of autograd (`_Parameters`). Its
-backward runs once, when the gradients of all uses of all of them in that call have been summed by autograd: of
-parameters used once, several times or not at all, whatever the module does inside. They are written into the units'
-buffers then, and a unit whose calls have all had their gradients can be reduced. `.grad` stays empty.
+If gradients are needed, the parameters of a call are the outputs of one autograd function (`_Parameters`). Its backward
+runs once, after autograd has summed the gradients of every use of every parameter in that call. The module may use a
+parameter once, several times or not at all. The gradients are then written into the units' buffers, and a unit can be
+reduced once all of its calls have delivered their gradients. `.grad` stays empty.
 
-What autograd saves of a sharded unit's parameters is looked up again in backward (`shown.py`). A part is gathered when
-the gradient of one of its outputs arrives: what is checkpointed inside of it runs again then, and finds the parameters
-themselves, which have the gathered values. Only an embedding needs nothing of itself in backward.
+If autograd saves a parameter of a sharded unit, backward looks up its values again (`shown.py`). A part is gathered
+when the gradient of one of its outputs arrives: checkpointed code inside the part then runs again, and finds the
+parameters themselves, with the gathered values. An embedding is not gathered: its backward reads no weights.
 
-A parameter that is frozen when its part is called is a constant there. A backward that trains other modules may come
-through this one, which gathers its parts and drops their gradients.
+A parameter that is frozen when its part is called is a constant in that call. A backward that trains other modules may
+pass through this one; it then gathers this module's parts and drops their gradients.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ class _Call:
 
     Attributes:
         before: the part whose call ended last before this one began: its backward comes next.
-        epoch: of the values that it has seen.
+        epoch: the epoch of the values that it has used (`Values`).
         members: the parameters that are not frozen.
     """
 
@@ -51,9 +51,9 @@ class _Call:
     members: list[Member]
 
     def begin_backward(self, _: object = None) -> None:
-        """Gather the part, whose backward begins; prefetch the one whose backward comes next.
+        """Gather the part at the start of its backward; prefetch the part whose backward comes next.
 
-        It is released when its gradients have come, or if there are none when the next one begins.
+        It is released when its gradients have arrived; a part without gradients, when the next one begins.
         """
         self.require_fresh()
         self.calls.join()
@@ -68,11 +68,11 @@ class _Call:
     def need(self, unit: Unit) -> None:
         """Gather a unit that backward needs."""
         self.begin_backward()
-        if unit.parameters.whole is None:  # of another part, of which this one has saved something
+        if unit.parameters.whole is None:  # of another part, whose parameter this one has saved
             self.calls.values.gather.unshard([unit])
 
     def deliver(self, gradients: Sequence[Tensor | None]) -> None:
-        """Write the gradients of the part's trained parameters into its units; None: there was no use of one.
+        """Write the gradients of the part's trained parameters into its units; None for an unused one.
 
         Raises:
             UserError: 506, no backward of `Sharded` runs, the values are stale, or the part has been reduced.
@@ -124,15 +124,15 @@ class Calls:
     """The calls of all parts of a module.
 
     Args:
-        values: of the module.
+        values: the values of the module's units.
 
     Attributes:
-        in_backward: a backward runs that trains the module, or comes through it.
-        trains: it trains the module.
-        held: a part without gradients that backward has gathered, until the next one is; None: there is none.
-        factor: what gradients are multiplied by, where a backward has another loss scale than the module; else None.
+        in_backward: whether a backward runs that trains the module, or passes through it.
+        trains: whether that backward trains the module.
+        held: a part without gradients that backward keeps gathered until it gathers the next one; or None.
+        factor: multiplies gradients if the backward has another loss scale than the module; else None.
         reduced: the parts whose reduction has begun in this backward.
-        on_thaw: called when parameters that were frozen are not frozen any more.
+        on_thaw: called when frozen parameters have been unfrozen.
     """
 
     def __init__(self, values: Values):
@@ -143,14 +143,14 @@ class Calls:
         self.on_thaw: Callable[[], object] = lambda: None
         self._anchor = torch.zeros((), requires_grad=True, device=values.device)
         self.held: Part | None = None
-        self._task = -1  # autograd's number of the backward
+        self._task = -1  # autograd's id of the backward
         self._sharded = any(part.sharded for part in values.parts)
         for part in values.parts:
             prepare(part, self.run, self.stray)
 
     def run(self, part: Part, forward: Forward, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Run the forward of a part between its two events."""
-        if part.running:  # called by itself: its parameters are there
+        """Run the forward of a part, with the steps before and after it."""
+        if part.running:  # a recursive call: its parameters are shown already
             return forward(*arguments, **named)
         values, wants = self.values, torch.is_grad_enabled()
         if values.lent is not None:
@@ -178,7 +178,7 @@ class Calls:
                 values.end(part, graph=wants, keeps=keeps)
 
     def follow(self) -> None:
-        """Call `on_thaw` if parameters that were frozen are not frozen any more, unless a forward or backward runs."""
+        """Call `on_thaw` if frozen parameters have been unfrozen, unless a forward or backward runs."""
         parts = self.values.parts
         idle = not self.values.process.in_backward and not any(part.running for part in parts)
         if idle and any(part.thawed for part in parts):
@@ -188,7 +188,7 @@ class Calls:
         """Put a part's parameters where its module looks for them."""
         live = set() if call is None else set(call.members)
         if call is not None and live:
-            if not (self.in_backward and part.open):  # else a checkpoint repeats a call, which stands for it
+            if not (self.in_backward and part.open):  # else a checkpoint repeats a call that is still open
                 part.open.add(call)
             for member, value in zip(call.members, _Parameters.apply(call, self._anchor), strict=True):
                 put(member, value)
@@ -197,7 +197,7 @@ class Calls:
                 put(member, member.values)
 
     def release_trained(self, part: Part, gradients: Sequence[Tensor | None]) -> None:
-        """Free the values of trained parameters whose gradients have come, which then may have their memory."""
+        """Free the values of trained parameters whose gradients have arrived, so that gradients can use the memory."""
         if not part.sharded or part.running:
             return
         units = [unit for unit in part.units if unit.trainable]
@@ -207,7 +207,7 @@ class Calls:
             self.values.release_units(units)
 
     def complete(self, part: Part) -> None:
-        """Let a part's gradients be reduced, unless more of them are to come in this backward."""
+        """Mark a part's gradients as ready to be reduced, unless more of them will arrive in this backward."""
         if part.strays or part.open:
             return
         if not part.root:
@@ -219,19 +219,19 @@ class Calls:
                     unit.gradients.deliveries.on_complete()
 
     def take(self, member: Member, gradient: Tensor) -> None:
-        """Write a gradient into its unit's buffer, or add it to those before; drop it if others are trained."""
+        """Write a gradient into its unit's buffer, or add it to earlier ones; drop it if only other modules train."""
         if not self.trains:
             return
         if self.factor is not None:
             gradient = gradient * self.factor
         slot = member.unit.gradients.views[member.name]
-        if gradient.layout == torch.sparse_coo:  # of an embedding alone
+        if gradient.layout == torch.sparse_coo:  # only from embeddings
             slot.write_rows(gradient._indices()[0], gradient._values())
         else:
             slot.write(gradient)
 
     def begin_backward(self, _: object = None) -> None:
-        """Count the gradients to come to parameters themselves, and wait for none of units that are frozen."""
+        """Count the gradients that will reach parameters themselves; expect none for units that are frozen."""
         self._task = torch._C._current_graph_task_id()
         for part in self.values.parts:
             part.strays = sum(map(torch._C._will_engine_execute_node, part.nodes))
@@ -242,7 +242,7 @@ class Calls:
 
     @contextmanager
     def backward(self, factor: Tensor | None) -> Iterator[None]:
-        """Take gradients in this context, in which a backward trains the module. If it fails, no call stays open.
+        """Collect gradients in this context, in which a backward trains the module; if it fails, close all calls.
 
         Args:
             factor: see `Calls`.
@@ -258,7 +258,7 @@ class Calls:
             self.leave()
 
     def join(self) -> None:
-        """Take part in a backward that trains other modules, and has come to this one."""
+        """Take part in a backward that trains other modules and has reached this one."""
         if self.values.process.in_backward and not self.in_backward:
             self.trains = False
             self._enter()
@@ -271,7 +271,7 @@ class Calls:
             part.strays = 0
 
     def leave(self) -> None:
-        """Free what a backward has needed."""
+        """End a backward: free the values that it has gathered."""
         values = self.values
         self.in_backward = False
         values.ended = values.called = self.held = None
@@ -279,13 +279,13 @@ class Calls:
         values.storages.clear()
 
     def stray(self, part: Part, member: Member, parameter: nn.Parameter) -> None:
-        """Take a gradient that came to a parameter itself, which was used while it was not shown.
+        """Take a gradient that reached a parameter itself, which was not used through a call of its part.
 
-        A checkpoint that runs backward inside of a part's backward does that, and so does a penalty on weights that
-        rest whole.
+        A checkpoint that runs backward inside a part's backward causes that, and so does a penalty on weights that
+        are not sharded.
 
         Raises:
-            UserError: 506, the part's gradients have been reduced, or its values were not there.
+            UserError: 506, the part's gradients have been reduced, or its values were not gathered.
         """
         gradient, parameter.grad = parameter.grad, None
         self.join()

@@ -1,9 +1,9 @@
-"""Update flat shards with an optimizer of torch that treats every element alike.
+"""Update flat shards with an elementwise torch optimizer.
 
-A rank has an interval of a unit's flat buffer: some rows of a matrix, a part of the next one. An optimizer whose update
-of an element depends on that element's own gradient and state alone computes the same there as on whole matrices;
-others do not (Muon, LAMB, Adafactor, Shampoo). `trial` finds out which it is, and what state it keeps: it steps on a
-small matrix, and on the same elements in two pieces.
+A rank has an interval of a unit's flat buffer: some rows of one matrix, a part of the next. An optimizer is elementwise
+if its update of an element depends only on that element's own gradient and state: on a shard it computes the same
+values as on whole matrices. Muon, LAMB, Adafactor and Shampoo are not elementwise. `trial` tests an optimizer and finds
+its state: it steps on a small matrix, and on the same elements in two pieces.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,12 +24,12 @@ _SHAPE, _CUT, _STEPS = (6, 4), 9, 3
 
 @dataclass(frozen=True)
 class Kept:
-    """The state of an optimizer of torch.
+    """The state that a torch optimizer keeps.
 
     Attributes:
-        elements: its names for values of each element.
-        counts: it has a count of its updates, called "step".
-        lr: the learning rate that it was made with; None: it has none.
+        elements: the names of its state tensors with one value per element.
+        counts: whether it counts its updates, as "step".
+        lr: the learning rate that it was made with; or None.
     """
 
     elements: tuple[str, ...]
@@ -38,11 +38,10 @@ class Kept:
 
 
 def trial(make: Factory, name: str) -> Kept:
-    """Return what state an optimizer keeps.
+    """Test that an optimizer is elementwise, and return the state that it keeps.
 
     Raises:
-        UserError: 501, it cannot be made, it does not treat elements alike, or its state is neither of elements nor a
-            count.
+        UserError: 501, it fails, it is not elementwise, or it has state other than values per element and a count.
     """
     draw = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(1 + _STEPS, *_SHAPE, generator=draw, dtype=torch.float64)
@@ -73,7 +72,7 @@ def _stepped(
         for gradient in gradients:
             parameter.grad = gradient.clone()
             optimizer.step()
-    except Exception as error:  # whatever a stranger's code raises: it says why
+    except Exception as error:  # user code may raise anything; its text gives the reason
         raise UserError(501, f"{name} cannot be tried: {error}", where="optimizer") from error
     return parameter.detach(), optimizer
 
@@ -83,10 +82,10 @@ class _Piece:
     """The elements of a unit's shard that are in one group.
 
     Attributes:
-        where: their place in the shard.
+        where: their interval in the shard.
         parameter: a view of the masters.
-        states: views of what the optimizer keeps of each element, by name.
-        make: makes the optimizer of torch.
+        states: views of the optimizer's state tensors, by name.
+        make: makes the torch optimizer.
         lr_factor: multiplies the learning rate.
         step: counts the updates, fp32, 0-dim, on the host.
     """
@@ -99,9 +98,9 @@ class _Piece:
     step: Tensor
 
     def update(self, gradient: Tensor, lr: float, *, counts: bool) -> None:
-        """Update with a gradient of the masters' dtype, by an optimizer that gets the state of the update before."""
+        """Update with a gradient in the masters' dtype; a new optimizer gets the state of the previous update."""
         optimizer = self.make()
-        if updates := int(self.step):  # a first update may be another one than with a state of zeros
+        if updates := int(self.step):  # a first update without state may differ from one with a state of zeros
             state: dict[str, Any] = dict(self.states)
             if counts:
                 there = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
@@ -116,7 +115,7 @@ class _Piece:
         self.keep(optimizer)
 
     def keep(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy state that an optimizer has made into the unit's, which checkpoints save."""
+        """Copy state that an optimizer has allocated into the unit's state, which checkpoints save."""
         own = optimizer.state.get(self.parameter, {})
         for name, values in self.states.items():
             if name in own and own[name] is not values:
@@ -124,16 +123,16 @@ class _Piece:
 
 
 class Elementwise:
-    """An optimizer of torch over the shard of a unit (`optim/optimizer.py`).
+    """A torch optimizer for the shard of a unit; the interface is in `optim/optimizer.py`.
 
     Args:
         unit: its masters are updated, in place.
         make: makes the optimizer for some parameters.
-        options: what differs from `make`, by the name of a group (`zero.layout.Group.optimizer`).
-        kept: what it keeps.
+        options: options that override those of `make`, by the group's name (`zero.layout.Group.optimizer`).
+        kept: the state that it keeps.
 
     Attributes:
-        state: by unit and name.
+        state: state tensors, by unit and name.
     """
 
     KIND = "torch"
@@ -147,7 +146,7 @@ class Elementwise:
             states = {name: flat[where] for name, flat in self.state[unit].items()}
             of_group = partial(make, [{"params": [parameter], **options[group.optimizer]}])
             piece = _Piece(where, parameter, states, of_group, group.lr_factor, torch.zeros(()))
-            piece.keep(of_group())  # some begin with other values than zeros
+            piece.keep(of_group())  # some optimizers begin with state that is not zero
             self._pieces.append(piece)
 
     def steps(self, unit: Unit) -> list[Tensor]:
@@ -157,7 +156,7 @@ class Elementwise:
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
         """Update the unit's masters with gradients multiplied by `scale`, and write `unit.resting.updated`.
 
-        The host waits for `skip`: an optimizer of torch cannot be told by the device to change nothing.
+        The host waits for `skip`, because a flag on the device cannot make a torch optimizer change nothing.
         """
         if not bool(skip):
             for piece in self._pieces:

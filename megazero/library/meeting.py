@@ -1,4 +1,4 @@
-"""Meet the other ranks: those that torchrun or srun started, or those that `launch` forks; alone without either."""
+"""Connect the ranks that torchrun or srun started, or that `launch` forks; without either, run as one rank."""
 
 import pickle
 import signal
@@ -33,31 +33,33 @@ T = TypeVar("T")
 
 @dataclass
 class _Here:
-    """The place of this process among the ranks, its communication once it has met them, and its sharded modules."""
+    """The place of this process among the ranks, its communication context once connected, and its modules."""
 
     place: RankContext
     comm: CommContext | None = None
     process: Process = field(default_factory=Process)
 
 
-# Of a process, or of a thread that acts as a rank of its own: whoever shards a second module has met the others.
+# One per process, or per thread that acts as a rank: a second `shard` finds the ranks connected.
 _HERE: ContextVar[_Here | None] = ContextVar("here", default=None)
 
 
 def be(place: RankContext, comm: CommContext | None = None) -> None:
-    """Let this process, or this thread, be a rank for what it shards from now on.
+    """Make this process, or this thread, a rank for the modules that it shards afterwards.
 
     Args:
-        comm: its communication, if it has met the others.
+        comm: its communication context, if it is connected to the other ranks.
     """
     _HERE.set(_Here(place, comm))
 
 
 def meet(timeout: timedelta) -> tuple[World, CommContext, Process]:
-    """Return this process' place in the world, a communication context with a ledger of its own, and its modules.
+    """Connect to the other ranks, if not done yet.
+
+    Returns: this process' place in the world, a communication context with its own ledger, and the process' modules.
 
     Raises:
-        UserError: 111, 3xx, the ranks do not come together; 510, torch.distributed is initialised already.
+        UserError: 111, 3xx, the ranks cannot connect; 510, torch.distributed is initialised already.
         CollectiveError: a rank stopped answering after the roll call.
     """
     here = _HERE.get()
@@ -79,17 +81,17 @@ def meet(timeout: timedelta) -> tuple[World, CommContext, Process]:
 
 
 def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
-    """Run a function on `nproc` ranks that are forked from this process; return what rank 0's returned.
+    """Run a function on `nproc` ranks that are forked from this process; return rank 0's result.
 
-    torch must not have computed with several threads in this process before: a fork does not have its threads.
+    torch must not have computed with several threads in this process before: a fork does not inherit its threads.
 
     Args:
-        function: called with `arguments` in each rank. Tensors that it returns come to the host's memory.
+        function: called with `arguments` in each rank. Tensors that it returns are copied to host memory.
 
     Raises:
-        UserError: 510, a rank failed, and has said why; or rank 0's result cannot be pickled.
+        UserError: 510, a rank failed (with its message), or rank 0's result cannot be pickled.
         BaseException: the first exception of the function on any rank, with that rank and its traceback as a note; a
-            RuntimeError with its name and text where it cannot be pickled, or made again from its pickle.
+            RuntimeError with its name and text if it cannot be pickled and unpickled.
     """
     lines: list[str] = []
     where = getattr(function, "__name__", "launch")
@@ -100,7 +102,7 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
             be(place)
             try:
                 found = function(*arguments)
-            except (UserError, CollectiveError, FailedElsewhere):  # these have lines of their own
+            except (UserError, CollectiveError, FailedElsewhere):  # these are reported in one line
                 raise
             except BaseException as error:
                 _keep(error, place.world.rank, raised[place.world.rank])
@@ -123,12 +125,12 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any) -> T:
 
 
 def _answer(found: object, file: IO[bytes]) -> None:
-    """Write what rank 0 returns into a file. Raises UserError 510: it cannot be pickled."""
+    """Write the result of rank 0 into a file. Raises UserError 510: it cannot be pickled."""
     try:
-        # Copies: pickle would write all of the memory that a view is of.
+        # Copies, because pickle writes the whole storage of a view.
         copies = tree_map_only(Tensor, lambda x: x.detach().cpu().clone(memory_format=torch.contiguous_format), found)
         pickle.dump(copies, file)
-    except Exception as error:  # whatever a class of the user's raises
+    except Exception as error:  # a class of the user's may raise anything
         do = "return numbers, text, tensors, lists and dictionaries"
         raise UserError(510, f"rank 0 returned a {type(found).__name__}: {error}", do, where="launch") from None
     file.flush()
@@ -139,25 +141,25 @@ def _keep(error: BaseException, rank: int, file: IO[bytes]) -> None:
     error.add_note(f"on rank {rank}:\n{''.join(traceback.format_exception(error))}")
     try:
         pickled = pickle.dumps(error)
-    except Exception:  # whatever a class of the user's raises
+    except Exception:  # a class of the user's may raise anything
         pickled = b""
     pickle.dump((time.monotonic(), f"{type(error).__name__}: {error}", error.__notes__, pickled), file)
     file.flush()
 
 
 def _first_kept(files: Sequence[IO[bytes]]) -> BaseException | None:
-    """Return the exception that was raised first on any rank; None: no rank has kept one."""
+    """Return the exception that was raised first on any rank; None: no rank has written one."""
     found: list[tuple[float, str, list[str], bytes]] = []
     for file in files:
         file.seek(0)
-        with suppress(EOFError, pickle.UnpicklingError):  # its rank was ended before it wrote, or while it did
+        with suppress(EOFError, pickle.UnpicklingError):  # its rank ended before or while it wrote
             found.append(pickle.load(file))
     if not found:
         return None
     _, text, notes, pickled = min(found)
     try:
         error: BaseException = pickle.loads(pickled)
-    except Exception:  # there is no pickle, or whatever a class of the user's raises
+    except Exception:  # no pickle, or a class of the user's raises
         error = RuntimeError(text)
     error.__notes__ = notes
     return error

@@ -1,15 +1,15 @@
-"""Make the optimizer that a user asks for: ours by name, or any class of torch's that treats elements alike.
+"""Make the optimizer that a user asks for: megazero's AdamW by name, or any elementwise torch optimizer.
 
-    "adamw"                                          ours, with its defaults (those of torch.optim.AdamW)
+    "adamw"                                          AdamW with its defaults (those of torch.optim.AdamW)
     {"name": "adamw", "lr": 3e-4, ...}               with options: lr, betas, eps, weight_decay
     lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
-Parameters whose names fit the pattern of a group have that group's options instead: (pattern, options) pairs, of which
-the first that fits counts. Ours knows "lr", and "weight_decay" (the same or 0).
+Groups are (pattern, options) pairs: a parameter takes the options of the first pattern that its name matches. Groups of
+megazero's AdamW may have "lr", and "weight_decay" (the optimizer's own value or 0).
 
-Frozen parameters keep values, state and count in an update. Where some parameters of a unit are frozen and others not,
-each becomes a group of its own in the unit's layout, which then has a count of its updates for each. A frozen one is
-updated with the rest and put back.
+An update does not change the values, the state and the update count of frozen parameters. If only some parameters of a
+unit are frozen, each of its parameters becomes a group of its own in the unit's layout, with its own update count. A
+frozen one is updated with the rest, and its earlier values are then restored.
 """
 
 from bisect import bisect_right
@@ -37,14 +37,14 @@ _WHERE = "optimizer"
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimizer that can be made for units.
+    """How to make the optimizers of units.
 
     Attributes:
-        lr: its learning rate where a step does not say one.
-        state: the names of what it keeps of each element.
+        lr: the learning rate of steps that give none.
+        state: the names of its state tensors, which have one value per element.
         make: (unit, bucket, kernels) -> the optimizer of a unit.
-        groups: patterns of parameters' names, each with its group.
-        rest: the group of the others.
+        groups: patterns of parameter names, each with its group.
+        rest: the group of all other parameters.
     """
 
     lr: float
@@ -54,15 +54,15 @@ class Recipe:
     rest: Group
 
     def group(self, name: str) -> Group:
-        """Return the group of a parameter by its name: of the first pattern that fits it."""
+        """Return the group of the first pattern that a parameter's name matches, else `rest`."""
         return next((group for pattern, group in self.groups if fnmatchcase(name, pattern)), self.rest)
 
 
 def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
-    """Return how to make the optimizer that was asked for; None: one of no parameter.
+    """Return the recipe of the optimizer that was asked for; None: a recipe that trains no parameter.
 
     Raises:
-        UserError: 501, there is none of that name, it does not know an option, or it does not treat elements alike.
+        UserError: 501, an unknown name or option, or an optimizer that is not elementwise.
     """
     if asked is None:
         return replace(_adamw(dict(_ADAMW), ()), lr=0.0, state=())
@@ -116,7 +116,7 @@ def _of_torch(make: Factory, groups: Groups) -> Recipe:
 
 
 def _lr_factor(pattern: str, options: Options, lr: float) -> float:
-    """Return a group's learning rate as a multiple of the optimizer's. Raises UserError 501: that is 0."""
+    """Return a group's learning rate as a multiple of the optimizer's. Raises UserError 501: only the latter is 0."""
     own = options.get("lr", lr)
     if own != lr and lr == 0:
         raise UserError(501, f"{pattern!r}: lr {own} next to an optimizer's lr of 0", "give both one", where=_WHERE)
@@ -124,15 +124,15 @@ def _lr_factor(pattern: str, options: Options, lr: float) -> float:
 
 
 class Following:
-    """An optimizer for each unit, which follows `requires_grad_` (`optim/optimizer.py`).
+    """One optimizer per unit, which leaves frozen parameters unchanged; `optim/optimizer.py` has the interface.
 
     Args:
-        bucket, ops: of these optimizers (`Recipe.make`).
+        bucket, ops: arguments of `Recipe.make`.
 
     Attributes:
-        STATE: the names of what they keep of each element.
-        state: for each unit its state.
-        frozen: the parameters that the next update leaves alone, by name.
+        STATE: the names of their state tensors.
+        state: the state tensors of each unit, by name.
+        frozen: the names of the parameters that the next update does not change.
     """
 
     def __init__(self, units: Sequence[Unit], recipe: Recipe, bucket: int, ops: Operations):
@@ -149,7 +149,7 @@ class Following:
         self.state[unit] = self._of[unit].state[unit]
 
     def add(self, unit: Unit, updates: int) -> None:
-        """Update another unit from now on, which was frozen in so many updates."""
+        """Add a unit that was frozen in the first `updates` updates."""
         self._add(unit)
         self._missed |= {i.name: torch.tensor(float(updates), device=unit.device) for i in unit.layout.intervals}
 
@@ -172,11 +172,11 @@ class Following:
             values.copy_(before)
 
     def counts(self, updates: int) -> dict[str, int]:
-        """Return how many updates parameters have seen that have missed some of `updates`."""
+        """Return the update counts, by name, of parameters that have missed some of `updates` updates."""
         return {name: updates - int(missed) for name, missed in self._missed.items() if missed}
 
     def restore(self, updates: int, counts: Mapping[str, int]) -> None:
-        """Continue after `updates`, with the `counts` of parameters that have missed some."""
+        """Continue after `updates` updates; `counts` has the update counts of parameters that missed some."""
         self._missed = {name: torch.tensor(float(updates - count)) for name, count in counts.items()}
         for unit in self._of:
             if not counts.keys().isdisjoint(interval.name for interval in unit.layout.intervals):
@@ -185,7 +185,7 @@ class Following:
                     step.fill_(counts.get(name, updates))
 
     def _values_of(self, unit: Unit, names: Collection[str]) -> Iterator[Tensor]:
-        """Yield what rests here of some parameters of a unit: values, state, counts."""
+        """Yield this rank's values, state and update counts of some parameters of a unit."""
         if names:
             flats = [unit.masters, unit.resting.updated.values, *self.state[unit].values()]
             for (name, where), step in zip(_pieces(unit), self.steps(unit), strict=True):
@@ -193,7 +193,7 @@ class Following:
                     yield from (step, *(flat[where] for flat in flats))
 
     def _separate(self, unit: Unit) -> None:
-        """Give each parameter of a unit a group of its own, and the optimizer that it had its state."""
+        """Give each parameter of a unit a group of its own; the unit's new optimizer takes over the state."""
         layout = unit.layout
         if len(layout.groups) == len(layout.intervals):
             return
@@ -213,7 +213,7 @@ class Following:
 
 
 def _pieces(unit: Unit) -> list[tuple[str, slice]]:
-    """Return the place in a unit's shard of each of its groups that has some of it, with its first parameter."""
+    """Return (first parameter, interval in the shard) of each group with elements in this rank's shard of a unit."""
     starts = [interval.start for interval in unit.layout.intervals]
     places = [where for _, where in unit.layout.group_slices(unit.shard)]
     firsts = [bisect_right(starts, unit.shard.start + where.start) - 1 for where in places]

@@ -1,16 +1,16 @@
-"""Let the parameters of a sharded module refuse what they cannot do, and name the call of `Sharded` that can.
+"""Make sharded parameters refuse unsupported operations, and name the call of `Sharded` to use instead.
 
 Users of torch read and change a module's parameters in many ways: `state_dict`, `deepcopy`, `pickle`, an optimizer,
-`clip_grad_norm_`, `nn.init`. All of them come to operations on the parameters, and torch asks a subclass of `Tensor`
-before each one (`__torch_function__`, as in torch.nn.UninitializedParameter):
+`clip_grad_norm_`, `nn.init`. All of them are operations on the parameters, and torch passes each operation to
+`__torch_function__` of a subclass of `Tensor` (as in torch.nn.UninitializedParameter):
 
     shape, dtype, device, ...  those of the whole parameter, also while its values rest in shards
     values                     those of the last update; refused while they rest in shards
     changes in place           refused outside of `Sharded.gathered`: masters and other ranks would not get them;
-                               through a view they are noticed by the next call of `Sharded`
-    `.grad`, hooks of it       refused: it stays empty, so an optimizer or a norm would do nothing and not say so
+                               the next call of `Sharded` detects changes through a view
+    `.grad`, hooks of it       refused: it stays empty, so an optimizer or a norm would silently do nothing
 
-While a part's forward runs, the module sees plain tensors in the place of its parameters (`calls.py`).
+While a part's forward runs, the module sees plain tensors in place of its parameters (`calls.py`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,9 +36,9 @@ class ShardedParameter(nn.Parameter):
     """A parameter of a sharded module; `guard` makes it one.
 
     Attributes:
-        full_name: of the module.
-        whole: its shape as a whole.
-        of: the values of its module.
+        full_name: its name in the module.
+        whole: the shape of the whole parameter.
+        of: the `Values` of its module.
     """
 
     full_name: str
@@ -53,7 +53,7 @@ class ShardedParameter(nn.Parameter):
         arguments: Sequence[Any] = (),
         named: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute an operation on parameters. Raises UserError 502, 506: it needs, or changes, what is not here."""
+        """Compute an operation on parameters. Raises UserError 502: it changes one; 506: it needs values or `.grad`."""
         named, name = named or {}, function.__name__
         attribute = getattr(getattr(function, "__self__", None), "__name__", "")  # of a property
         with torch._C.DisableTorchFunctionSubclass():
@@ -75,7 +75,7 @@ class ShardedParameter(nn.Parameter):
                 if isinstance(used, cls):
                     used._require_values()
             if name == "__get__" and attribute == "data":
-                return arguments[0].detach()  # a change of it is a change of the parameter, and noticed
+                return arguments[0].detach()  # it shares the version counter, so changes are detected
             return function(*arguments, **named)
 
     @property
@@ -117,10 +117,10 @@ class ShardedParameter(nn.Parameter):
 
 
 def guard(module: nn.Module, values: Values, tables: Iterable[RowShard]) -> None:
-    """Let a module refuse what would go past its shards.
+    """Make a module and its parameters refuse operations that would bypass the shards.
 
     Args:
-        tables: whose rows are split.
+        tables: the tables whose rows are split.
     """
     for member in (member for part in values.parts for member in part.members):
         for parameter in (member.parameter, member.former):

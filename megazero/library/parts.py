@@ -1,10 +1,10 @@
-"""Divide a module into parts, whose parameters are gathered together, and find the place of every parameter.
+"""Divide a module into parts, each gathered as a whole, and find the places of every parameter.
 
 A part is a submodule with all parameters below it that belong to no part inside it; the rest is the part `ROOT`,
-the module itself. A parameter that submodules of several parts share belongs to the root, which is there during the
-whole forward and backward.
+the module itself. A parameter that submodules of several parts share belongs to the root, which stays gathered
+during the whole forward and backward.
 
-A part has a unit for each dtype of its parameters, and units of their own for frozen ones: a unit is one flat buffer.
+A part has one unit, a flat buffer, for each dtype of its parameters, and separate units for frozen ones.
 """
 
 import zlib
@@ -38,11 +38,11 @@ class Member:
 
     Attributes:
         name: its first full name in the module.
-        parameter: the module finds it in its places: that which the module came with, later one of the unit's.
-        places: all that it has.
-        unit: has its values.
-        index: its number among the unit's parameters.
-        former: what the module came with, if that was on the meta device: whoever holds it is refused.
+        parameter: the module's parameter; it becomes a view of the unit (`adopt.py`).
+        places: all places of the parameter.
+        unit: the unit that holds its values.
+        index: its index among the unit's parameters.
+        former: the original parameter, if it was on the meta device: a use of it raises an error.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Member:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the parameter's shape as a whole."""
+        """Return the shape of the whole parameter."""
         return self.unit.layout.intervals[self.index].shape
 
     @property
     def values(self) -> Tensor:
-        """Return the parameter's values in a unit that is whole here."""
+        """Return the parameter's values; its unit must be gathered."""
         return self.unit.parameters.values()[self.index].detach()
 
 
@@ -68,18 +68,18 @@ class Part:
     """A submodule whose parameters are gathered together.
 
     Attributes:
-        name: of the submodule, or ROOT.
+        name: the name of the submodule, or ROOT.
         module: the submodule.
         members: the parameters that belong to it, trained ones first.
         trained: members that may be trained; set by `find_units`.
-        units: of all members; set by `find_units`.
-        sharded: some unit rests in shards.
-        running: a call of it runs now.
-        open: its calls with gradients in this epoch that no backward has reached. When a graph is freed is each
-            rank's own matter, so a call whose output is dropped stays here until the epoch ends.
-        after: the part that was called after it in the last forward: it is prefetched.
-        nodes: of autograd, which take the gradients of its parameters' uses outside of its forward.
-        strays: such gradients that are still to come in this backward.
+        units: the units of all members; set by `find_units`.
+        sharded: whether any of its units rests in shards.
+        running: whether a call of it is running.
+        open: its calls with gradients in this epoch that no backward has reached. Ranks may free a graph at different
+            times, so a call whose output is dropped stays here until the epoch ends.
+        after: the part that was called after it in the last forward, to be prefetched.
+        nodes: the autograd nodes that get the gradients of its parameters' uses outside its forward.
+        strays: the number of such gradients that will still arrive in this backward.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Part:
 
     def __post_init__(self) -> None:
         self.root, self.number = self.name == ROOT, zlib.crc32(self.name.encode())
-        self.looks_up = isinstance(self.module, nn.Embedding | nn.EmbeddingBag)  # its backward reads nothing of it
+        self.looks_up = isinstance(self.module, nn.Embedding | nn.EmbeddingBag)  # its backward reads no weights
 
     def find_units(self) -> None:
         """Find the units of the members, trained ones first."""
@@ -107,7 +107,7 @@ class Part:
 
     @property
     def here(self) -> bool:
-        """Return whether the values of all its units are whole here."""
+        """Return whether all its units are whole on this rank."""
         return all(unit.parameters.whole is not None for unit in self.units)
 
     @property
@@ -117,13 +117,13 @@ class Part:
 
     @property
     def thawed(self) -> list[Member]:
-        """Return the parameters that were frozen when they got their units, and are not frozen now."""
+        """Return the parameters that were frozen when they got their units, and have been unfrozen since."""
         return _asking(self.members[len(self.trained) :])
 
 
 def _asking(members: Sequence[Member]) -> list[Member]:
-    """Return those that ask for gradients."""
-    with torch._C.DisableTorchFunctionSubclass():  # `ShardedParameter` would take 16 times as long
+    """Return the members that require gradients."""
+    with torch._C.DisableTorchFunctionSubclass():  # through `ShardedParameter` it takes 16 times as long
         return [member for member in members if member.parameter.requires_grad]
 
 
@@ -155,9 +155,9 @@ def parts_of(module: nn.Module, units: Units | None, without: Container[str] = (
 
 
 def _reader(name: str, modules: dict[str, nn.Module]) -> str:
-    """Return the name of the submodule of torch that reads the weights of a submodule and never calls it, or its own.
+    """Return the name of the torch module that reads a submodule's weights without calling it, or its own name.
 
-    Attention reads those of its projection; a layer of a transformer, in evaluation, those of all in it.
+    nn.MultiheadAttention does so with its projection, nn.TransformerEncoderLayer, in evaluation, with all it contains.
     """
     parents = [name[:at] for at in range(len(name)) if name[at] == "."]
     readers = nn.MultiheadAttention | nn.TransformerEncoderLayer
@@ -172,7 +172,7 @@ def _home(name: str, parts: dict[str, Part]) -> str:
 
 
 def _repeated(module: nn.Module) -> set[str]:
-    """Return the names of repeated blocks: children of one class, of the outermost containers that have several."""
+    """Return the names of repeated blocks: children of one class in a container, the outermost with several."""
     found: set[str] = set()
 
     def visit(name: str, here: nn.Module) -> None:
@@ -191,7 +191,7 @@ def _repeated(module: nn.Module) -> set[str]:
 
 
 def submodules(module: nn.Module, units: Units, what: str) -> set[str]:
-    """Return the names of the submodules that were asked for. Raises UserError 500: `what` has one that is none."""
+    """Return the names of the submodules that were asked for. Raises UserError 500: a unit of `what` matches none."""
     modules = {name: one for name, one in module.named_modules() if name}
     found: set[str] = set()
     for unit in [units] if isinstance(units, str) else units:
@@ -209,7 +209,7 @@ def submodules(module: nn.Module, units: Units, what: str) -> set[str]:
 
 
 def _known(names: Iterable[str]) -> str:
-    """Return in words which names there are."""
+    """Return a text that lists the first names."""
     some = list(names)
     more = f" and {len(some) - 6} more" if len(some) > 6 else ""
     return f"it has {', '.join(some[:6])}{more}" if some else "it has none"
@@ -224,7 +224,7 @@ def buffers_of(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a state_dict has by name, a shared one once."""
+    """Return the buffers that a state_dict has, by name; a shared buffer appears once."""
     found: dict[int, tuple[str, Tensor]] = {}
     for name, owner, attribute, buffer in buffers_of(module):
         if attribute not in owner._non_persistent_buffers_set:
@@ -233,7 +233,7 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def fitting(patterns: str | Sequence[str], names: Sequence[str], what: str) -> set[str]:
-    """Return the names that fit any of some patterns. Raises UserError 500: one of them fits none."""
+    """Return the names that match any of the patterns. Raises UserError 500: a pattern matches no name."""
     found: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         fit = {name for name in names if fnmatchcase(name, pattern)}

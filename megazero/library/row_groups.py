@@ -1,15 +1,15 @@
-"""Look up in tables whose rows are split, and update them: all tables of one width and dtype together.
+"""Look up rows of tables that are split over ranks, and update them: all tables of one width and dtype together.
 
-Of a table of R rows on N ranks each rank has the rows [k R/N, (k+1) R/N), and is their only owner. The rows that a rank
-owns of all tables of a group lie in one buffer, one table after the other, with the optimizer's state next to
-it; so a look-up in all of them is three exchanges, and one update:
+Rank k of N owns the rows [k R/N, (k+1) R/N) of a table of R rows; no other rank has them. A rank keeps its rows of all
+tables of a group in one buffer, one table after the other, with the optimizer's state in the same order. So a look-up
+in all of them takes three exchanges, and one update:
 
-    ids        the distinct rows that this rank's samples ask for, each sent to its owner as its place in that buffer
+    ids        the distinct rows that this rank's samples need, each sent to its owner as its place in that buffer
     values     come back, D numbers for each
     gradients  of the same rows go to the owners in backward, D numbers for each
 
-Owners keep what has come until the step, sum it over ranks and micro-batches in that order, and update only the rows
-that were touched (`row_optimizers.py`).
+Owners keep the received gradients until the step, sum them over ranks and micro-batches in that order, and update only
+the touched rows (`row_optimizers.py`).
 """
 
 import zlib
@@ -38,13 +38,13 @@ class RowShard:
     """The rows of one table that this rank owns.
 
     Args:
-        name: of the table's parameter.
-        whole: rows of the whole table.
+        name: the name of the table's parameter.
+        whole: the number of rows of the whole table.
 
     Attributes:
-        values: the rows that this rank owns [n, D], a part of the group's.
-        state: what the optimizer keeps of them, by name.
-        weight: the parameter that the table has in place of the whole one; it may be frozen.
+        values: the rows that this rank owns [n, D], a view of the group's rows.
+        state: the optimizer's state of these rows, by name.
+        weight: the parameter of the table's module, which replaces the whole one; it may be frozen.
     """
 
     name: str
@@ -71,7 +71,7 @@ class RowShard:
         return self.whole, self.values.shape[1]
 
     def draw(self, padding: int | None) -> None:
-        """Write initial values, normal as those of torch's tables; they depend on name and row alone."""
+        """Write normal initial values, as torch's embeddings have; they depend only on the name and the row."""
         flat, start = self.values.view(-1), self.first * self.values.shape[1]
         for at in range(0, len(flat), PIECE):
             stop = min(at + PIECE, len(flat))
@@ -80,10 +80,10 @@ class RowShard:
             self.values[padding - self.first] = 0.0
 
     def _pieces(self) -> Iterator[tuple[slice, Tensor, slice, slice]]:
-        """Yield the whole table in pieces that are sent at a time.
+        """Yield the whole table in pieces, each sent at once.
 
         Yields:
-            (its rows, new zeros for them, this rank's own rows counted in the piece, and among its own rows).
+            (rows of the piece, new zeros for them, this rank's rows as a slice of the piece, and as one of `values`).
         """
         size = max(PIECE // self.values.shape[1], 1)
         for start in range(0, self.whole, size):
@@ -94,7 +94,7 @@ class RowShard:
             yield slice(start, stop), rows, slice(low - start, high - start), slice(low - self.first, high - self.first)
 
     def take(self, whole: Tensor | None) -> None:
-        """Take the rows of a whole table that rank 0 has. Every rank calls it."""
+        """Take this rank's rows from the whole table of rank 0. Every rank calls it."""
         for piece, rows, there, here in self._pieces():
             if self.world.rank == 0:
                 assert whole is not None, "rank 0 has it"
@@ -102,7 +102,7 @@ class RowShard:
             self.values[here] = from_first(rows, self.world)[there]
 
     def gathered(self, *, wanted: bool) -> Tensor | None:
-        """Return the whole table in host memory, None where it is not wanted. Every rank calls it."""
+        """Return the whole table in host memory, or None if it is not wanted. Every rank calls it."""
         whole = torch.empty(self.shape, dtype=self.values.dtype) if wanted else None
         for piece, rows, there, here in self._pieces():
             rows[there] = self.values[here]
@@ -112,7 +112,7 @@ class RowShard:
         return whole
 
 
-# Rows that a look-up in one table found: distinct ones, their values [n, D], and of each id the place there.
+# The result of a look-up in one table: distinct rows [n], their values [n, D], and the index there of each id.
 Found = tuple[Tensor, Tensor, Tensor]
 
 
@@ -120,13 +120,13 @@ class RowGroup:
     """Tables of one width and dtype, whose rows are split over the ranks.
 
     Args:
-        like: [0, D], of the dtype and on the device of the rows.
+        like: [0, D], with the dtype and the device of the rows.
         trained: whether rows are updated.
-        calls: of the module's parts, which know the backward that runs.
+        calls: the calls of the module's parts, which know whether a backward runs.
 
     Attributes:
-        rows: those that this rank owns, of all tables [n, D].
-        state: what the optimizer keeps of them, by name.
+        rows: this rank's rows of all tables [n, D].
+        state: the optimizer's state of these rows, by name.
     """
 
     def __init__(
@@ -146,22 +146,22 @@ class RowGroup:
         self._eaches = torch.tensor([max(len(table.owned(0)), 1) for table in tables], device=device)
         self._begins = torch.tensor([of_rank[:-1] for of_rank in begins], device=device)  # [rank, table]
         self._keys = self._wholes.cumsum(0) - self._wholes  # the key of each table's row 0
-        self._arrived: list[tuple[Tensor, Tensor]] = []  # places of rows, and the gradients that have come for them
+        self._arrived: list[tuple[Tensor, Tensor]] = []  # places of rows, and the gradients received for them
         self._fetched: dict[int, tuple[Tensor, Found]] = {}
 
     def fetch(self, asked: Mapping[int, Tensor]) -> None:
-        """Look up in several tables at once; `look_up` with the same ids returns what was found. Every rank calls it.
+        """Look up rows of several tables at once; `look_up` with the same ids returns them. Every rank calls it.
 
         Raises:
-            UserError: 511, an id is no row; 507, other ranks ask other tables.
+            UserError: 511, an id is no row; 507, ranks look up in different tables.
         """
         self._fetched.clear()
-        for live in (True, False):  # gradients come for all tables of a look-up, or for none
+        for live in (True, False):  # all tables of a look-up get gradients, or none
             if of_these := {table: asked[table] for table in sorted(asked) if self._is_live(table) is live}:
                 self._look_up(of_these)
 
     def look_up(self, table: int, ids: Tensor) -> Found:
-        """Look up in one table. Every rank calls it, unless what it asks for was fetched.
+        """Look up rows of one table. Every rank calls it, unless the rows were fetched.
 
         Raises:
             UserError: as `fetch`; 511, other ids were fetched.
@@ -175,10 +175,10 @@ class RowGroup:
         return found
 
     def _look_up(self, asked: Mapping[int, Tensor]) -> None:
-        """Look up in tables of ascending number.
+        """Look up rows of tables, which are given in ascending order.
 
-        A row's key is its number among the rows of all tables, so the distinct keys are sorted by table; to be sent
-        they are sorted by owner.
+        A row's key is its number among the rows of all tables, so sorted keys are grouped by table; before they are
+        sent, they are sorted by owner.
         """
         device, world, tables = self.rows.device, self._world, list(asked)
         ids = [of_table.reshape(-1) for of_table in asked.values()]
@@ -202,7 +202,7 @@ class RowGroup:
             table = self.tables[int(of_id[at])]
             what = f"{table.name}: row {int(wanted[at])} of a table of {table.whole:,} rows"
             raise UserError(511, what, rank=world.rank)
-        for rank, (*_, theirs, names) in enumerate(said):  # all ranks know, and stop
+        for rank, (*_, theirs, names) in enumerate(said):  # all ranks get the error, and stop
             if theirs:
                 raise FailedElsewhere(rank, 511)
             if names != said[0][-1]:
@@ -219,7 +219,7 @@ class RowGroup:
             self._fetched[table] = asked[table], (distinct, one, at - first)
 
     def _is_live(self, table: int) -> bool:
-        """Return whether rows of a table are to be updated. Raises UserError 502: it was frozen when it was sharded."""
+        """Return whether a table's rows are trained. Raises UserError 502: it was unfrozen after it was sharded."""
         live = self.tables[table].weight.requires_grad
         if live and not self.trained:
             what = f"{self.tables[table].name} requires a gradient, and was frozen when it was sharded"
@@ -227,7 +227,7 @@ class RowGroup:
         return live
 
     def take_gradients(self, epoch: int, asked: Tensor, gradients: Tensor, counts: Counts) -> None:
-        """Send gradients to the owners of their rows, and keep those that come; drop them if others are trained.
+        """Send gradients to the owners of their rows, and keep those received; drop them if only other modules train.
 
         Raises:
             UserError: 506, no backward runs, or the rows were looked up before the last update.
@@ -241,7 +241,7 @@ class RowGroup:
             self._arrived.append((asked, exchange_rows(gradients, counts, self._world, "row gradients")))
 
     def squares(self) -> Tensor:
-        """Return the sum of squares of this rank's gradients of the step, fp64; sums them by row first."""
+        """Sum this rank's gradients of the step by row; return the sum of their squares, fp64."""
         none = torch.empty(0, dtype=torch.int64, device=self.rows.device), self.rows[:0]
         rows, gradients = zip(none, *self._arrived, strict=True)
         touched, places = torch.unique(torch.cat(rows), return_inverse=True)
@@ -250,10 +250,10 @@ class RowGroup:
         return total.to(torch.float64).square().sum()
 
     def update(self, lr: float | None, scale: Tensor, step: int, *, skipped: bool) -> None:
-        """Update the touched rows with gradients multiplied by `scale`, and forget them.
+        """Update the touched rows with gradients multiplied by `scale`, and drop the gradients.
 
         Args:
-            lr: None: the optimizer's own.
+            lr: the learning rate; None: the optimizer's own.
         """
         if self.trained and not skipped:
             ((touched, gradients),) = self._arrived  # `squares` has summed them
@@ -263,20 +263,20 @@ class RowGroup:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the gradients of this step, and what was fetched."""
+        """Drop the gradients of this step, and the fetched rows."""
         self._arrived.clear()
         self._fetched.clear()
 
 
 class _LookUp(torch.autograd.Function):
-    """Fetch rows of several tables from their owners; in backward their gradients go there."""
+    """Fetch rows of several tables from their owners; send the owners their gradients in backward."""
 
     @staticmethod
     def forward(
         ctx: Any, group: RowGroup, asked: Tensor, by_owner: Tensor, each: list[int], counts: Counts, anchor: Any
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.asked, ctx.by_owner, ctx.counts = group, asked, by_owner, counts
-        ctx.epoch = group._calls.values.epoch  # rows that were looked up in an earlier one are stale
+        ctx.epoch = group._calls.values.epoch  # rows looked up in an earlier epoch are stale
         back = [list(column) for column in zip(*counts, strict=True)]  # from the owners
         came = exchange_rows(group.rows[asked], back, group._world, "row values")
         return torch.empty_like(came).index_copy_(0, by_owner, came).split(each)

@@ -1,9 +1,9 @@
 """Update only the rows of a table that a step has touched.
 
 adagrad   s_r += mean_j g_rj^2;   w_r -= lr g_r / (sqrt(s_r) + eps)
-          one number of state for each row (row-wise AdaGrad: Duchi et al. 2011, with the mean over a row in the
-          place of each element's own sum, as recommenders train their tables; Naumov et al. 2019, DLRM)
-adam      the moments of touched rows alone decay and grow; the bias correction counts all steps
+          one number of state for each row (row-wise AdaGrad: Duchi et al. 2011, with the mean over a row in
+          place of a sum for each element, as recommenders train their tables; Naumov et al. 2019, DLRM)
+adam      only the moments of touched rows are updated; the bias correction counts all steps
           (lazy Adam, as torch.optim.SparseAdam)
 
 Both have `state`, which returns new state for a rank's rows [n, D] by name, and `update`, which updates
@@ -29,7 +29,7 @@ class RowwiseAdagrad:
     eps: float = 1e-10
 
     def state(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return the sum of each row: [n]."""
+        """Return zero sums, one per row: [n]."""
         return {"sum": torch.zeros(len(rows), dtype=rows.dtype, device=rows.device)}
 
     def update(
@@ -43,14 +43,14 @@ class RowwiseAdagrad:
 
 @dataclass(frozen=True)
 class LazyAdam:
-    """Adam that leaves rows alone which a step has not touched."""
+    """Adam that updates only the rows that a step has touched."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
     def state(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return the moments of each element: [n, D]."""
+        """Return zero moments, each [n, D]."""
         return {"exp_avg": torch.zeros_like(rows), "exp_avg_sq": torch.zeros_like(rows)}
 
     def update(

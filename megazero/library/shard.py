@@ -1,4 +1,4 @@
-"""Shard a module: meet the other ranks, divide it into units, give these memory and an optimizer."""
+"""Shard a module: connect the ranks, divide the module into units, give these memory and an optimizer."""
 
 import logging
 from collections import Counter
@@ -58,24 +58,24 @@ def shard(
     Args:
         module: on any device, or on meta; every rank gets the values of rank 0.
         optimizer: see `optimizers.py`; None: nothing is trained, and all parameters become frozen.
-        stage: of ZeRO, 0 to 3.
+        stage: the ZeRO stage, 0 to 3.
         units: the submodules whose parameters are gathered together: names, patterns of names, classes, or the
-            submodules; None: its repeated blocks. What is in none of them is one more unit.
+            submodules; None: its repeated blocks. All other parameters are one more unit.
         precision: "fp32", "fp64", "bf16" or "fp16" of parameters and inputs; 16-bit ones have masters and gradients in
             fp32. None: parameters keep their dtypes.
-        clip: the largest global gradient norm let through; 0: no clipping.
-        offload: "cpu", or {"optimizer": "cpu", "parameters": "cpu"}: what rests in the host's memory.
-        shard_ranks: neighbouring ranks over which is sharded, replicated over the rest; None: all.
-        groups: (pattern of parameters' names, options of the optimizer) where these differ; the first that fits counts.
-        tables: the embeddings whose rows are split over the ranks (`tables.py`), as `units`.
-        table_optimizer: "adagrad" or "adam", or {"name": ..., "lr": ...}: of these (`row_optimizers.py`).
-        initial: (name, tensor), writes the values of a parameter or buffer on meta, on rank 0; None: the modules'
+        clip: the largest allowed global gradient norm; 0 disables clipping.
+        offload: "cpu", or {"optimizer": "cpu", "parameters": "cpu"}: what is kept in host memory.
+        shard_ranks: the number of neighbouring ranks that shard the module; such groups are replicas. None: all ranks.
+        groups: (pattern of parameter names, optimizer options) pairs; the first pattern that matches a name applies.
+        tables: the embeddings whose rows are split over the ranks (`tables.py`), given like `units`.
+        table_optimizer: the optimizer of tables: "adagrad", "adam" or {"name": ..., "lr": ...} (`row_optimizers.py`).
+        initial: called as (name, tensor) on rank 0, fills a parameter or buffer that is on meta; None: the modules'
             `reset_parameters` do.
-        kernels: as of the option precision.kernels.
+        kernels: as the option precision.kernels.
         timeout: seconds that a rank waits for the others.
 
     Raises:
-        UserError: 5xx, see docs/library.md; 111 and 3xx, the ranks do not come together; 106, shard_ranks.
+        UserError: 5xx, see docs/library.md; 111 and 3xx, the ranks cannot connect; 106, shard_ranks.
     """
     _require_known(module, stage, precision)
     if optimizer is None:
@@ -99,7 +99,7 @@ def shard(
 
 
 def _require_trainable(parts: Sequence[Part], *, frozen: bool) -> None:
-    """Refuse a module without a parameter to train, and trained parameters that are no floating-point numbers.
+    """Refuse a module without a parameter to train, and trained parameters that are not floating point.
 
     Raises:
         UserError: 510.
@@ -114,7 +114,7 @@ def _require_trainable(parts: Sequence[Part], *, frozen: bool) -> None:
 
 
 def _require_known(module: nn.Module, stage: int, precision: str | None) -> None:
-    """Refuse a stage or a precision that there is none of, and a module that is, or whose weights are, sharded already.
+    """Refuse an unknown stage or precision, and a module with parameters that are sharded already.
 
     Raises:
         UserError: 510.
@@ -123,7 +123,7 @@ def _require_known(module: nn.Module, stage: int, precision: str | None) -> None
         raise UserError(510, f"stage: expected 0 to 3, got {stage!r}", where="shard")
     if precision is not None and precision not in _DTYPES:
         raise UserError(510, f"precision: expected one of {', '.join(_DTYPES)}, got {precision!r}", where="shard")
-    # Where a call has failed half-way, parameters are views of units already, and not guarded yet.
+    # After a failed call of `shard`, parameters may be views of units without being guarded.
     named = module.named_parameters()
     sharded = [n for n, p in named if isinstance(p, ShardedParameter) or hasattr(p, "gradient_slot")]
     if sharded:
@@ -132,7 +132,7 @@ def _require_known(module: nn.Module, stage: int, precision: str | None) -> None
 
 
 def _tables(module: nn.Module, asked: Units) -> dict[str, Table]:
-    """Return the tables that were asked for, by name. Raises UserError 511: one is no embedding, or is shared."""
+    """Return the requested tables by name. Raises UserError 511: one is not an embedding, or shares its weight."""
     chosen, found = submodules(module, asked, "tables"), dict[str, Table]()
     uses = Counter(id(parameter) for one in module.modules() for parameter in one._parameters.values())
     for name, table in module.named_modules():
@@ -147,7 +147,7 @@ def _tables(module: nn.Module, asked: Units) -> dict[str, Table]:
 
 
 def _offload_of(asked: str | Mapping[str, str] | None, device: torch.device, ledger: Ledger) -> Offload:
-    """Return what rests on the host. Raises UserError 510."""
+    """Return what is kept on the host. Raises UserError 510."""
     options: dict[str, str] = dict.fromkeys(_OFFLOAD, asked) if isinstance(asked, str) else dict(asked or {})
     odd = [key for key, value in options.items() if key not in _OFFLOAD or value not in ("cpu", "none")]
     if odd:
@@ -177,12 +177,12 @@ def _require_one_module(parts: Sequence[Part], world: Axis, device: torch.device
 
 
 def _cast(inputs: Any, dtype: torch.dtype | None) -> Any:
-    """Return inputs with every tensor of floating point in this dtype; None: as they are."""
+    """Return inputs with every floating-point tensor converted to a dtype; None: unchanged."""
     if dtype is None:
         return inputs
 
     def narrowed(x: Any) -> Any:
-        if isinstance(x, dict):  # of a class of its own, into which torch does not look
+        if isinstance(x, dict):  # torch does not look into subclasses of dict
             return {key: _cast(value, dtype) for key, value in x.items()}
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 

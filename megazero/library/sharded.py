@@ -6,8 +6,8 @@
         sharded.backward(loss)
         sharded.step(lr)
 
-The gradient of a step is the mean over the ranks of the sum over their backwards: with several micro-batches a step
-divide each loss by their number, as with torch. Every backward reduces gradients; `last=False` says that another one
+The gradient of a step is summed over the backwards of a rank and averaged over the ranks: with several micro-batches,
+divide each loss by their number, as in torch. Every backward reduces gradients. `last=False` says that another backward
 follows, so that stages 0 and 1 reduce once a step.
 """
 
@@ -37,14 +37,14 @@ class Step:
     """The results of a step; reading one waits for the device.
 
     Attributes:
-        result: as the engine has it, on the device.
+        result: the engine's result, on the device.
     """
 
     result: StepResult
 
     @cached_property
     def numbers(self) -> StepNumbers:
-        """Return all of them on the host."""
+        """Return all results on the host."""
         return StepNumbers.of(self.result.packed.tolist())
 
     @property
@@ -67,32 +67,32 @@ class Sharded(WholeValues):
     """A module whose parameters, gradients and optimizer state are sharded over ranks; made by `megazero.shard`.
 
     Args:
-        assembly: of the module.
-        cast: what happens to the inputs: to the parameters' precision, if one was asked for.
+        assembly: the module's components and its engine.
+        cast: converts the inputs to the parameters' precision, if one was given.
 
     Attributes:
         module: the module.
-        rank, ranks: this rank, and their number.
-        steps: done so far, skipped ones too.
+        rank, ranks: this rank, and the number of ranks.
+        steps: the number of steps done so far, including skipped ones.
     """
 
     def __init__(self, assembly: Assembly, cast: Callable[[Any], Any]):
         super().__init__(assembly)
         self._cast, self.rank, self.ranks = cast, self._world.rank, self._world.size
         self._watch: tuple[int, TextIO] | None = None
-        self._known = _places(self.module)  # its parts and tables hold these parameters
+        self._known = _places(self.module)  # ids stay valid: parts and tables hold the parameters
         self._skipped = torch.zeros((), dtype=torch.int64, device=assembly.values.device)
         self._checked = self.steps = 0
         self._listen()
         assembly.calls.on_thaw = self._thaw
 
     def _thaw(self) -> None:
-        """Train from now on the parameters that were frozen and are not frozen any more. Raises UserError 502."""
+        """Start to train the parameters that have been unfrozen. Raises UserError 502."""
         self._assembly.thaw(self.steps - int(self._skipped))
         self._listen()
 
     def _listen(self) -> None:
-        """Count the events of the units from now on, if they are watched."""
+        """Start to count the events of the units, if they are watched."""
         self._events = UnitEvents(self._assembly.values.units, self._assembly.memory.world.comm.ledger.seconds)
         self._events.listen(on=self._watch is not None)
 
@@ -100,9 +100,9 @@ class Sharded(WholeValues):
         """Run the module's forward.
 
         Raises:
-            UserError: 502, parameters were added to the module, or taken away or replaced, after it was sharded, or
-                unfrozen between a forward and its step; 507, a rank has run other parts of it; 510, it is called from
-                code that torch.compile compiles.
+            UserError: 502, parameters were added, removed or replaced after the module was sharded, or unfrozen between
+                a forward and its step; 507, a rank has run other parts of it; 510, it is called from code that
+                torch.compile compiles.
         """
         refuse_compiled("sharded")
         if self._checked <= self.steps:  # once a step
@@ -121,24 +121,24 @@ class Sharded(WholeValues):
         raise AttributeError(f"Sharded has no attribute {name!r}" + f": use sharded.module.{name}" * there)
 
     def train(self, mode: bool = True) -> "Sharded":
-        """Let the module be in training mode, or not, as `nn.Module.train`; return this."""
+        """Set the training mode of the module, as `nn.Module.train` does; return self."""
         self.module.train(mode)
         return self
 
     def eval(self) -> "Sharded":
-        """Let the module be in evaluation mode; return this."""
+        """Set the module to evaluation mode; return self."""
         return self.train(False)
 
     def prefetch_rows(self, ids: Mapping[str, Tensor]) -> None:
-        """Look up in several tables whose rows are split, in one exchange; their next look-up returns what came.
+        """Look up rows of several split tables in one exchange; the next look-up in each table returns them.
 
         Every rank calls it before a forward, with the ids of that forward.
 
         Args:
-            ids: by the name of the table.
+            ids: the ids for each table, by its name.
 
         Raises:
-            UserError: 511, there is no such table, or an id is no row; 507, other ranks ask other tables.
+            UserError: 511, there is no such table, or an id is no row; 507, ranks look up in different tables.
         """
         self._assembly.tables.fetch(ids)
 
@@ -146,11 +146,11 @@ class Sharded(WholeValues):
         """Compute the gradients of a loss, and reduce them over the ranks; `backward` does so for several modules.
 
         Args:
-            loss: one number: of this rank, the mean over its samples.
-            last: no other backward follows in this step. True does no harm if one does: it costs another reduction.
+            loss: one number, the mean over this rank's samples.
+            last: whether no other backward follows in this step. If one does, True only costs another reduction.
 
         Raises:
-            UserError: 505, the loss is no single number, or gradients of gradients are asked for; 506, its graph is of
+            UserError: 505, the loss is not one number, or gradients of gradients are asked for; 506, its graph is from
                 an earlier step; 507, ranks have run other parts of the module, or in another order.
         """
         run_backward(loss, [self._assembly], last=last)
@@ -159,8 +159,8 @@ class Sharded(WholeValues):
         """Clip the gradients and update the parameters; the next call sees the new ones.
 
         Args:
-            lr: None: that of the optimizer.
-            table_lr: of the tables whose rows are split; None: that of their optimizer.
+            lr: the learning rate; None: that of the optimizer.
+            table_lr: the learning rate of the tables whose rows are split; None: that of their optimizer.
 
         Raises:
             UserError: 503, there was no backward, or the last one had last=False; 507, a rank has run other parts.
@@ -177,7 +177,7 @@ class Sharded(WholeValues):
         result = assembly.engine.finish_step(assembly.recipe.lr if lr is None else lr, beside=assembly.tables.squares())
         self._skipped += result.skipped
         if groups := assembly.tables.groups:
-            done, skipped = self.steps + 1 - int(self._skipped), bool(result.skipped)  # which wait for the device
+            done, skipped = self.steps + 1 - int(self._skipped), bool(result.skipped)  # waits for the device
             for group in groups:
                 group.update(table_lr, result.applied, done, skipped=skipped)
         values.begin_epoch()
@@ -201,15 +201,15 @@ class Sharded(WholeValues):
         return State(self._assembly).save(Path(folder), self.steps, int(self._skipped))
 
     def load(self, folder: str | Path, step: int | None = None) -> int:
-        """Take all of a checkpoint of any number of ranks and any stage; return its step. Every rank calls it.
+        """Load a checkpoint that any number of ranks in any stage saved; return its step. Every rank calls it.
 
-        It is verified first: a refusal changes nothing, and training can go on.
+        It is verified first: if it is refused, nothing changes, and training can go on.
 
         Args:
-            step: None: the newest.
+            step: the step to load; None: the newest.
 
         Raises:
-            UserError: 402, there is none; 410, it is damaged; 508, it is of another module or another optimizer.
+            UserError: 402, there is none; 410, it is damaged; 508, it belongs to another module or optimizer.
         """
         self._assembly.meet("load")
         self._assembly.calls.follow()
@@ -222,18 +222,18 @@ class Sharded(WholeValues):
         return self.steps
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """Return the bytes that this rank holds, now and at most, by category: the ledger."""
+        """Return the bytes that this rank holds, current and peak, by category, from the ledger."""
         return self._assembly.memory.world.comm.ledger.bytes_as_dict()
 
     def traffic(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return what this rank has sent: operations, elements and bytes by axis and purpose: the ledger."""
+        """Return the operations, elements and bytes that this rank has sent, by axis and purpose, from the ledger."""
         return self._assembly.memory.world.comm.ledger.traffic_as_dict()
 
     def watch(self, every: int = 10, out: TextIO = sys.stderr) -> None:
-        """Write a table of what happened to each unit, on rank 0 and once in so many steps (`observe/unit_table.py`).
+        """Print a table of the events of each unit on rank 0, once in `every` steps (`observe/unit_table.py`).
 
         Args:
-            every: 0: not any more.
+            every: 0 stops the table.
         """
         self._watch = (every, out) if every else None
         self._listen()
@@ -249,12 +249,12 @@ def backward(loss: Tensor, *modules: Sharded, last: bool = True) -> None:
     """Compute the gradients of a loss for some sharded modules, and reduce them over the ranks.
 
     Gradients that reach other sharded modules in its graph are dropped. fp16: the backward runs with the smallest loss
-    scale of the modules, and the gradients of each are brought to its own.
+    scale of the modules, and the gradients of each module are rescaled to its own loss scale.
 
     Args:
-        loss: one number: of this rank, the mean over its samples.
+        loss: one number, the mean over this rank's samples.
         modules: in the order of their forwards.
-        last: as of `Sharded.backward`.
+        last: as in `Sharded.backward`.
 
     Raises:
         UserError: as `Sharded.backward`; 510, there is no module, or one was sharded without an optimizer.

@@ -1,11 +1,11 @@
-"""Show a module the gathered values of its parameters, and let its calls and gradients go through `Calls`.
+"""Show a module the gathered values of its parameters, and route its calls and gradients through `Calls`.
 
-A module looks for a parameter as an attribute of its owner. What an object has itself hides what its class looks up: so
-a tensor in the owner's own dictionary is found in the place of the parameter, and when it is taken out again, the
-parameter is.
+A module reads a parameter as an attribute of its owner. An entry in the owner's `__dict__` hides the parameter of that
+name: a tensor that is put there is found in place of the parameter, until the tensor is removed.
 
-Where autograd saves a sharded parameter, its place is kept (`zero/saved.py`). torch asks only the innermost hooks; so
-whatever is no parameter of ours goes to those around (of `torch.utils.checkpoint`, say).
+Where autograd saves a sharded parameter, its place is saved instead of its values (`zero/saved.py`). torch calls only
+the innermost saved-tensor hooks, so all other tensors are passed on to the outer ones (such as those of
+`torch.utils.checkpoint`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,11 +30,11 @@ Forward = Callable[..., Any]
 
 
 def give_rows(table: nn.Embedding) -> None:
-    """Let an embedding give gradients of the rows that it looks up, where these are fewer than it has.
+    """Make an embedding return sparse gradients where it looks up fewer ids than it has rows.
 
-    Else torch writes a gradient as large as the table, most of it zeros, and adds it to that of other uses. 16-bit
-    tables are left alone, because torch sums their rows in 16 bits; so are those with a padding row on a GPU, where it
-    would have to wait for the indices.
+    Otherwise torch writes a gradient as large as the table, most of it zeros, and adds it to that of other uses. 16-bit
+    tables keep dense gradients, because torch sums sparse rows in 16 bits; so do tables with a padding row on a GPU,
+    where torch would have to wait for the indices.
     """
     plain = table.forward
 
@@ -52,14 +52,14 @@ def give_rows(table: nn.Embedding) -> None:
 
 
 def put(member: Member, value: Tensor) -> None:
-    """Let a parameter's owners find `value` in its place."""
+    """Make a parameter's owners find `value` in place of the parameter."""
     for place in member.places:
         place.owner.__dict__[place.attribute] = value
     _tell_recurrent(dict.fromkeys(place.owner for place in member.places))
 
 
 def hide(part: Part) -> None:
-    """Let a part's module find its own parameters again."""
+    """Undo `put` for a part: its module finds the parameters again."""
     owners: dict[nn.Module, None] = {}
     for member in part.members:
         for place in member.places:
@@ -69,22 +69,22 @@ def hide(part: Part) -> None:
 
 
 def _tell_recurrent(owners: Iterable[nn.Module]) -> None:
-    """Let recurrent modules find their parameters: they keep a list of them."""
+    """Refresh the list of parameters that recurrent modules keep."""
     for owner in owners:
         if isinstance(owner, nn.RNNBase):
             owner.__dict__["_flat_weights"] = [getattr(owner, name, None) for name in owner._flat_weights_names]
 
 
 def watch(part: Part, unit: Unit, take: Callable[[Part, Member, nn.Parameter], object]) -> None:
-    """Let `take` get the gradients that come to a unit's parameters themselves.
+    """Pass the gradients that reach a unit's parameters themselves to `take`.
 
-    Where the unit rests whole, the part keeps the nodes of autograd that get them.
+    If the unit rests whole, the part keeps the autograd nodes that receive these gradients.
     """
     for member in part.trained:
         if member.unit is not unit:
             continue
         parameter, asked = member.parameter, member.parameter.requires_grad
-        with torch._C.DisableTorchFunctionSubclass():  # parameters may watch what others do with them
+        with torch._C.DisableTorchFunctionSubclass():  # `ShardedParameter` refuses hooks
             parameter.requires_grad_(True)
             parameter.register_post_accumulate_grad_hook(partial(take, part, member))
             if unit.parameters.rest_whole:
@@ -93,7 +93,7 @@ def watch(part: Part, unit: Unit, take: Callable[[Part, Member, nn.Parameter], o
 
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:
-    """Yield the tensors in lists, tuples, dictionaries and dataclasses, one inside of the other."""
+    """Yield the tensors in nested lists, tuples, dictionaries and dataclasses."""
     if isinstance(outputs, Tensor):
         yield outputs
     elif isinstance(outputs, list | tuple):
@@ -107,9 +107,9 @@ def tensors_in(outputs: Any) -> Iterator[Tensor]:
 
 
 def prepare(part: Part, run: Callable[..., Any], take: Callable[[Part, Member, nn.Parameter], object]) -> None:
-    """Let calls of a part go through `run`, and gradients that come to its parameters themselves to `take`.
+    """Route calls of a part through `run`, and gradients that reach its parameters themselves to `take`.
 
-    A module that is compiled stays so inside of a call. A call from code that torch.compile compiles is refused.
+    A compiled module stays compiled inside a call. A call from code that torch.compile compiles is refused.
     """
     for place in (place for member in part.trained for place in member.places):
         owner, looked_up = place.owner, place.attribute == "weight" and "forward" not in vars(place.owner)
@@ -133,7 +133,7 @@ def prepare(part: Part, run: Callable[..., Any], take: Callable[[Part, Member, n
 
 
 def refuse_compiled(name: str) -> None:
-    """Refuse a call from code that torch.compile compiles: what gathers parameters cannot be traced.
+    """Refuse a call from code that torch.compile compiles, because the gathering of parameters cannot be traced.
 
     Raises:
         UserError: 510.
@@ -143,23 +143,23 @@ def refuse_compiled(name: str) -> None:
         raise UserError(510, what, "compile each block instead: for block in module.blocks: block.compile()")
 
 
-refuse_compiled._torchdynamo_disable = True  # type: ignore[attr-defined]  # it is called, not traced: without a warning
+refuse_compiled._torchdynamo_disable = True  # type: ignore[attr-defined]  # called, not traced, without a warning
 
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """A saved tensor that is no parameter, and its version then: torch does not check it where there are hooks."""
+    """A saved tensor that is no parameter, and its version when saved, which torch does not check under hooks."""
 
     tensor: Tensor
     version: int
 
 
 def saving(need: Callable[[Unit], object], gathered: Mapping[int, Unit]) -> AbstractContextManager[object]:
-    """Return the hooks around a call of a part.
+    """Return the saved-tensor hooks for a call of a part.
 
     Args:
         need: gathers a unit in backward.
-        gathered: the sharded units whose parameters are whole, by the storage that holds these.
+        gathered: the sharded units that are gathered, by the storage of their values.
     """
     outer = _top_saved_tensors_default_hooks(False)
     pack_outer, unpack_outer = outer or (lambda x: x, lambda x: x)
@@ -167,7 +167,7 @@ def saving(need: Callable[[Unit], object], gathered: Mapping[int, Unit]) -> Abst
     def keep(x: Tensor) -> Any:
         if outer or x.is_inference():
             return pack_outer(x)
-        return _Kept(x.detach(), x._version)  # the tensor itself would hold the graph that holds it
+        return _Kept(x.detach(), x._version)  # x itself would form a cycle with its graph
 
     def restore(kept: Any) -> Tensor:
         if not isinstance(kept, _Kept):
@@ -178,7 +178,7 @@ def saving(need: Callable[[Unit], object], gathered: Mapping[int, Unit]) -> Abst
         return kept.tensor
 
     def need_once(unit: Unit) -> None:
-        if torch.is_grad_enabled():  # a second backward would find another unit in the memory of this one
+        if torch.is_grad_enabled():  # a second backward would find another unit in this one's memory
             what = f"create_graph=True of {unit.name}, which rests in shards"
             raise UserError(505, what, "take gradients of gradients in stages 0 to 2")
         need(unit)

@@ -1,8 +1,8 @@
 """Save and load what a sharded module holds: parameters, the optimizer's state, buffers.
 
-The format is that of runs (docs/checkpoints.md): every rank writes its own part, blocks are hashed on their way, a step
-exists once its folder has its name, and any number of ranks in any stage reads what any other wrote. Of a frozen
-parameter and of a buffer the values alone are saved. Buffers are those of rank 0, as in torch's own wrappers.
+The format is that of runs (docs/checkpoints.md): every rank writes its own part, blocks are hashed while they are
+written, a step exists once its folder has its final name, and any number of ranks in any stage can read it. Only
+the values of frozen parameters and buffers are saved. Buffers are those of rank 0, as in torch's own wrappers.
 """
 
 import math
@@ -35,13 +35,13 @@ from megazero.comm.agreement import agree
 from megazero.library.assembly import Assembly
 from megazero.library.parts import saved_buffers
 
-_UPDATES = "updates."  # in a manifest's config: of a parameter that was frozen in some
+_UPDATES = "updates."  # key in a manifest's config: the count of a parameter that missed some
 
 
 class State:
     """The tensors of a sharded module, as checkpoints hold them.
 
-    Every rank saves its own part of units and tables, and what their optimizers keep; rank 0 saves the buffers.
+    Every rank saves its own part of units and tables, and their optimizer state; rank 0 saves the buffers.
     """
 
     def __init__(self, assembly: Assembly):
@@ -62,7 +62,7 @@ class State:
         """Write a step into a folder of steps; return the step's own folder. Every rank calls it.
 
         Args:
-            steps: done so far, of which so many were skipped.
+            steps, skipped: the steps done so far, and how many of them were skipped.
 
         Raises:
             UserError: 403, it could not be written; 508, the step is there already; 302, a value is not finite.
@@ -93,13 +93,13 @@ class State:
         return store.path(steps)
 
     def verified(self, folder: Path, step: int | None) -> tuple[Path, Manifest]:
-        """Return a step of a folder once the ranks have verified all of it, some files each. Every rank calls it.
+        """Verify a step of a folder, each rank some of its files; return its path and manifest. Every rank calls it.
 
         Args:
-            step: None: the newest.
+            step: the step to verify; None: the newest.
 
         Raises:
-            UserError: 402, there is none; 410, it is damaged; 508, it is of another module, or another optimizer.
+            UserError: 402, there is none; 410, it is damaged; 508, it belongs to another module or optimizer.
         """
 
         def read() -> Path:
@@ -193,7 +193,7 @@ class State:
 
 
 def _held(name: str, flat: Tensor, first: int = 0, *, any_value: bool = False) -> ShardState:
-    """Return elements of a tensor, from its element `first` on, as checkpoints take them."""
+    """Return elements of a tensor, from its element `first` on, in the form that checkpoints take."""
     pieces = [Piece(name, first, first + len(flat), 0)] if len(flat) else []
     return ShardState(pieces, {WEIGHT: flat}, any_value=any_value)
 

@@ -1,9 +1,9 @@
 """Split the rows of embedding tables over the ranks: row-wise ZeRO.
 
-Each rank owns an interval of a table's rows, with what the optimizer keeps of them; nothing is gathered or reduced
-whole. A look-up asks the owners for the rows of a batch, and gives them those rows' gradients in backward
-(`row_groups.py`). So memory is R D / N and traffic is proportional to the rows of a batch. The gradients of tables are
-part of the global norm.
+Each rank owns an interval of a table's rows, with their optimizer state; whole tables are never gathered or reduced. A
+look-up gets the rows of a batch from their owners, and sends the owners the gradients of those rows in backward
+(`row_groups.py`). So a rank's memory is R D / N, for R rows of D numbers on N ranks, and traffic is proportional to the
+rows of a batch. The gradients of tables are part of the global norm.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +26,12 @@ class Tables:
     """All tables of a module whose rows are split, in groups of one width and dtype.
 
     Args:
-        shards: of all tables.
-        places: the group of each table and its number there, by the name of its module.
+        shards: this rank's rows of all tables.
+        places: the group of each table and its index there, by the name of the table's module.
 
     Attributes:
-        groups: of all tables.
-        trained: rows of some of them are updated.
+        groups: the groups of all tables.
+        trained: whether any of them is trained.
     """
 
     def __init__(self, shards: Sequence[RowShard], places: Mapping[str, tuple[RowGroup, int]], world: Axis):
@@ -40,13 +40,13 @@ class Tables:
         self.trained = any(group.trained for group in self.groups)
 
     def fetch(self, ids: Mapping[str, Tensor]) -> None:
-        """Look up in several tables at once; their next look-up finds it. Every rank calls it.
+        """Look up rows of several tables at once; the next look-up in each returns them. Every rank calls it.
 
         Args:
-            ids: by the name of the table's module.
+            ids: the ids for each table, by the name of its module.
 
         Raises:
-            UserError: 511, there is no such table, or an id is no row; 507, other ranks ask other tables.
+            UserError: 511, there is no such table, or an id is no row; 507, ranks look up in different tables.
         """
         if odd := next((name for name in ids if name not in self._places), None):
             raise UserError(511, f"prefetch_rows: {odd} is no table whose rows are split", "name it in tables=")
@@ -64,16 +64,16 @@ class Tables:
 def split_rows(
     tables: Mapping[str, Table], optimizer: RowOptimizer, world: Axis, calls: Calls, computes: torch.dtype | None = None
 ) -> Tables:
-    """Split the rows of tables over the ranks; their modules look up in them from then on. Every rank calls it.
+    """Split the rows of tables over the ranks, and make their modules look up split rows. Every rank calls it.
 
-    Values are those of rank 0, a piece at a time; of a table on meta normal ones, a function of name and row.
+    Values are those of rank 0, sent in pieces; a table on meta gets normal values that depend on name and row alone.
 
     Args:
-        tables: by the names of their modules.
-        computes: the dtype of what is looked up; None: that of the rows.
+        tables: the tables, by the names of their modules.
+        computes: the dtype of looked-up values; None: that of the rows.
 
     Raises:
-        UserError: 511, a table renorms rows, or scales gradients by frequency.
+        UserError: 511, a table has max_norm, or scales gradients by frequency.
     """
     alike: dict[tuple[int, torch.dtype, bool], list[str]] = {}
     for name, table in tables.items():

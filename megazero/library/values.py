@@ -1,16 +1,16 @@
-"""Know where the values of a module's units are, and change that: gather them, free them, lend them to the user.
+"""Gather the values of a module's units, free them, lend them to the user, and track which are gathered.
 
 The values of a unit are in one of three states:
 
-    resting    in shards, or whole where the stage says so
-    gathered   whole for a while, because a call of its part or a backward needs them
+    resting    in shards, or whole in stages that do not shard parameters
+    gathered   whole while a call of its part or a backward needs them
     lent       gathered for the user to look at and change; the module cannot be called in the meantime
 
-An update, a load or the user gives a module other values. These begin a new epoch: a graph of an earlier one is stale.
+An update, a load or a change by the user begins a new epoch: a graph of an earlier epoch is stale.
 
 Ranks are in lockstep: they gather the same parts in the same order, and make the same calls of `Sharded`. Each rank
-keeps a number made of the parts that it has gathered, in their order. Before a call of `Sharded` it sends three numbers
-to the others, and the host waits for theirs: the call, what it has gathered, and what is frozen.
+keeps a checksum of the parts that it has gathered, in their order. Before a call of `Sharded` it sends three numbers to
+the others, and the host waits for theirs: the call, that checksum, and one of the parameters that are frozen.
 """
 
 import zlib
@@ -33,7 +33,7 @@ CALLS: str = "backward step gathered gradients clip_gradients full_state_dict lo
 
 
 def _other_parts(rank: int, than: int) -> UserError:
-    """Return the error for ranks in lockstep that have called different units."""
+    """Return the error for ranks that have called different parts."""
     do = "let every rank call the same parts and make as many backwards; inside of a part, and in stages 0 to 2, "
     do += "ranks may differ"
     return UserError(507, f"it has run other parts of the module than rank {than}", do, rank=rank)
@@ -41,7 +41,7 @@ def _other_parts(rank: int, than: int) -> UserError:
 
 @contextmanager
 def in_lockstep(own: int) -> Iterator[None]:
-    """Report the messages of another rank that show that it has called other units.
+    """Replace the error of a collective, if it names a rank, by one that says that ranks have called different parts.
 
     Args:
         own: this rank.
@@ -62,10 +62,10 @@ class Process:
     """The sharded modules of a process, or of a thread that is a rank: they may be in one graph, and in one backward.
 
     Attributes:
-        modules: their number so far.
-        order: a number made of the parts that have been gathered, in their order.
-        in_backward: a backward of some of them runs.
-        passed: called at its end, of others that it has come through: their gradients are dropped.
+        modules: the number of modules so far.
+        order: a checksum of the parts that have been gathered, in their order.
+        in_backward: whether a backward of some of them runs.
+        passed: called at its end, for modules that it only passed through, whose gradients are dropped.
     """
 
     modules: int = 0
@@ -90,16 +90,16 @@ class Values:
     """The values of all units of a module.
 
     Args:
-        parts: of the module, the root first.
-        process: this module and the others.
-        rank: this one, of all.
+        parts: the parts of the module, the root first.
+        process: this module and the others of the process.
+        rank: this rank among all.
 
     Attributes:
-        gather: the gathering of units.
-        epoch: the number of times that parameters got other values.
-        lent: the names of the parameters that are lent; None: none are.
+        gather: gathers units.
+        epoch: the number of times that the values have changed.
+        lent: the names of the parameters that are lent; None: nothing is lent.
         storages: the sharded units that are gathered, by the storage of their values.
-        called: the part that was called last in this forward; None: there was none.
+        called: the part that was called last in this forward; or None.
         ended: the part whose call ended last in this forward: its backward comes first.
     """
 
@@ -121,7 +121,7 @@ class Values:
         return [unit for part in self.parts for unit in part.units]
 
     def begin(self, part: Part, *, forward: bool) -> None:
-        """Gather a part that is about to run; in a forward prefetch the one that ran after it last time."""
+        """Gather a part that is about to run; in a forward, prefetch the part that ran after it last time."""
         if not part.sharded:
             return
         self.unshard(part)
@@ -136,8 +136,8 @@ class Values:
         """Release a part that has run in a forward.
 
         Args:
-            graph: a backward may follow; the root stays until it is over.
-            keeps: do not release it.
+            graph: whether a backward may follow; the root then stays gathered until its end.
+            keeps: whether the part stays gathered.
         """
         if part.root:
             self.called = None
@@ -196,7 +196,7 @@ class Values:
             self.release_all()
 
     def begin_epoch(self) -> None:
-        """Let no graph of what has run have a backward: parameters have other values now."""
+        """Begin a new epoch after the values have changed: earlier graphs become stale."""
         self.epoch += 1
         self.expect_no_backward()
 
@@ -206,10 +206,10 @@ class Values:
             part.open.clear()
 
     def require_unchanged(self, lent: Collection[str] = ()) -> None:
-        """Refuse changes of parameters in place since the last time, through a view say.
+        """Refuse in-place changes of parameters since the last check, for example through a view.
 
         Args:
-            lent: the names of those that may have been changed.
+            lent: the names of parameters that may have been changed.
 
         Raises:
             UserError: 502.
@@ -221,14 +221,14 @@ class Values:
                 raise UserError(502, what, "load a checkpoint; change values within `with sharded.gathered(...)`")
 
     def meet(self, axes: UnitAxes, call: str) -> None:
-        """Wait until all ranks have come to a call, one of `CALLS`; groups of replicas come together to a step alone.
+        """Wait until all ranks have reached a call, one of `CALLS`; replicas wait for each other only at a step.
 
         Args:
-            axes: of the module's units.
+            axes: the axes of the module's units.
 
         Raises:
-            UserError: 507, another rank has made another call, or run other parts; 502, it has frozen others, or
-                parameters were changed.
+            UserError: 507, another rank has made another call, or run other parts; 502, it has frozen other parameters,
+                or parameters were changed.
         """
         self.require_unchanged()
         self._compare(axes.shard, call, self.process.order)
@@ -247,7 +247,7 @@ class Values:
         odd = [(rank, own) for rank, own in zip(axis.ranks[1:], others, strict=True) if own != first]
         if not odd:
             return
-        self.process.order = 0  # the messages that follow begin alike
+        self.process.order = 0  # later comparisons start equal on all ranks
         rank, (theirs, parts, _) = min(odd, key=lambda one: [a == b for a, b in zip(one[1], first, strict=True)])
         if theirs != first[0]:
             what = f"it waits for sharded.{calls[theirs]}, and rank {axis.ranks[0]} for sharded.{calls[first[0]]}"

@@ -1,4 +1,4 @@
-"""Look at whole values of a sharded module, and change them: parameters, gradients, state_dicts."""
+"""Read and change whole values of a sharded module: parameters, gradients, state_dicts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,22 +20,22 @@ Names = str | Sequence[str]
 
 
 class WholeValues:
-    """The methods of `Sharded` that look at whole values, or change them. Every rank has to call each of them."""
+    """The methods of `Sharded` that read or change whole values. Every rank must call each of them."""
 
     def __init__(self, assembly: Assembly):
         self.module, self._assembly, self._world = assembly.module, assembly, assembly.memory.world
 
     @contextmanager
     def gathered(self, names: Names = "*") -> Iterator[dict[str, Tensor]]:
-        """Yield the whole values of parameters by name, on every rank; what is changed in place counts from then on.
+        """Yield the whole values of parameters by name, on every rank; changes in place are kept.
 
         Every rank enters the context, and makes the same changes.
 
         Args:
-            names: of parameters, or patterns of names.
+            names: names of parameters, or patterns of names.
 
         Raises:
-            UserError: 500, a name fits no parameter; 502, the ranks have changed values differently.
+            UserError: 500, a name matches no parameter; 502, the ranks have changed values differently.
         """
         values, all_units = self._assembly.values, self._assembly.values.units
         chosen = fitting(names, [name for unit in all_units for name in _names(unit)], "gathered")
@@ -60,12 +60,12 @@ class WholeValues:
             raise odd
 
     def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
-        """Return what `module.state_dict()` would, whole, in host memory, of the first rank; elsewhere nothing.
+        """Return the module's whole state_dict in host memory on rank 0; on other ranks, an empty dictionary.
 
-        Every rank calls it. Parameters come in the precision of forward and backward.
+        Every rank calls it. Parameters are in the precision of forward and backward.
 
         Args:
-            everywhere: every rank gets it.
+            everywhere: return it on every rank.
         """
         self._assembly.meet("full_state_dict")
         wanted = everywhere or self._world.rank == 0
@@ -86,12 +86,12 @@ class WholeValues:
         return {key: found[name] for key, (name, _) in self._keys().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the values of a state_dict of the whole module: of rank 0's, those of the others are not read.
+        """Take the values of rank 0's state_dict of the whole module; those of other ranks are not read.
 
-        The optimizer's state stays. Every rank calls it.
+        The optimizer's state does not change. Every rank calls it.
 
         Raises:
-            UserError: 508, a name is missing, or not the module's, or has another shape.
+            UserError: 508, a name is missing or is not the module's, or a tensor has another shape.
         """
         self._assembly.meet("load_state_dict")
         values, world = self._assembly.values, self._world
@@ -111,32 +111,32 @@ class WholeValues:
             from_first(buffer, world)
 
     def gradients(self, names: Names = "*") -> dict[str, Tensor]:
-        """Return whole reduced gradients, between `backward` and `step`: what `.grad` holds elsewhere.
+        """Return whole reduced gradients, between `backward` and `step`: what `.grad` holds in plain torch.
 
-        Every rank calls it and gets copies: of the mean over the ranks, before clipping, in the dtype of accumulation.
+        Every rank calls it and gets copies of the mean over the ranks, before clipping, in the dtype of accumulation.
 
         Args:
-            names: of parameters, or patterns of names.
+            names: names of parameters, or patterns of names.
 
         Raises:
-            UserError: 500, a name fits no parameter that is trained; 503, there was no backward.
+            UserError: 500, a name matches no trained parameter; 503, there was no backward.
         """
         return {name: values for _, of_unit in self._gradients(names, "gradients") for name, values in of_unit.items()}
 
     def clip_gradients(self, names: Names, limit: float) -> Tensor:
         """Limit the norm of some parameters' gradients, taken together, between the last `backward` and `step`.
 
-        Every rank calls it, once for each group; a limit of all that was given to `shard` comes after. Gradients are
-        gathered one unit at a time.
+        Every rank calls it, once for each group of parameters; `clip`, as given to `shard`, applies after it. Gradients
+        are gathered one unit at a time.
 
         Args:
-            names: of parameters, or patterns of names.
-            limit: of the norm; above 0.
+            names: names of parameters, or patterns of names.
+            limit: the largest allowed norm; above 0.
 
-        Returns: the norm before: one number, fp64, on the device.
+        Returns: the norm before clipping: one number, fp64, on the device.
 
         Raises:
-            UserError: 500, a name fits no parameter that is trained, or the limit is not above 0; 503, there was no
+            UserError: 500, a name matches no trained parameter, or the limit is not above 0; 503, there was no
                 backward, or the last one had last=False.
         """
         if not limit > 0:
@@ -151,7 +151,7 @@ class WholeValues:
         return norm
 
     def _gradients(self, names: Names, call: str) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
-        """Yield units with their whole reduced gradients, copies, of the parameters that have these names."""
+        """Yield units with copies of the whole reduced gradients of the parameters that have these names."""
         self._assembly.require_backward(call)
         self._assembly.meet(call)
         engine = self._assembly.engine
@@ -197,7 +197,7 @@ def _names(unit: Unit) -> list[str]:
 
 
 def _scale_reduced(unit: Unit, names: Sequence[str], factor: Tensor) -> None:
-    """Multiply the reduced gradients of some parameters, as far as this rank updates with them."""
+    """Multiply the reduced gradients of some parameters by a factor, in the elements that this rank updates."""
     shard, reduced = unit.shard, unit.gradients.take_reduced(0)
     for interval in unit.layout.intervals:
         if interval.name in names:
@@ -208,7 +208,7 @@ def _scale_reduced(unit: Unit, names: Sequence[str], factor: Tensor) -> None:
 
 
 def _require_fitting(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a state_dict that is not the module's, before anything of it is taken. Raises UserError 508."""
+    """Refuse a state_dict that is not the module's, before any value is taken. Raises UserError 508."""
     if not isinstance(state, Mapping):
         what = f"expected names with tensors, got a {type(state).__name__}"
         raise UserError(508, what, "give the state_dict of this module", where="load_state_dict")
@@ -220,11 +220,11 @@ def _require_fitting(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int
 
 
 def _in_words(value: object) -> str:
-    """Return the shape of a tensor whose values can be read, or what else it is."""
+    """Return the shape of a tensor whose values can be read, else a description of the value."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     try:
         value.detach().reshape(-1)[:1].tolist()
-    except RuntimeError as error:  # of the meta device, of a layout or a class of its own
+    except RuntimeError as error:  # on the meta device, or of an unusual layout or class
         return f"a tensor on {value.device} that cannot be read: {str(error).splitlines()[0]}"
     return str(tuple(value.shape))

@@ -1,1 +1,1 @@
-"""ZeRO-R: activations that are recomputed, split over ranks, kept in one buffer, or moved to the host."""
+"""ZeRO-R: recompute activations, partition them over ranks, keep them in one buffer, or offload them."""

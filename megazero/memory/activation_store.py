@@ -1,14 +1,14 @@
-"""One buffer, allocated before the first step, for all the inputs that a pipeline stage keeps.
+"""Keep all inputs of a pipeline stage in one buffer, allocated before the first step.
 
-Kept inputs and short-lived activations alternate in an allocator, and fragment it: the ZeRO paper saw models run out
-with a third of the memory free (section 6.3, memory defragmentation, MD). So what is kept is copied to slots of that
-buffer. How many slots are needed is known from the schedule.
+Kept inputs alternate with short-lived activations in an allocator and fragment it: the ZeRO paper saw models run out of
+memory with a third of it free (section 6.3, memory defragmentation, MD). So kept inputs are copied to slots of the
+buffer. The schedule determines the number of slots.
 
-On disks (ZeRO-Infinity) a slot is a buffer of its own, so that it is written whole and nothing of it has to be read
-before. An input is copied to one buffer of the device, from which the disks take it while the next block computes: so
-it may be freed or written to at once, and what is on its way takes the same memory however slow the disks are.
+On disks (ZeRO-Infinity) each slot is a separate buffer, which is always written whole, so nothing has to be read before
+a write. An input is first copied to one staging buffer on the device, which the disks read while the next block
+computes: so the input may be freed or overwritten at once, and slow disks do not increase the memory in flight.
 
-(Disks: Rajbhandari et al. 2021, arXiv 2104.07857, section 5.1.2, of memory of the host; here it passes through that.)
+(Rajbhandari et al. 2021, arXiv 2104.07857, section 5.1.2, offloads to host memory; here inputs pass through it.)
 """
 
 from concurrent.futures import Future
@@ -26,11 +26,11 @@ class Arena:
     """Slots of one size, in the memory of the device or of the host, or on disks.
 
     Args:
-        slots: the most inputs that are kept at once.
-        numel: elements of each.
+        slots: the largest number of inputs kept at once.
+        numel: elements of each slot.
         ledger: counts the memory.
-        home: where to keep them; None: on the device.
-        going: memory of the device for one input on its way to disks, which other arenas of a rank may use too.
+        home: the home of the slots; None: the device.
+        going: staging buffer on the device for one input on its way to disks; arenas of a rank may share it.
     """
 
     def __init__(
@@ -49,28 +49,28 @@ class Arena:
         elif home is not None:
             memory = home.empty((slots, numel), dtype, "inputs")
         else:
-            ledger.hold("inputs", slots * numel * dtype.itemsize)  # before, so that who finds no memory can tell
+            ledger.hold("inputs", slots * numel * dtype.itemsize)  # first, so that an out-of-memory report includes it
             memory = torch.empty(slots, numel, dtype=dtype, device=device)
         self._free = list(memory)[::-1]
 
     def put(self, flat: Tensor) -> Tensor:
-        """Copy an input [numel] to a free slot, or start to; return the slot."""
+        """Copy an input [numel] to a free slot, or start the copy; return the slot."""
         assert self._free, "all slots are taken: the schedule keeps more than it said"
         slot = self._free.pop()
         if self._home is None:
             return slot.copy_(flat)
         if self._going is not None:
-            self._home.join()  # the input before has left
+            self._home.join()  # the previous input has left the staging buffer
             flat = self._going.copy_(flat)
         self._home.send(flat, slot, "inputs")
         return slot
 
     def fetch(self, slot: Tensor, into: Tensor) -> "Future[None] | None":
-        """Copy a slot to memory of the device, which the current stream may use afterwards.
+        """Copy a slot to device memory, which the current stream may use afterwards.
 
-        The slot may be freed when what computes the inputs to be kept is queued after the copy.
+        Free the slot only if the work that computes later inputs is queued after the copy.
 
-        Returns: from disks, which are read after all that was put before, the reading to wait for.
+        Returns: for disks, the future of the read, which follows all earlier writes; else None.
         """
         if isinstance(self._home, PagedHome):
             return self._home.start_bring(slot, into, "inputs")
@@ -81,20 +81,20 @@ class Arena:
         return None
 
     def give(self, slot: Tensor) -> None:
-        """Free a slot; it is written to after all that was fetched before."""
+        """Free a slot; later writes to it are ordered after earlier fetches."""
         self._free.append(slot)
 
 
 class KeptInSlot(Kept):
-    """An input that is kept whole, in an arena."""
+    """An input that is kept whole in an arena."""
 
     def __init__(self, arena: Arena, x: Tensor):
         self._arena, self._slot, self._shape = arena, arena.put(x.detach().reshape(-1)), x.shape
 
     def restore(self) -> Tensor:
-        """Return the slot itself; nothing of the recomputation may change it, or use it after `free`."""
+        """Return a view of the slot; the recomputation must not write to it or use it after `free`."""
         return self._slot.view(self._shape)
 
     def free(self) -> None:
-        """Give the slot back to the arena."""
+        """Return the slot to the arena."""
         self._arena.give(self._slot)

@@ -1,20 +1,19 @@
-"""Replay recomputed layers as CUDA graphs: one launch of the host for a layer's forward, and one for its backward.
+"""Replay recomputed layers as CUDA graphs: one launch for a layer's forward, and one for its backward.
 
-This is for layers that a GPU computes faster than the host can launch them. What a layer launches is recorded once, and
-replayed from then on. A replay runs the same kernels at the same addresses, so
+This is for layers that a GPU computes faster than the host can launch their kernels. The launches of a layer are
+recorded once and then replayed. A replay runs the same kernels at the same addresses, so
 
     input, output, gradients of both   are copied to and from four tensors that all graphs share (`Exchange`)
-    parameters and their gradients     lie where their units' pools have put them: there is a graph for each combination
-                                       of places, and pools rotate over few
-    activations                        live inside the backward's graph, which computes them again (full recompute)
+    parameters and their gradients     are where their units' pools have put them: there is a graph for each combination
+                                       of addresses, and pools rotate over few
+    activations                        live inside the backward's graph, which recomputes them (full recompute)
 
-Graphs run one at a time, so all of them take their memory from one pool.
+Graphs run one at a time, so all of them share one memory pool.
 
-A replay does nothing else of what the host does: the uses of parameters and the deliveries of their gradients are
-counted after it, and a unit's reduction starts after its layer instead of inside of it. What a layer computes may
-depend on its input and its parameters only: no dropout, no documents. To record, torch waits for all of the device,
-so no message of another rank may be awaited then: no pipelines. It happens in the first steps, after `WARM_UP` calls
-in which the kernels' libraries prepare themselves.
+A replay runs no host code: the uses of parameters and the deliveries of their gradients are counted after it, and a
+unit's reduction starts after its layer, not inside it. A layer's output may depend only on its input and parameters: no
+dropout, no documents. To record, torch waits for the whole device, so no message of another rank may be pending then:
+no pipelines. Recording happens in the first steps, after `WARM_UP` calls in which the kernels' libraries initialise.
 """
 
 from collections.abc import Callable
@@ -28,22 +27,22 @@ from megazero.comm.ledger import Ledger
 from megazero.memory.recompute import ActivationStore, LayerContext, Recomputed
 from megazero.zero.gradients import DeliveryCounter, GradientAccumulator
 
-WARM_UP = 2  # calls of a layer's forward, and of its backward, that are not recorded
+WARM_UP = 2  # calls of each layer's forward, and of its backward, before recording
 
 Work = Callable[[], None]
-Record = Callable[[Work], Work]  # records what some work launches, without doing it; returns the function that does it
+Record = Callable[[Work], Work]  # records the launches of `work` without running them; returns the replay function
 Key = tuple[Any, ...]
 
 
 def graphs_of(device: torch.device) -> Record | None:
-    """Return a device's way to record, as CUDA graphs in one memory pool; None: it has none, or is only pretended."""
+    """Return a function that records CUDA graphs in one memory pool; None for a device other than CUDA."""
     if device.type != "cuda":
         return None
     pool = torch.cuda.graph_pool_handle()
 
     def record(work: Work) -> Work:
         graph = torch.cuda.CUDAGraph()
-        # Other threads (the loader's copies, the monitor's events) use the device meanwhile, which is no fault.
+        # Other threads (the loader's copies, the monitor's events) may use the device during the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             work()
         return graph.replay
@@ -52,10 +51,10 @@ def graphs_of(device: torch.device) -> Record | None:
 
 
 class _Notes(DeliveryCounter):
-    """Notes deliveries instead of counting them.
+    """Records deliveries of gradients instead of counting them.
 
     Args:
-        delivered: receives the name of the parameter at each of them.
+        delivered: receives the parameter's name at each delivery.
     """
 
     def __init__(self, delivered: list[str]):
@@ -69,7 +68,7 @@ class _Notes(DeliveryCounter):
 
 
 class Exchange:
-    """Four tensors of a block's input's shape, through which graphs take and give what passes between layers."""
+    """Four tensors with the shape of a block's input, through which graphs receive and return data."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, ledger: Ledger):
         self.memory = torch.empty(4, *shape, dtype=dtype, device=device)
@@ -81,9 +80,10 @@ class GraphedLayer(Recomputed):
     """A recomputed layer whose forward and backward are replayed.
 
     Args:
-        layer: returns a new tensor of its input's shape, and depends on nothing but its input and its parameters.
+        layer: returns a new tensor of its input's shape, which depends only on its input and parameters.
         store: keeps its input.
-        exchange: shared by all layers that run one at a time.
+        record: from `graphs_of`.
+        exchange: shared by all graphed layers, which run one at a time.
     """
 
     def __init__(self, layer: nn.Module, store: ActivationStore, record: Record, exchange: Exchange):
@@ -93,7 +93,7 @@ class GraphedLayer(Recomputed):
 
     @cached_property
     def _parameters(self) -> list[nn.Parameter]:
-        """Return the parameters; from the first call on, because they get their memory after the layer is made."""
+        """Return the parameters, cached at the first call: they get their memory after the layer's construction."""
         return list(self._module.parameters())
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
@@ -131,7 +131,7 @@ class GraphedLayer(Recomputed):
         key = (*self._places, *((slot.view.data_ptr(), slot.fresh) for slot in slots))
         by_name = {slot.name: slot for slot in slots}
         delivered = [by_name[name] for name in self._backwards.do(key, work)]
-        for slot in delivered:  # of a unit all uses first: its gradients are complete with the last delivery
+        for slot in delivered:  # expect all uses first: a unit's gradients are complete at its last delivery
             slot.fresh = False
             slot.expect()
         for slot in delivered:
@@ -144,17 +144,18 @@ class GraphedLayer(Recomputed):
 
 
 class _Recorded:
-    """The recordings of one layer's forward or backward, by the places of all that they touch."""
+    """The recordings of one layer's forward or backward, by the addresses that they use."""
 
     def __init__(self, record: Record):
         self._record, self._calls = record, 0
         self._known: dict[Key, tuple[Work, list[str]]] = {}
 
     def do(self, key: Key, work: Callable[[list[str]], None]) -> list[str]:
-        """Do some work, recorded before if it may be; return the parameters whose gradients came, in order.
+        """Run `work`, after the warm-up by a replay; return the parameters whose gradients it delivered, in order.
 
         Args:
-            work: notes those in the list that it is given.
+            key: the addresses that the work uses.
+            work: appends the names of these parameters to its argument.
         """
         self._calls += 1
         delivered: list[str] = []

@@ -1,14 +1,14 @@
-"""Split kept inputs over the tensor axis (Pa, the ZeRO paper's section 6.1), on the host or on disks if asked.
+"""Partition kept inputs over the tensor axis (Pa, the ZeRO paper's section 6.1), optionally on the host or on disks.
 
-The ranks of the tensor axis compute the same residual stream, and would all keep it. Instead each keeps one of `size`
-equal parts, and before an input is needed they gather it: n (t - 1) / t elements for each input of n, in addition
-to the 2 n (t - 1) / t of every sum in the block. Where the stream is split already, by sequence parallelism, there is
-nothing to gather, and only the move to the host or to disks remains.
+All t ranks of the tensor axis compute the same residual stream, and each would keep it. Instead each keeps one of t
+equal parts, and they all-gather an input before its use: n (t - 1) / t elements for an input of n, in addition to the
+2 n (t - 1) / t of every sum in the block. If sequence parallelism has split the stream already, there is nothing to
+gather, and only the offload to the host or to disks remains.
 
-Inputs are needed in the reverse order in which they were kept, so when one is asked for, the fetch of the one before it
-starts: it comes from the host, and from the other ranks, while the block after it is being computed. Two whole inputs
-are there at a time. What comes from a disk has to be there before it can be sent to others, and no rank knows when that
-is but the host: so then the gather begins where the input is needed.
+Inputs are used in the reverse order of keeping, so the restore of one starts to prefetch the one kept before it: its
+transfer from the host and its all-gather overlap with the recomputation of the later block. Two whole inputs exist at a
+time. A part from a disk must arrive before it can be sent, and only the host knows when it has arrived: so with disks
+the all-gather starts when the input is used.
 """
 
 from concurrent.futures import Future
@@ -28,9 +28,9 @@ class PartitionedStore:
     """A store that keeps this rank's part of every input.
 
     Args:
-        arena: of parts.
-        axis: whose ranks have the other parts; of size 1 the part is the whole.
-        pool: for whole inputs.
+        arena: the slots of parts.
+        axis: the ranks that share an input; with size 1 the part is the whole input.
+        pool: memory for whole inputs.
     """
 
     def __init__(self, arena: Arena, axis: Axis, pool: Pool, device: torch.device):
@@ -45,21 +45,21 @@ class PartitionedStore:
 
 
 class _Part(Kept):
-    """The part of one input on this rank; `before` is the input that was kept before it.
+    """The part of one input on this rank; `before` is the input kept before it, to prefetch.
 
-    That one is of the block before, or of another micro-batch, whose backward is done if micro-batches go through
-    backward in their order.
+    `before` belongs to the previous block, or to another micro-batch; in the latter case its backward is done already
+    if micro-batches go through backward in forward order.
     """
 
     def __init__(self, store: PartitionedStore, slot: Tensor, shape: torch.Size, before: "_Part | None"):
         self._store, self._shape, self._before = store, shape, before
-        self._slot: Tensor | None = slot  # None: nothing is in it that is needed any more
-        self._whole: Tensor | None = None  # on its way, or there
-        self._read: Future[None] | None = None  # its part, from a disk
+        self._slot: Tensor | None = slot  # None: given back to the arena
+        self._whole: Tensor | None = None  # the whole input, being filled or complete
+        self._read: Future[None] | None = None  # of this rank's part, from a disk
         self._gather: Pending | None = None
 
     def start(self) -> None:
-        """Start to fetch and gather the input, which will be needed soon."""
+        """Start to fetch and all-gather the input, which is used soon."""
         store = self._store
         if self._slot is None or self._whole is not None:
             return
@@ -80,7 +80,7 @@ class _Part(Kept):
                 self._gather = start_all_gather_in_place(whole, store.axis, "inputs")
             self._gather.wait()
         store.stream.join()
-        if self._slot is not None:  # not given back before: an input would be written over one that is still read
+        if self._slot is not None:  # give it back only here, so that no new input overwrites it while it is read
             store.arena.give(self._slot)
             self._slot = None
         if self._before is not None:

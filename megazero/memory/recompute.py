@@ -1,15 +1,15 @@
 """Recompute activations when backward needs them, instead of keeping them (Chen et al. 2016, arXiv 1604.06174).
 
-A recomputed layer runs forward without a graph, and only its input is kept, in an `ActivationStore`. In backward the
-layer runs once more on that input, now with a graph, and backward goes through it at once. What a layer computes
-depends on its input and its context alone (dropout masks are functions of names), so it computes the same again.
+A recomputed layer runs forward without an autograd graph and keeps only its input, in an `ActivationStore`. In backward
+it runs again on that input, with a graph, and backward goes through the graph at once. A layer's output depends only on
+its input and context (dropout masks are functions of names), so both runs give equal results.
 
-Of the second run only the graph is used, not the output: `LayerContext.recomputed` says so, and a block leaves out its
-last matrix product, and the sum over the tensor axis that follows it. Of the six sums of a block that the ZeRO
-paper counts (section 8: two forward, two again, two backward) one is gone.
+Only the graph of the second run is used, not its output: `LayerContext.recomputed` marks it, and a block then omits its
+last matrix product and the sum over the tensor axis that follows. So of the six sums of a block that the ZeRO paper
+counts (section 8: two in forward, two in recomputation, two in backward) one is saved.
 
-The two grains of `memory.recompute`: *full* wraps whole blocks; *selective* wraps the core of attention, everything
-between the projections (Korthikanti et al. 2022, arXiv 2205.05198, section 5), whose input is kept where it is.
+The two modes of `memory.recompute`: *full* wraps whole blocks; *selective* wraps the core of attention, everything
+between the projections (Korthikanti et al. 2022, arXiv 2205.05198, section 5), and keeps its input in place.
 """
 
 from collections.abc import Callable
@@ -21,15 +21,15 @@ from torch.autograd.graph import get_gradient_edge
 
 
 class LayerContext(Protocol):
-    """The context of a micro-batch that a recomputed layer gets with its input (`model/batch_context.py`)."""
+    """The context of a micro-batch, an argument of a recomputed layer (`model/batch_context.py`)."""
 
     def recomputed(self) -> Self:
-        """Return the same context, marked as that of a recomputation, whose output nothing reads."""
+        """Return a copy of the context that marks a recomputation, whose output is not used."""
         ...
 
 
 class Kept:
-    """The input of a layer, kept between forward and backward: by a reference here, in other ways in subclasses."""
+    """The input of a layer, kept between forward and backward: here by reference; subclasses copy it."""
 
     def __init__(self, x: Tensor):
         self._x = x
@@ -39,7 +39,7 @@ class Kept:
         return self._x
 
     def free(self) -> None:
-        """Free the input, which is not needed any more."""
+        """Free the input after its last use."""
         del self._x
 
 
@@ -51,7 +51,7 @@ class Recomputed:
     """A layer whose backward runs its forward again.
 
     Args:
-        layer: returns a new tensor; called with an input that has a gradient, and its context.
+        layer: returns a new tensor; called with an input that requires a gradient, and its context.
         store: keeps its input.
     """
 
@@ -64,13 +64,13 @@ class Recomputed:
         return _Recompute.apply(x, self, context)
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        """Return the output, which keeps no graph."""
+        """Return the output, without a graph."""
         return self.layer(x, context)
 
     def backward(self, x: Tensor, grad: Tensor, context: LayerContext) -> Tensor | None:
-        """Return the gradient of the input; deliver those of the parameters."""
+        """Return the gradient of the input; deliver the parameters' gradients."""
         again = x.detach().requires_grad_()
-        with torch.enable_grad():  # of the output only the place where backward begins is wanted
+        with torch.enable_grad():  # keep only the output's graph edge, where backward begins, not the output
             root = get_gradient_edge(self.layer(again, context.recomputed()))
         torch.autograd.backward(root, grad)
         return again.grad

@@ -1,1 +1,1 @@
-"""The model: a for-loop over blocks that knows nothing of ZeRO, recompute or pipeline."""
+"""The model: a for-loop over blocks, independent of ZeRO, recomputation and pipeline parallelism."""

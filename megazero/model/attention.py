@@ -3,9 +3,9 @@
 Shapes: S sequence, B batch, D hidden, G key-value heads of this rank, Q query heads per key-value head,
 H = G Q query heads, d head dim.
 
-The projection is one weight whose rows are grouped by key-value head: for each group its Q query heads, then its key,
-then its value. A rank of the tensor axis holds whole groups, so its part is one interval of the weight, and the
-gradient of q, k and v is put together by one concatenation.
+The projection is one weight with rows grouped by key-value head: for each group its Q query heads, then its key, then
+its value. A rank of the tensor axis has whole groups, so its part is one interval of the weight, and one concatenation
+assembles the gradient of q, k and v.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,13 @@ from megazero.model.parameter import INITIAL_STD, residual_std
 from megazero.model.tape import apply
 from megazero.plan.model import Shape
 
-# Causal attention inside documents: q [T, H, d], k and v [T, G, d], where documents begin (int32), the longest of them.
+# Causal attention inside documents: (q [T, H, d], k [T, G, d], v [T, G, d], first tokens of documents and the end
+# (int32), length of the longest document) -> [T, H, d].
 VariableLength = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation by position; its backward is the inverse, by the same kernel, and only the angles are kept."""
+    """The rotation by position. Its backward is the inverse rotation, by the same kernel; only the angles are kept."""
 
     @staticmethod
     def forward(ctx: Any, x_SBHd: Tensor, cos: Tensor, sin: Tensor, ops: Operations) -> Tensor:
@@ -41,24 +42,24 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()  # attention's backward lays it out
+        grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()  # attention's backward sets the strides
         return ctx.ops.rotary(grad, *ctx.saved_tensors, True), None, None, None
 
 
 class Rotary:
     """Rotary positions, with the angle p * theta^(-2i/d) for channel pair i at position p (Su et al. 2021, eq. 15).
 
-    Angles are computed in fp32 (fp64 for fp64 activations) whatever the model's dtype: bf16 would blur them. All layers
-    share one table of them, computed when the first layer runs.
+    Angles are computed in fp32 (fp64 for fp64 activations) for any dtype of the model, because bf16 is too coarse. All
+    layers share one table of cos and sin, computed when the first layer runs.
     """
 
     def __init__(self, head_dim: int, theta: float, seq_len: int):
         self.head_dim, self.theta, self.seq_len = head_dim, theta, seq_len
         self._table: tuple[Tensor, Tensor] | None = None
-        self._placed: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # of the micro-batch with these positions
+        self._placed: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # (positions, their angles), a cache of one
 
     def rotate(self, positions_SB: Tensor | None, ops: Operations, *heads: Tensor) -> tuple[Tensor, ...]:
-        """Return queries and keys [S, B, H or G, d] rotated by their positions; None: 0 to S - 1 in every sample."""
+        """Return queries and keys [S, B, H or G, d] rotated by position; positions None: 0 to S - 1 in each sample."""
         cos, sin = self.angles(positions_SB, heads[0])
         return tuple(_Rotate.apply(x_SBHd, cos, sin, ops) for x_SBHd in heads)
 
@@ -92,11 +93,11 @@ class Attention(nn.Module):
         rotary: None with learned positions.
 
     Attributes:
-        core: from the projection of queries, keys and values to what the heads have seen. The builder replaces it
-            where it is to be computed again in backward.
-        variable_length: computes documents of several lengths at once; None: those of each length for themselves.
-        q_norm, k_norm: of each head, before its rotation (Henry et al. 2020, arXiv 2010.04245); None: there is none.
-        repeats: keys and values are repeated for each query of their group, for implementations that know no groups.
+        core: the function from the projected queries, keys and values to the output of the heads. The builder
+            replaces it to recompute it in backward.
+        variable_length: attention over documents of different lengths in one call; None: one call for each length.
+        q_norm, k_norm: norm of each head before its rotation (Henry et al. 2020, arXiv 2010.04245); None: no norm.
+        repeats: repeat keys and values for each query head of their group, for kernels without grouped queries.
     """
 
     def __init__(self, shape: Shape, *, rotary: Rotary | None, region: Region, ops: Operations):
@@ -118,7 +119,7 @@ class Attention(nn.Module):
         self.repeats = False
 
     def _core(self, qkv: Tensor, step: BatchContext) -> Tensor:
-        """Return what the heads have seen, [S, B, H d], from the projection [S, B, G (Q + 2) d]."""
+        """Return the output of the heads, [S, B, H d], from the projection [S, B, G (Q + 2) d]."""
         documents = step.documents
         if documents is None:
             return self._causal(qkv)
@@ -142,7 +143,7 @@ class Attention(nn.Module):
         per_group = self.queries_per_group
         qkv = qkv.view(*qkv.shape[:2], -1, per_group + 2, self.head_dim)
         if per_group == 1:
-            # unbind's backward is a single stack; split's would be the same with one more reshape
+            # the backward of unbind is a single stack; split would need one more reshape
             q, k, v = qkv.unbind(dim=3)
         else:
             q, k, v = qkv.split((per_group, 1, 1), dim=3)

@@ -1,10 +1,10 @@
-"""One transformer block: the unit of sharding, recompute, pipeline cut and profiling.
+"""One transformer block: the unit of sharding, recomputation, pipeline stages and profiling.
 
     x = x + dropout(attention(norm(x)))
     x = x + dropout(mlp(norm(x)))
 
-A block is a `Layer` (`contract.py`) and nothing more: it knows neither its neighbours nor who runs it. What comes
-before the core of attention is one function of autograd, all that comes after it another (`tape.py`).
+A block is a `Layer` (`contract.py`), independent of its neighbours and its caller. The part before the core of
+attention is one autograd function, the part after it another (`tape.py`).
 
 Shapes: S sequence, B batch, D hidden; n rows of this rank's part of the residual stream, N of the whole sequence.
 """
@@ -29,7 +29,7 @@ class Block(nn.Module):
     """A block of a transformer.
 
     Args:
-        layer: its number, from 0, on which dropout masks depend.
+        layer: the block's index, from 0; dropout masks depend on it.
         rotary: None with learned positions.
         seed: of dropout masks.
     """
@@ -52,9 +52,9 @@ class Block(nn.Module):
 
 
 class _BeforeCore:
-    """The projection of the norm: what the core of attention takes; and the residual stream, as it is.
+    """The part before the core of attention: return the projection of norm(x), and x itself as the residual stream.
 
-    That is handed on here, so that the gradients that reach x by both ways are added inside of the norm's backward.
+    x is passed through so that the norm's backward adds its two gradients, from the norm and from the residual stream.
     """
 
     def __init__(self, norm: Norm, qkv: ColumnProducts):
@@ -70,7 +70,7 @@ class _BeforeCore:
 
 
 class _BehindCore:
-    """The block's output, from what attention's heads have seen and the residual stream."""
+    """The part after the core of attention: from the heads' output and the residual stream to the block's output."""
 
     def __init__(self, out: RowProduct, norm: Norm, mlp: Mlp, dropouts: Sequence[Dropout]):
         self._out, self._norm, self._mlp = out, norm, mlp
@@ -82,7 +82,7 @@ class _BehindCore:
         if self._first.acts(step):
             total_nD = _rows(self._first.added(_shaped(y_nD, x_SBD), x_SBD, step))
             y_nD = self._norm.run(tape, total_nD)
-        else:  # the sum and its norm in one pass
+        else:  # compute the sum and its norm in one pass
             total_nD, y_nD = self._norm.run_of_sum(tape, y_nD, _rows(x_SBD))
         y_nD = self._mlp.run(tape, y_nD, skip_output=step.recomputing)
         tape.keep((step,))
@@ -95,7 +95,7 @@ class _BehindCore:
     def back(self, tape: Tape, grad_SBD: Tensor) -> tuple[Tensor, Tensor, None]:
         (step,) = tape.take()
         grad_nD = _rows(grad_SBD)
-        drops = self._second.acts(step)  # what is masked is the MLP's alone, to be freed when that is done with it
+        drops = self._second.acts(step)  # no name holds the masked gradient, so it is freed after the MLP's backward
         grad = self._mlp.back(tape, _rows(self._second.masked(grad_SBD, step)) if drops else grad_nD)
         grad = grad_x = self._norm.back_of_sum(tape, grad, grad_nD)
         if self._first.acts(step):
@@ -109,5 +109,5 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _shaped(rows: Tensor, like_SBD: Tensor) -> Tensor:
-    """Return rows [S B, C] as [S, B, C]; S may be that of a part of the sequence, or of all."""
+    """Return rows [S B, C] as [S, B, C]; S may count a part of the sequence or all of it."""
     return rows.view(-1, like_SBD.shape[1], rows.shape[-1])

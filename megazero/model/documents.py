@@ -1,13 +1,13 @@
-"""Keep the documents of a window apart in attention (`data.mask_eod`), without a matrix of [S, S].
+"""Limit attention to the documents of a sequence (`data.mask_eod`), without an [S, S] mask.
 
-A causal mask that stops at the ends of documents is causal attention inside each of them. So documents of equal length
-are one plain batch: rows of the projection are put into an order in which they lie together, each batch goes through
-attention as a micro-batch of that length would, and the results are put back. What it keeps for backward is O(S).
+A causal mask that ends at document boundaries is causal attention inside each document. So documents of equal length
+form a plain batch: the rows of the projection are reordered by document length, each batch goes through attention like
+a micro-batch of that length, and the results are put back in order. The memory kept for backward is O(S).
 
-Of S B tokens no more than sqrt(2 S B) documents have different lengths, so there are few batches: 90 of 4,096 tokens at
-most, and one of a thousand documents of four tokens.
+S B tokens contain documents of at most sqrt(2 S B) different lengths, so there are few batches: at most 90 for 4,096
+tokens, and one for a thousand documents of four tokens.
 
-Shapes: S sequence, B samples, L length and N number of some documents.
+Shapes: S sequence, B samples, and N documents of length L in one batch.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from megazero.comm.pinned import fetched
 
 
 class _Reorder(torch.autograd.Function):
-    """Take rows in another order; as every row is taken once, the gradient is taken in the inverse order."""
+    """Permute rows; the backward applies the inverse permutation to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -39,21 +39,21 @@ class _Reorder(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro-batch. Their lengths are known on the host, so the host does not wait for a device.
+    """The documents of a micro-batch. Lengths are known on the host, so it does not wait for the device.
 
     Attributes:
-        lengths: of the documents of each sample, in their order; those of a sample add up to S.
-        device: where attention is computed.
+        lengths: for each sample, the lengths of its documents in order; they add up to S.
+        device: the device that computes attention.
     """
 
     lengths: tuple[tuple[int, ...], ...]
     device: torch.device
 
     def attend(self, attention: Callable[[Tensor], Tensor], x_SBD: Tensor) -> Tensor:
-        """Return what `attention` makes of each document for itself: [S, B, D'].
+        """Apply `attention` to each document separately; return the results, [S, B, D'].
 
         Args:
-            attention: called with documents of one length, [L, N, D]; returns [L, N, D'].
+            attention: function of documents of one length, [L, N, D] -> [L, N, D'].
         """
         order, inverse = self._orders
         parts = _Reorder.apply(x_SBD.flatten(0, 1), order, inverse).split([n * count for n, count in self.groups])
@@ -63,24 +63,24 @@ class Documents:
 
     @cached_property
     def groups(self) -> list[tuple[int, int]]:
-        """Return (length, number of documents that have it), by rising length."""
+        """Return (length, number of documents of this length), by ascending length."""
         return sorted(Counter(length for of in self.lengths for length in of).items())
 
     @cached_property
     def longest(self) -> int:
-        """Return the tokens of the longest document."""
+        """Return the length of the longest document in tokens."""
         return self.groups[-1][0]
 
     @cached_property
     def bounds(self) -> Tensor:
-        """Return where documents begin among the tokens of all samples, sample after sample, and the end: int32."""
+        """Return the first token of each document, with samples concatenated, then the end: int32 [documents + 1]."""
         return self._there(np.cumsum([0, *(n for of in self.lengths for n in of)], dtype=np.int32))
 
     @cached_property
     def _orders(self) -> tuple[Tensor, Tensor]:
-        """Return which rows of [S B, ...] are taken in the order of groups, and the inverse: int64 [S B].
+        """Return the permutation of the rows of [S B, ...] into the order of groups, and its inverse: int64 [S B].
 
-        In a group rows are ordered by position, then by document, which makes it [L, N].
+        In a group rows are ordered by position, then by document, which gives [L, N].
         """
         samples, firsts = len(self.lengths), {length: list[int]() for length, _ in self.groups}
         for sample, of in enumerate(self.lengths):
@@ -90,5 +90,5 @@ class Documents:
         return self._there(order), self._there(np.argsort(order))
 
     def _there(self, numbers: np.ndarray) -> Tensor:
-        """Return numbers as a tensor on the device."""
+        """Return the numbers as a tensor on the device."""
         return fetched(torch.tensor(numbers), self.device)

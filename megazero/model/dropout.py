@@ -1,8 +1,7 @@
 """Dropout whose mask is a function of (seed, step, layer, site, sample, position, channel).
 
-It acts on the embedding and on the two residual sites of a block, nowhere else; attention probabilities are never
-dropped. Every layout and every recomputation draws the same mask (`kernels/counter.py`), and so does the backward:
-it is never stored.
+It acts only on the embedding and on the two residual additions of a block, not on attention probabilities. Every
+layout, every recomputation and the backward compute equal masks (`kernels/counter.py`), so masks are never stored.
 """
 
 from typing import Any
@@ -16,7 +15,7 @@ from megazero.model.batch_context import BatchContext
 
 
 class _Dropout(torch.autograd.Function):
-    """The product with the mask; its backward is the same product, of the gradient."""
+    """Multiplication by the mask; the backward multiplies the gradient by the same mask."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropout: "Dropout", step: BatchContext) -> Tensor:
@@ -35,7 +34,7 @@ class Dropout:
         drop: the probability to drop an element; 0 is the identity.
         seed: of the run.
         layer: the block's index; the number of layers for the embedding.
-        site: 0 or 1, which of the block's two residual additions.
+        site: 0 or 1, for the first or second residual addition of the block.
         ops: the kernels to use.
     """
 
@@ -44,7 +43,7 @@ class Dropout:
         self._name = seed, layer, site
 
     def acts(self, step: BatchContext) -> bool:
-        """Return True if anything is dropped; otherwise this is the identity."""
+        """Return True if elements are dropped; otherwise this is the identity."""
         return bool(self.drop and step.training)
 
     def __call__(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
@@ -63,6 +62,6 @@ class Dropout:
         return self.ops.dropout_backward(x_SBD.contiguous(), *self.site(x_SBD, step), self.drop)
 
     def site(self, x_SBD: Tensor, step: BatchContext) -> tuple[Tensor, Tensor, int]:
-        """Return what the mask depends on, apart from channels: sample ids, positions, and the key of all else."""
+        """Return the inputs of the mask other than channels: sample ids, positions, and a key of all others."""
         seed, layer, site = self._name
         return step.sample_ids_B, step.positions_S(x_SBD.shape[0]), counter.derive_key(seed, step.step, layer, site)

@@ -1,7 +1,7 @@
 """Token and position embeddings, and the output projection that may share the token weight.
 
-The vocabulary is split over the tensor axis by rows and padded to a multiple of its size inside the layout only:
-padding rows are zero, their logits -inf, and they are never saved, counted or exported.
+The vocabulary is split by rows over the tensor axis, and padded to a multiple of the axis size in memory only: padding
+rows are zero, their logits are -inf, and they are never saved, counted or exported.
 """
 
 from torch import Tensor, nn
@@ -12,10 +12,10 @@ from megazero.model.tape import Owner, Tape, apply
 
 
 class Lookup:
-    """The lookup of rows in a table [rows, D]; backward adds each row's gradient where it came from.
+    """The lookup of rows in a table [rows, D]; backward adds each gradient to the row that was looked up.
 
     Args:
-        owner: of the table, its "weight".
+        owner: has the table as its "weight".
     """
 
     def __init__(self, owner: Owner):
@@ -25,7 +25,7 @@ class Lookup:
         """Return table[indices], [*indices.shape, D].
 
         Args:
-            absent: bool like `indices`, True where the row is not in this table: zeros come out, no gradient goes in.
+            absent: bool like `indices`, True for rows that are not in this table: they give zeros and get no gradient.
         """
         table = self.owners[0]["weight"]
         tape.keep((indices, absent, tape.use(table)))
@@ -45,9 +45,9 @@ def _without(rows: Tensor, absent: Tensor | None) -> Tensor:
 
 
 class TokenEmbedding(nn.Module):
-    """The token embedding: weight [vocab / tensor, hidden], which decays, being the output projection's too when tied.
+    """The token embedding: weight [vocab / tensor, hidden], with weight decay, as it may also be the output projection.
 
-    A rank looks up the ids whose rows it holds; the sum over the tensor axis has them all.
+    A rank looks up only ids of its own rows; the sum over the tensor axis combines the ranks' results.
     """
 
     def __init__(self, vocab: int, hidden: int, *, region: Region):
@@ -57,8 +57,8 @@ class TokenEmbedding(nn.Module):
         self._lookup = Lookup(self._parameters)
 
     def forward(self, tokens_SB: Tensor) -> Tensor:
-        """Return [S, B, D], with sequence parallelism this rank's part of it."""
-        if self.region.axis.size == 1:  # spares two passes over the result
+        """Return [S, B, D]; with sequence parallelism, this rank's part of it."""
+        if self.region.axis.size == 1:  # saves two passes over the result
             return apply(self._lookup, tokens_SB, None)
         indices = tokens_SB - self.region.axis.rank * len(self.weight)
         absent = (indices < 0) | (indices >= len(self.weight))
@@ -66,7 +66,7 @@ class TokenEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions (GPT-2): weight [seq_len, hidden], whole on every rank, never decayed."""
+    """Learned positions (GPT-2): weight [seq_len, hidden], replicated on all ranks, without weight decay."""
 
     def __init__(self, seq_len: int, hidden: int):
         super().__init__()

@@ -6,16 +6,16 @@ parallelism), I inputs, O outputs of this rank.
     column   weight_OI   y_NO = gather(x_nI) weight^T + bias    the tensor axis splits O: a rank computes some outputs
     row      weight_IO   y_nO = sum(x_NI weight) + bias         the tensor axis splits I: a rank computes a partial sum
 
-Both keep the split dimension first. A column product leads into a tensor-parallel region, a row product out of it
+Both store the split dimension first. A column product begins a tensor-parallel region, a row product ends it
 (`comm/regions.py` has `gather` and `sum`). The backward of each is two products: dx for the layer below, and the
-weight's gradient, which goes straight into the parameter's gradient slot. A column product's dx must be summed over the
-tensor axis; the sum is under way while the weight's gradient is computed. With sequence parallelism only a rank's own
-part of x is kept for the backward, and gathered again while dx is computed (Korthikanti et al. 2022, section 4.2.2).
+weight's gradient, written directly into the parameter's gradient slot. A column product's dx must be summed over the
+tensor axis; the sum overlaps with the weight's gradient. With sequence parallelism only a rank's own part of x is kept
+for backward, and gathered again while dx is computed (Korthikanti et al. 2022, section 4.2.2).
 
-In parallel with it forward has only its own products. With several chunks (`Region.chunks`) it cuts the rows n: a
-chunk's sum is under way while the next chunk is multiplied; with sequence parallelism a chunk is gathered while the one
-before it is multiplied. There chunk i has the i-th rows of every rank's part, so that each rank ends with its own rows
-in their order. Two ranks, two chunks:
+In forward, communication can overlap only with the products themselves. So with several chunks (`Region.chunks`) the
+rows n are split: a chunk's sum overlaps with the next chunk's product; with sequence parallelism a chunk's gather
+overlaps with the previous chunk's product. Then chunk i has the i-th rows of every rank's part, so that each rank ends
+with its own rows in order. Two ranks, two chunks:
 
     rows of rank 0 : rows of rank 1    0 1 2 3 : 4 5 6 7
     the two chunks                     0 1 : 4 5    2 3 : 6 7
@@ -33,17 +33,17 @@ from megazero.model.tape import Owner, Tape
 
 
 class ColumnProducts:
-    """Several products of one input, which is gathered and whose gradient is summed once for all of them.
+    """Several products of one input, with one gather of the input and one sum of its gradient.
 
     Args:
-        owners: of each weight [O, I] and bias [O].
+        owners: one for each product, with its weight [O, I] and bias [O].
     """
 
     def __init__(self, region: Region, *owners: Owner):
         self.region, self.owners, self._alone = region, owners, region.axis.size == 1
 
     def run(self, tape: Tape, x_nI: Tensor) -> tuple[Tensor, ...]:
-        """Return gather(x) weight^T + bias, [N, O], of each."""
+        """Return gather(x) weight^T + bias, [N, O], for each product."""
         pairs = [(owner["weight"], owner.get("bias")) for owner in self.owners]
         slots = [(tape.use(weight), tape.use(bias)) for weight, bias in pairs]
         tape.keep((x_nI, slots), *(weight for weight, _ in pairs))
@@ -72,7 +72,7 @@ class RowProduct:
     """A product whose input is split over the tensor axis.
 
     Args:
-        owner: of the weight [I, O] and the bias [O].
+        owner: has the weight [I, O] and the bias [O].
     """
 
     def __init__(self, region: Region, owner: Owner):
@@ -82,7 +82,7 @@ class RowProduct:
         """Return sum(x weight) + bias, [n, O].
 
         Args:
-            skip_output: only the backward is needed: the result is not computed, and nothing is sent.
+            skip_output: only backward is needed: compute and send nothing, and return zeros of the result's shape.
         """
         (owner,) = self.owners
         weight_IO, bias_O = owner["weight"], owner.get("bias")
@@ -93,11 +93,11 @@ class RowProduct:
             return x_NI.new_zeros(()).expand(rows, weight_IO.shape[1])
         if self._alone:
             return _product(x_NI, weight_IO, bias_O)
-        # The first rank's partial sum brings the bias along, which costs no pass over the sum.
+        # The first rank adds the bias to its partial sum, which saves a pass over the sum.
         return _summed_product(x_NI, self.region, weight_IO, None if axis.rank else bias_O)
 
     def back(self, tape: Tape, grad_nO: Tensor) -> Tensor:
-        """Return the gradient of x, for a contiguous one of the result."""
+        """Return the gradient of x from the contiguous gradient of the result."""
         x_NI, weight_slot, bias_slot = tape.take()
         gathering = None if self._alone else self.region.gather(grad_nO, "backward")
         if bias_slot is not None:
@@ -111,7 +111,7 @@ class RowProduct:
 def _gathered_products(
     x_nI: Tensor, region: Region, pairs: Sequence[tuple[Tensor, Tensor | None]]
 ) -> tuple[Tensor, ...]:
-    """Return gather(x) weight^T + bias, [N, O], of each pair of weight and bias."""
+    """Return gather(x) weight^T + bias, [N, O], for each pair of weight and bias."""
     cuts = region.cut(len(x_nI))
     if not region.sequence or len(cuts) == 1:
         x_NI = region.gather(x_nI, "forward").wait()
@@ -144,10 +144,10 @@ def _summed_product(x_NI: Tensor, region: Region, weight_IO: Tensor, bias_O: Ten
 
 
 def _product(x: Tensor, matrix_IO: Tensor, bias_O: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Return x matrix + bias for x of shape [N, I], or [t, m, I]: the same rows of each of t parts, apart in memory."""
+    """Return x matrix + bias for x [N, I], or for x [t, m, I], the rows of a chunk in each of t parts, with strides."""
     if x.dim() == 2:
         return torch.mm(x, matrix_IO, out=out) if bias_O is None else torch.addmm(bias_O, x, matrix_IO, out=out)
-    matrices = matrix_IO.expand(len(x), -1, -1)  # no copy; the parts are no copy either: both have a stride
+    matrices = matrix_IO.expand(len(x), -1, -1)  # neither this nor x is copied: both are strided views
     return torch.bmm(x, matrices, out=out) if bias_O is None else torch.baddbmm(bias_O, x, matrices, out=out)
 
 
@@ -164,7 +164,7 @@ class ColumnLinear(nn.Module):
 class RowLinear(nn.Module):
     """A linear layer whose inputs are split over the tensor axis: weight [inputs, outputs].
 
-    The bias [outputs] is whole on every rank.
+    The bias [outputs] is replicated on all ranks.
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region):

@@ -1,12 +1,12 @@
-"""The loss of each token, over a vocabulary that is split over the tensor axis.
+"""Compute the loss of each token, with the vocabulary split over the tensor axis.
 
-What training minimises is the sum over the valid tokens of the *global* batch divided by their count, so that the
-loss does not depend on how the batch was cut. A micro-batch therefore returns a sum, and whoever knows the global
-count divides (`zero/engine.py`).
+Training minimises the sum over the valid tokens of the *global* batch divided by their count, so the loss does not
+depend on the split into micro-batches. A micro-batch therefore returns a sum, and the engine, which knows the global
+count, divides (`zero/engine.py`).
 
-No rank ever has the logits of the full vocabulary. Of each row a rank knows three numbers over its part: the maximum m,
-the sum s of exp(logit - m), and the target's logit where the target is its own. One all-gather of these three gives
-everybody M = max m, S = sum of s exp(m - M), and the loss log S + M - target's logit.
+No rank has the logits of the full vocabulary. For each row a rank computes three numbers over its part: the maximum m,
+the sum s of exp(logit - m), and the target's logit if the target is in its part. One all-gather of these gives every
+rank M = max m, S = sum of s exp(m - M), and the loss log S + M - target's logit.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from megazero.kernels.operations import Operations
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of each row; the logits are overwritten, and their gradient takes their place."""
+    """The loss of each row; the logits are overwritten, in backward by their gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, padding: int, tensor: Axis, ops: Operations) -> Tensor:
@@ -29,7 +29,7 @@ class _CrossEntropy(torch.autograd.Function):
         parts_3N = ops.cross_entropy_parts_(logits_NV, targets_N)
         losses_N, log_sums_N = reference.cross_entropy_merge(all_gather(parts_3N[None], tensor, "loss"))
         ctx.save_for_backward(parts_3N[0], log_sums_N, targets_N)
-        # Not through save_for_backward: it is written in place, on purpose, and returned as the gradient.
+        # Not by save_for_backward: backward overwrites it on purpose, and returns it as the gradient.
         ctx.logits_NV, ctx.ops = logits_NV, ops
         return losses_N
 
@@ -49,9 +49,9 @@ def token_losses(
     The logits are overwritten. Targets of invalid positions may hold anything.
 
     Args:
-        logits_SBV: of this rank's rows of the vocabulary, padding included.
-        vocab: ids of the whole vocabulary; logits beyond it are padding.
-        tensor: the axis that the vocabulary is split over.
+        logits_SBV: for this rank's part of the vocabulary, padding included.
+        vocab: size of the whole vocabulary; logits beyond it are padding.
+        tensor: the axis that splits the vocabulary.
         ops: the kernels to use.
     """
     rows = logits_SBV.shape[-1]

@@ -1,7 +1,7 @@
 """The feed-forward part of a block: GELU (GPT) or SwiGLU (Llama).
 
-Gate and up are two parameters, so that each is split over the tensor axis by whole rows. The last product is a block's
-last, so where the block's output is not used it is left out.
+Gate and up are two parameters, so that each is split over the tensor axis by whole rows. The last product is also the
+last of the block, so it is omitted if the block's output is not used.
 
 Shapes: n rows of this rank's part of the residual stream, N of the whole sequence, D hidden, F feed-forward.
 """
@@ -19,8 +19,8 @@ from megazero.plan.model import Shape
 class Mlp(nn.Module):
     """The MLP down(gelu(up(x))), or down(silu(gate(x)) * up(x)) (Shazeer 2020).
 
-    Without a gate the first bias is added inside the activation, which saves a pass over its input. With one, gate and
-    up share one gather of their input, and the backward computes silu(gate) again.
+    Without a gate, the first bias is added inside the activation, which saves a pass over its input. With a gate, gate
+    and up share one gather of their input, and backward recomputes silu(gate).
     """
 
     def __init__(self, shape: Shape, *, region: Region, ops: Operations):
@@ -38,14 +38,14 @@ class Mlp(nn.Module):
         self.owners = (*inward, self._parameters, *self._outward.owners)
 
     def run(self, tape: Tape, x_nD: Tensor, *, skip_output: bool = False) -> Tensor:
-        """Return the result, [n, D]; `skip_output` as of `RowProduct`."""
+        """Return the result, [n, D]; for `skip_output` see `RowProduct`."""
         inner, bias_F = self._inward.run(tape, x_nD), self._parameters.get("up_bias")
         tape.keep((inner, tape.use(bias_F)), *(() if bias_F is None else (bias_F,)))
         y_NF = self._ops.swiglu(*inner) if self._gated else self._ops.bias_gelu(*inner, bias_F)
         return self._outward.run(tape, y_NF, skip_output=skip_output)
 
     def back(self, tape: Tape, grad: Tensor) -> Tensor:
-        """Return the gradient of x, for a contiguous one of the result."""
+        """Return the gradient of x from the contiguous gradient of the result."""
         grad = self._outward.back(tape, grad)
         inner, slot = tape.take()
         if self._gated:
@@ -54,5 +54,5 @@ class Mlp(nn.Module):
             grads = (self._ops.bias_gelu_backward(grad, *inner, None if slot is None else tape.weights.pop()),)
             if slot is not None:
                 slot.add_sum(*grads)
-        del grad, inner  # as large as each of these
+        del grad, inner  # free them: each is as large as one of `grads`
         return self._inward.back(tape, *grads)

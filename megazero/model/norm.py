@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm, of one tensor or of a sum; whole on every rank of the tensor axis; no parameter decays.
+"""LayerNorm and RMSNorm, of one tensor or of a sum; replicated over the tensor axis, without weight decay.
 
-The norm of a sum makes the sum on its way, and the backward adds what reaches the norm's input by the residual stream,
-of a norm of a sum or not: neither direction has a pass for the addition alone.
+The norm of a sum computes the sum in the same pass. In backward, `back_of_sum` adds the gradient that reaches the
+norm's input through the residual stream, also for a plain norm. So neither direction has a pass only for an addition.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ class Norm(nn.Module):
     Args:
         kind: "layernorm" or "rmsnorm".
         ops: the kernels to use.
-        partial: it is of heads that are split over the tensor axis.
+        partial: the norm acts on heads that are split over the tensor axis.
     """
 
     def __init__(self, kind: str, hidden: int, eps: float, ops: Operations, *, partial: bool = False):
@@ -41,17 +41,17 @@ class Norm(nn.Module):
         return y
 
     def run_of_sum(self, tape: Tape, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + residual, and its norm; both are contiguous."""
+        """Return x + residual and its norm, both contiguous."""
         total, y, *statistics = self._of_sum[0](x, residual, *self._parameters.values(), self._eps)
         self._keep(tape, total, statistics)
         return total, y
 
     def back(self, tape: Tape, grad: Tensor) -> Tensor:
-        """Return the gradient of x, for that of the norm."""
+        """Return the gradient of x from the gradient of the norm."""
         return self._delivered(tape, self._plain[1], grad.contiguous())
 
     def back_of_sum(self, tape: Tape, grad: Tensor, grad_total: Tensor) -> Tensor:
-        """Return the whole gradient of the norm's input, for contiguous ones: of the norm, and by other ways."""
+        """Return the total gradient of the norm's input from `grad` of the norm and `grad_total`; all contiguous."""
         return self._delivered(tape, self._of_sum[1], grad, grad_total)
 
     def _keep(self, tape: Tape, x: Tensor, statistics: Sequence[Tensor]) -> None:

@@ -1,9 +1,9 @@
-"""Run operations that have a backward of their own, several of them as one function of autograd.
+"""Run several operations, each with its own backward, as one autograd function.
 
-Every function of autograd that is written in Python costs the host tens of microseconds, on the way there and back. So
-a block, apart from the core of attention, is two such functions (`block.py`), each made of several operations
-(norm, product, activation). They share a tape: in forward each puts down what its backward needs, in backward each
-takes it from the end again. What has been taken is freed when its operation's backward is over.
+Each autograd function in Python costs the host tens of microseconds, in forward and in backward. So a block, apart from
+the core of attention, is two such functions (`block.py`), each made of several operations (norm, product, activation).
+The operations of a function share a tape: in forward each one appends the values that its backward needs; in backward
+each one pops them from the end. They are freed when the operation's backward returns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from megazero.model.contract import GradientSlot
 
-Owner = Mapping[str, Any]  # the parameters of a module, by their names in it: one is its "weight"
+Owner = Mapping[str, Any]  # the parameters of a module by local name; one is "weight"
 
 
 class Operation(Protocol):
-    """Compute something from tensors and parameters, with a backward of its own.
+    """An operation on tensors and parameters with its own backward.
 
     Attributes:
-        run: (tape, *inputs) -> a tensor or several.
-        back: (tape, *gradients of these) -> the gradient of the one input, or those of all; delivers the parameters'.
+        run: (tape, *inputs) -> one or several tensors.
+        back: (tape, *gradients of these) -> the gradient of the only input, or a tuple for all inputs; delivers the
+            parameters' gradients.
         owners: of all parameters that it uses.
     """
 
@@ -43,16 +44,17 @@ class Operation(Protocol):
 
 
 class Tape:
-    """Keep what operations need from their forward to their backward, which takes it in the reverse order.
+    """Stack of the values that operations keep from forward to backward, which pops them in reverse order.
 
     Args:
-        training: there will be a backward; otherwise nothing is kept, and no use of a parameter is announced.
+        operation: the operation that runs as one autograd function.
+        training: a backward will follow; False: keep nothing and announce no use of a parameter.
 
     Attributes:
-        operation: what runs on it as a function of autograd.
-        parameters: those that autograd knows of.
-        weights: parameters that backward reads. Between the two they are with autograd, whose hooks may replace them:
-            the memory of a sharded one is another by then (`zero/hooks.py`).
+        operation, training: the arguments.
+        parameters: the parameters that are inputs of the autograd function.
+        weights: parameters that backward reads. From forward to backward autograd keeps them as saved tensors, whose
+            hooks may replace them: a sharded parameter has other memory by then (`zero/hooks.py`).
         returned: gradients of parameters without an engine, by the parameter's id.
     """
 
@@ -66,7 +68,7 @@ class Tape:
         self._kept: list[tuple[Any, ...]] = []
 
     def use(self, parameter: nn.Parameter | None) -> "GradientSlot | None":
-        """Announce one use of a parameter; return the slot for the one gradient of this use, None of no parameter."""
+        """Announce one use of a parameter; return the slot for this use's gradient; None for no parameter."""
         if parameter is None:
             return None
         slot: GradientSlot | None = getattr(parameter, "gradient_slot", None)
@@ -77,26 +79,26 @@ class Tape:
         return slot
 
     def keep(self, kept: tuple[Any, ...], *weights: Tensor) -> None:
-        """Put down what one operation's backward needs; it takes the weights from the end, one by one."""
+        """Push the values that one operation's backward needs; it pops the weights from the end, one by one."""
         if self.training:
             self._kept.append(kept)
             for weight in weights:
-                self.weights.append(weight.detach())  # autograd would look for a leaf among its inputs
+                self.weights.append(weight.detach())  # a leaf would have to be an input of the autograd function
 
     def take(self) -> tuple[Any, ...]:
-        """Return what the last operation that is not through yet has put down."""
+        """Pop the values of the last operation whose backward has not run yet."""
         return self._kept.pop()
 
 
 class ReturnedGradient:
-    """The slot of a parameter without an engine: its gradient goes back to autograd."""
+    """The gradient slot of a parameter without an engine: its gradient is returned to autograd."""
 
     def __init__(self, parameter: nn.Parameter):
         self._shape = parameter.shape
         self.gradient: Tensor | None = None
 
     def expect(self) -> None:
-        """Announce a use, which is not counted here."""
+        """Do nothing: uses are not counted without an engine."""
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient of the parameter's shape."""
@@ -138,15 +140,15 @@ class _Function(torch.autograd.Function):
 
 
 def apply(operation: Operation, *inputs: Any) -> Any:
-    """Return what an operation computes; where gradients are wanted, its backward runs in autograd's.
+    """Run an operation; return its result. If gradients are enabled, run it as an autograd function.
 
     Args:
-        inputs: the first is a tensor.
+        inputs: the first one is a tensor.
     """
     tape = Tape(operation, torch.is_grad_enabled())
     if not tape.training:
         return operation.run(tape, *inputs)
-    # Where the graph begins elsewhere and gradients go into slots, autograd need not know parameters.
+    # If the input is in the graph already and gradients go to slots, parameters need not be inputs for autograd.
     if not (inputs[0].requires_grad and hasattr(operation.owners[0]["weight"], "gradient_slot")):
         every = (parameter for owner in operation.owners for parameter in owner.values())
         tape.parameters = tuple(parameter for parameter in every if parameter is not None)

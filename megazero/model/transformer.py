@@ -1,9 +1,9 @@
 """The model: embedding, a for-loop over blocks, head.
 
-Two flavours by configuration, freely mixed: GPT-2/3 (learned positions, LayerNorm, GELU, biases, tied embeddings,
-dropout) and Llama (rotary positions, RMSNorm, SwiGLU, grouped queries, untied, no biases). Linear layers carry biases
-exactly when the norm is LayerNorm. Built on torch's meta device: nothing is allocated before `zero/` gives each unit
-its memory.
+The configuration selects and mixes features of GPT-2/3 (learned positions, LayerNorm, GELU, biases, tied embeddings,
+dropout) and Llama (rotary positions, RMSNorm, SwiGLU, grouped queries, untied, no biases). Linear layers have biases
+exactly if the norm is LayerNorm. The model is built on torch's meta device: nothing is allocated before `zero/` gives
+each unit its memory.
 
 Shapes: S sequence, B batch, D hidden, V vocabulary of this rank. Activations are sequence first.
 """
@@ -30,7 +30,7 @@ from megazero.plan.model import Shape
 
 
 class Embedding(nn.Module):
-    """The token embedding, plus learned positions where the model has them, then dropout."""
+    """The token embedding, plus learned positions if the model has them, then dropout."""
 
     def __init__(self, shape: Shape, *, seed: int, region: Region, ops: Operations):
         super().__init__()
@@ -47,7 +47,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The final norm and the output projection; tied, the projection's weight is the token embedding's."""
+    """The final norm and the output projection, whose weight is the token embedding's if tied."""
 
     def __init__(self, norm: Norm, weight_VD: nn.Parameter, region: Region):
         super().__init__()
@@ -62,19 +62,19 @@ class Head(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A GPT on the meta device; it keeps to `contract.Model`.
+    """A GPT or Llama model on the meta device; implements `contract.Model`.
 
     Args:
         shape: the hyper-parameters.
-        seed: of the run; initial weights and dropout masks depend on it and on names, nothing else.
-        tensor: the axis that matrices and the vocabulary are split over.
-        sequence: between the matrices, the sequence is split over it too.
-        chunks: of what is gathered and summed over it in forward (`Region`).
+        seed: of the run; initial weights and dropout masks are functions of it and of names.
+        tensor: the axis that splits matrices and the vocabulary.
+        sequence: split the sequence over the tensor axis between the matrices (sequence parallelism).
+        chunks: number of chunks of each gather and sum over the tensor axis in forward (`Region`).
         ops: the kernels to use.
 
     Attributes:
-        rotary: the rotary positions that all blocks share; None with learned ones.
-        layers: embedding, blocks, head; forward calls them through this list, in which the builder replaces entries.
+        rotary: the rotary positions that all blocks share; None with learned positions.
+        layers: embedding, blocks, head; forward calls them only through this list, as the builder replaces entries.
     """
 
     def __init__(self, shape: Shape, *, seed: int, tensor: Axis, sequence: bool, ops: Operations, chunks: int = 1):
@@ -96,11 +96,11 @@ class Transformer(nn.Module):
         return declare((self.shape.vocab, self.shape.hidden), std=INITIAL_STD, decay=True, axis=self.tensor)
 
     def forward(self, tokens_SB: Tensor, step: BatchContext) -> Tensor:
-        """Return logits [S, B, V] of every next token, over this rank's part of the vocabulary."""
+        """Return next-token logits [S, B, V] over this rank's part of the vocabulary."""
         return self.forward_layers(range(len(self.layers)), tokens_SB, step)
 
     def forward_layers(self, parts: range, x: Tensor, step: BatchContext) -> Tensor:
-        """Run some of the layers on the output of the layer before them (see `contract.Model`)."""
+        """Run a range of layers on the output of the previous layer (see `contract.Model`)."""
         for i in parts:
             x = self.layers[i](x, step)
         return x
@@ -115,7 +115,7 @@ class Transformer(nn.Module):
         return token_losses(logits_SBV, targets_SB, valid_SB, vocab=vocab, tensor=tensor, ops=self.ops)
 
     def materialise(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Put parameters that have memory in the place of the declared ones of these names."""
+        """Replace declared parameters, by full name, with parameters that have memory."""
         for name, parameter in parameters.items():
             owner, _, last = name.rpartition(".")
             part = self.get_submodule(owner)
@@ -137,7 +137,7 @@ class Transformer(nn.Module):
         return [tied * (i in ends) + [name] * bool(members) for i, (name, members) in enumerate(own)]
 
     def _own_units(self) -> list[UnitDeclaration]:
-        """Return a unit for each layer, without the tied weight; it may have no members."""
+        """Return a unit for each layer, without the tied weight; a unit may have no members."""
         names = {parameter: name for name, parameter in self.named_parameters()}
         tied, blocks = {id(p) for p in self._tied()}, ((f"blocks.{i}", block) for i, block in enumerate(self.blocks))
         found: list[tuple[str, nn.Module]] = [("embedding", self.embedding), *blocks, ("head", self.head)]

@@ -1,1 +1,1 @@
-"""Keep what a rank trains with on disks: asynchronous direct I/O, files that end with the process, bounded memory."""
+"""Keep training state on disks: asynchronous direct I/O, files that vanish with the process, bounded host memory."""

@@ -1,14 +1,14 @@
-"""Flat buffers that rest on disks: read ahead, written afterwards, verified when they come back.
+"""Keep flat buffers on disks: prefetched, written in the background, and verified when read.
 
-A buffer on a disk is handled by a tensor without data (of torch's meta device): it has a length, a dtype and slices as
-any other; to compute with it fails, but to write into it does nothing, without a word. Its elements lie in pieces of
-`PIECE` elements, alike in all buffers of a shard whatever their dtypes, so that an update goes through masters, moments
-and gradients piece by piece. Of each piece the hash of what was written last is kept; a read returns no byte before its
-piece has that hash. Pieces that were never written are zeros, and are not read.
+A handle represents a buffer on disks: a tensor of torch's meta device, which has a length, a dtype and slices but no
+data. Computing with it fails; writing to it silently does nothing. A buffer is stored in pieces of `PIECE` elements,
+equal in all buffers of a shard for any dtypes, so an update goes through masters, moments and gradients piece by piece.
+The hash of each piece's last write is kept, and a read compares it before it returns any byte. Pieces that were never
+written are zeros and are not read.
 
-Bytes go through a bounded amount of memory of the host. Copies to and from disks are made by one thread, in order;
-`windows` are for the thread that trains, when that one has nothing to do. Of several folders the one with
-the least takes the next piece.
+Bytes pass through a bounded amount of host memory. One background thread copies to and from disks, in order; the
+training thread uses `windows` while that thread is idle. With several folders, the one with the fewest bytes gets the
+next piece.
 
 (Rajbhandari et al. 2021, ZeRO-Infinity, arXiv 2104.07857, sections 5.1.2, 5.2.2 and 6.3.)
 """
@@ -31,10 +31,10 @@ from megazero.nvme.files import UnnamedFile
 from megazero.nvme.traffic import Loaded, Piece, PieceMemory, PieceTraffic, padded
 
 PIECE = WINDOW  # elements
-_AHEAD = 4  # pieces that are read before they are needed
-_WINDOWS = 2  # windows that are
+_AHEAD = 4  # pieces to prefetch in a read
+_WINDOWS = 2  # windows to prefetch
 Mark = Any  # an event of the device; None: there is nothing to wait for
-_UNSENT = 4  # buffers that wait to be written, whose memory is kept
+_UNSENT = 4  # limit of sends in the thread's queue, each of which keeps its tensor alive
 
 
 class Disk(PagedHome):
@@ -42,10 +42,10 @@ class Disk(PagedHome):
 
     Args:
         folders: one on each disk.
-        ledger: counts what rests there (as nvme_CATEGORY), the memory for pieces, and, as axis "disk", traffic.
-        memory: most bytes of the host for pieces that are on their way.
-        queue: does the transfers; closed with the disk, and where that cannot be made.
-        device: from which values are sent, and to which they are brought, in addition to those of the host.
+        ledger: counts bytes on disks (as nvme_CATEGORY), host memory for pieces, and, as axis "disk", traffic.
+        memory: the limit in bytes of host memory for pieces in flight.
+        queue: does the transfers; closed with this object, or when its construction fails.
+        device: source of sends and target of reads, in addition to the host.
         window: elements of a piece.
 
     Raises:
@@ -81,11 +81,11 @@ class Disk(PagedHome):
 
     @property
     def direct(self) -> bool:
-        """Return whether no byte goes through the system's cache."""
+        """Return True if all files bypass the page cache."""
         return all(file.direct for file in self._files)
 
     def zeros(self, numel: int, dtype: torch.dtype, category: str) -> Tensor:
-        """Return the handle of a new buffer of zeros, whose bytes are reserved. Raises UserError: 602, no room."""
+        """Reserve a new buffer of zeros on disks; return its handle. Raises UserError 602 if there is no room."""
         handle, before = torch.empty(numel, dtype=dtype, device="meta"), list(self._sizes)
         firsts = range(0, numel, self.window)
         pieces = [self._reserve(min(self.window, numel - first), dtype.itemsize) for first in firsts]
@@ -108,41 +108,41 @@ class Disk(PagedHome):
         self._sent.append(self._thread.submit(self._write, x, into, self._crossing.mark()))
 
     def start_bring(self, x: Tensor, into: Tensor, purpose: str) -> Future[None]:
-        """Start to copy from a disk to memory, after all that was sent before."""
+        """Start to copy from disks to memory, after all earlier sends."""
         self._ledger.add(DISK, f"{purpose} back", x.numel(), x.element_size())
         return self._thread.submit(self._read, x, into, self._crossing.mark())
 
     def expect(self, x: Tensor) -> None:
-        """Start to read what will be brought soon, as far as memory is spare."""
+        """Start to prefetch a slice that is brought soon, as far as memory is free."""
         self._thread.submit(self._expect, x)
 
     def clear(self, x: Tensor) -> None:
-        """Let a whole buffer be zeros again."""
+        """Reset a whole buffer to zeros."""
         self.settle()
         for _, _, piece in self._parts(x):
             self._traffic.clear(piece)
 
     def join(self) -> None:
-        """Wait until what was sent has been read: it may be written to afterwards."""
+        """Wait until the tensors of all sends have been copied; they may be overwritten afterwards."""
         while self._sent:
             self._sent.popleft().result()
 
     def settle(self) -> None:
-        """Wait until all that was sent is on its disk."""
+        """Wait until all sends are written to disks."""
         self.join()
         self._thread.submit(self._traffic.drain).result()
 
     def windows(
         self, flats: Sequence[tuple[Tensor, Access]], purpose: str, skip: Tensor | None = None
     ) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Yield the elements of some flat buffers of one length piece by piece, and write back what was changed.
+        """Yield (elements, values of each buffer) for flat buffers of one length, piece by piece; write back changes.
 
-        The next windows are read, and the last ones written, while the caller computes. Nothing may be sent or brought
-        before the last one has been yielded.
+        The next windows are read and the previous ones written while the caller computes. Nothing may be sent or
+        brought until the iteration has ended.
 
         Args:
-            flats: handles, or tensors in memory, which are seen in place; and what is done to each.
-            skip: 0-dim; 1: nothing will change, so nothing is even read.
+            flats: handles or tensors in memory, which are used in place, each with the access to it.
+            skip: 0-dim; 1: nothing will change, so nothing is read or yielded.
         """
         if skip is not None and bool(skip):
             return
@@ -176,18 +176,18 @@ class Disk(PagedHome):
                 self._traffic.drop(one)
 
     def versions(self, handle: Tensor) -> set[int]:
-        """Return how many updates have written a buffer: one number, unless an update is half done."""
+        """Return the update counts of a buffer's pieces: one number, unless an update was interrupted."""
         _, pieces = self._buffers[handle.untyped_storage()._cdata]
         return {piece.version for piece in pieces}
 
     def close(self) -> None:
-        """End what is under way; the buffers are gone."""
+        """End all transfers and free the buffers."""
         self._thread.shutdown()
         self._queue.close()
         while self._files:
             self._files.pop().close()
 
-    # Reading and writing of slices, by the thread.
+    # Reads and writes of slices, in the background thread.
 
     def _expect(self, x: Tensor) -> None:
         for _, _, piece in self._parts(x):
@@ -226,7 +226,7 @@ class Disk(PagedHome):
             self._traffic.start_write(piece, loaded.memory)
 
     def _parts(self, of: Tensor) -> Iterator[tuple[slice, slice, Piece]]:
-        """Yield for each piece under a slice (elements of the piece, elements of the slice, the piece)."""
+        """Yield (elements of the piece, elements of the slice, the piece) for each piece that a slice overlaps."""
         _, pieces = self._buffers[of.untyped_storage()._cdata]
         first = int(of.storage_offset())
         last = first + len(of)
@@ -257,23 +257,23 @@ class Disk(PagedHome):
 
 
 class Crossing:
-    """Copies between a device's memory and memory from which disks are written, by the thread that waits for disks.
+    """Copies between device memory and the host memory of pieces, in the background thread.
 
-    On a CPU both are one memory. On a GPU the thread has a stream of its own, and waits for it: the thread that trains
-    does not. What it copies was computed, or its target was last used, before the thread that trains asked for the
-    copy: a mark stands for that moment. Not run on a GPU yet.
+    On a CPU both are host memory. On a GPU the background thread has its own stream and waits for it; the training
+    thread does not wait. The training thread marks its stream when it requests a copy: before the mark, the source was
+    computed, or the target last used. Not tested on a GPU.
     """
 
     def __init__(self, device: torch.device):
-        self._device = device  # a new thread's current device is the first one
+        self._device = device  # set explicitly, because a new thread's current device is GPU 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def mark(self) -> Mark:
-        """Return a mark for all that is queued on the device so far."""
+        """Return a mark after all work queued on the current stream so far."""
         return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
     def copy(self, into: Tensor, source: Tensor, mark: Mark) -> None:
-        """Copy what was there at a mark, and wait until it is done."""
+        """Copy after the work before a mark, and wait for the copy."""
         if self._stream is None or not (into.is_cuda or source.is_cuda):
             into.copy_(source)
             return
@@ -283,7 +283,7 @@ class Crossing:
         self._stream.synchronize()
 
     def memory(self, nbytes: int) -> Tensor:
-        """Return host memory for the copies that disks are written from and read to, aligned as these need it."""
+        """Return host memory for pieces, aligned for direct I/O and pinned for a GPU."""
         if self._stream is None:
             return aligned(nbytes)
         with torch.cuda.device(self._device):

@@ -1,8 +1,8 @@
 """Read and write files in parallel with the computation: the queue of csrc/disk_queue.cpp, by io_uring or by threads.
 
-A transfer of a queue holds the tensor that it reads into or writes from until it is waited for. Waiting does not hold
-the interpreter. With direct I/O the system's cache is left out, so that a disk's speed and a rank's memory are what
-they seem; addresses, lengths and offsets are then multiples of `ALIGNMENT`.
+A queue keeps a reference to a transfer's tensor until the transfer is waited for. Waiting releases the GIL. Direct I/O
+bypasses the page cache, so that measured disk speed and memory use are real; addresses, lengths and offsets must then
+be multiples of `ALIGNMENT`.
 """
 
 import ctypes
@@ -18,10 +18,10 @@ from torch import Tensor
 from megazero.kernels.build import BuildError, build_library, find_gcc
 
 Engine = Literal["io_uring", "threads"]
-ENGINES: tuple[Engine, ...] = ("io_uring", "threads")  # the better one first
-ALIGNMENT = 4096  # bytes; no disk in use has larger sectors
-BLOCK = 1 << 20  # bytes that the system is given at once
-DEPTH = 16  # blocks that it has at a time
+ENGINES: tuple[Engine, ...] = ("io_uring", "threads")  # in order of preference
+ALIGNMENT = 4096  # bytes; the largest sector size of disks in use
+BLOCK = 1 << 20  # bytes of one request to the system
+DEPTH = 16  # requests in flight
 _SOURCE = Path(__file__).parent / "csrc" / "disk_queue.cpp"
 _FLAGS = ["-O2", "-std=c++20", "-fPIC", "-shared", "-pthread"]
 
@@ -37,10 +37,10 @@ class Transfer:
         return self._queue.wait_for(self._ticket)
 
     def wait(self) -> Tensor:
-        """Wait until it has ended; return the tensor.
+        """Wait until the transfer has ended; return the tensor.
 
         Raises:
-            OSError: of the system; ENODATA: the file ends before the transfer does.
+            OSError: from the system; ENODATA: the file ended before the transfer was complete.
         """
         if self._error:
             reason = "the file ends too early" if self._error == errno.ENODATA else os.strerror(self._error)
@@ -52,23 +52,23 @@ class DiskQueue:
     """The transfers of one rank.
 
     Args:
-        engine: how the system is asked; None: by io_uring if it can be, else by threads.
-        depth: blocks that the system has at a time.
-        block: bytes of each, a multiple of ALIGNMENT.
+        engine: the system interface; None: io_uring if it is available, else threads.
+        depth: blocks in flight.
+        block: bytes of each block, a multiple of ALIGNMENT.
 
     Attributes:
-        engine: the one in use.
+        engine: the engine in use.
 
     Raises:
-        BuildError: there is no compiler, and no library that another machine has made.
-        OSError: the system refuses the engine that was asked for.
+        BuildError: there is neither a compiler nor a library built before.
+        OSError: the system refuses the requested engine.
     """
 
     def __init__(self, engine: Engine | None = None, *, depth: int = DEPTH, block: int = BLOCK):
         assert depth >= 1 and block % ALIGNMENT == 0, f"depth {depth}, block {block}"
         self._block, self._library = block, _library()
         self._queue: int | None = None
-        self._under_way: dict[int, Tensor] = {}  # which the system has, whoever else has forgotten them
+        self._under_way: dict[int, Tensor] = {}  # keeps tensors alive while the system uses their memory
         error = ctypes.c_int()
         self.engine: Engine
         for self.engine in ENGINES if engine is None else (engine,):
@@ -78,11 +78,11 @@ class DiskQueue:
         raise OSError(error.value, f"{self.engine}: {os.strerror(error.value)}")
 
     def read(self, file: int, offset: int, into: Tensor) -> Transfer:
-        """Start to fill a tensor from byte `offset` of a file on."""
+        """Start to fill a tensor with a file's bytes from `offset`."""
         return self._submit(file, offset, into, write=False)
 
     def write(self, file: int, offset: int, source: Tensor) -> Transfer:
-        """Start to write a tensor to a file from byte `offset` on; it must not change until the transfer has ended."""
+        """Start to write a tensor to a file at byte `offset`; it must not change until the transfer has ended."""
         return self._submit(file, offset, source, write=True)
 
     def _submit(self, file: int, offset: int, tensor: Tensor, *, write: bool) -> Transfer:
@@ -94,14 +94,14 @@ class DiskQueue:
         return Transfer(self, ticket, tensor)
 
     def wait_for(self, ticket: int) -> int:
-        """Wait for a transfer, once; return 0 or the system's error."""
+        """Wait for a transfer; return 0 or the system's error number. Call it once for each transfer."""
         assert self._queue is not None, "closed"
         error = self._library.megazero_disk_wait(self._queue, ticket)
         del self._under_way[ticket]
         return error
 
     def close(self) -> None:
-        """End what is under way, and free the queue."""
+        """End all transfers and free the queue."""
         if self._queue is not None:
             self._library.megazero_disk_close(self._queue)
             self._queue = None
@@ -109,7 +109,7 @@ class DiskQueue:
 
 
 def aligned(nbytes: int) -> Tensor:
-    """Return new host memory of at least one byte that begins at a multiple of ALIGNMENT."""
+    """Return new host memory of `nbytes` >= 1 bytes whose address is a multiple of ALIGNMENT."""
     whole = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
     skip = -whole.data_ptr() % ALIGNMENT
     return whole[skip : skip + nbytes]

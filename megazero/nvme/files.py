@@ -1,8 +1,8 @@
-"""Open files without a name, on disks of this machine, whose bytes are there before they are needed.
+"""Open unnamed files on local disks, with their space reserved in advance.
 
-A file without a name cannot be found by others nor by a later run, and the system frees it when the process ends,
-however it ends: so nothing is left, and no old file is taken for state. Its bytes are reserved when it
-grows, before training: a disk is never full in the middle of an update.
+Neither other processes nor a later run can find an unnamed file, and the system frees it when the process ends, in any
+way: so nothing is left behind, and no old file is taken for state. Space is reserved before training, so that a disk is
+never full in the middle of an update.
 """
 
 import fcntl
@@ -12,15 +12,15 @@ from pathlib import Path
 
 
 class UnnamedFile:
-    """A new file without a name on the disk of a folder.
+    """A new unnamed file on the disk of a folder.
 
     Attributes:
-        handle: its descriptor.
-        folder: on whose disk it is.
-        direct: its bytes do not go through the system's cache, where its file system has that.
+        handle: its file descriptor.
+        folder: a folder on the same disk.
+        direct: True if I/O bypasses the page cache; False if the file system has no direct I/O.
 
     Raises:
-        OSError: nothing can be written there.
+        OSError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path):
@@ -33,7 +33,7 @@ class UnnamedFile:
             self.direct = False
 
     def reserve(self, size: int) -> None:
-        """Let the file have `size` bytes that are its own. Raises OSError: there is no room for them."""
+        """Reserve `size` bytes of disk space for the file. Raises OSError if there is no room."""
         if size:
             os.posix_fallocate(self.handle, 0, size)
 

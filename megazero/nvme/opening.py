@@ -1,8 +1,8 @@
-"""Open the disks of a rank, with as many blocks in flight as serve them best; measure how fast a disk is.
+"""Open the disks of a rank with the fastest number of blocks in flight; measure the speed of a disk.
 
-Direct reads and writes are measured by blocks in flight and their size. Each setting writes as many bytes as a fast
-disk takes in a twentieth of a second, once, and reads them again. They bypass the system's cache, but not the disk's
-own: what a disk keeps up for minutes may be less.
+Direct reads and writes are measured for several depths and block sizes. For each setting, as many bytes as a fast disk
+writes in a twentieth of a second are written once and read back. This bypasses the page cache, but not the disk's own
+cache: a disk's sustained speed over minutes may be lower.
 """
 
 import math
@@ -22,28 +22,28 @@ from megazero.nvme.disk import Disk
 from megazero.nvme.disk_queue import BLOCK, DEPTH, DiskQueue, aligned
 from megazero.nvme.files import UnnamedFile
 
-_MEASURED, _SECONDS = 64 << 20, 0.4  # bytes of disk and memory at most, and time, to find how many blocks are best
-# Blocks in flight, and bytes of each; first the one to take where there is no time to measure.
+_MEASURED, _SECONDS = 64 << 20, 0.4  # limits of a measurement: bytes of disk and of memory, and seconds
+# (blocks in flight, bytes of each); the first is the default if there is no time to measure.
 SETTINGS = ((DEPTH, BLOCK), (4, 1 << 20), (32, 1 << 18), (8, 4 << 20), (1, 1 << 20))
-_FIRST, _ENOUGH = 8 << 20, 0.05  # bytes, and the seconds that they must take to be believed
-_RANDOM = 1 << 20  # bytes, again and again: nothing that a file system could compress
+_FIRST, _ENOUGH = 8 << 20, 0.05  # first size in bytes, and the seconds that a reliable measurement takes
+_RANDOM = 1 << 20  # random bytes, repeated, so that a file system cannot compress them
 
 
 def open_disk(folders: Sequence[Path], ledger: Ledger, memory: int, device: torch.device) -> tuple[PagedHome, str]:
-    """Return the home of a rank on disks, and how it reads and writes them, in words.
+    """Return a rank's home on disks, and a description of its I/O for the log.
 
-    All ranks of a host measure their first disk at once, as they will read and write.
+    All ranks of a host measure their first disk at the same time, as they will use it in training.
 
     Args:
         folders: one on each disk.
-        memory: most bytes of the host for pieces that are on their way.
+        memory: the limit in bytes of host memory for pieces in flight.
 
     Raises:
-        UserError: 601, a folder cannot be written; 607, no queue of transfers can be built.
+        UserError: 601, a folder cannot be written; 607, the transfer queue cannot be built.
     """
     depth, block, said = DEPTH, BLOCK, ""
     try:
-        with suppress(OSError):  # no room, or nothing can be written: opening it says so
+        with suppress(OSError):  # no room, or not writable: `Disk` reports it
             found = best_speed(folders[0], _MEASURED, _SECONDS)
             depth, block = found.depth, found.block
             said = f" (read {found.read / 1e9:.2f}, written {found.write / 1e9:.2f} GB/s)"
@@ -57,11 +57,11 @@ def open_disk(folders: Sequence[Path], ledger: Ledger, memory: int, device: torc
 
 
 def best_speed(folder: Path, most: int, seconds: float = math.inf) -> DiskSpeed:
-    """Return the speed of the setting with which bytes are read and written back soonest.
+    """Return the speed with the fastest setting for one write and one read.
 
     Args:
-        most: bytes to take of the disk, and of memory.
-        seconds: after which no more settings are tried; one always is.
+        most: the limit in bytes of disk and of memory.
+        seconds: after this time no further setting is tried; at least one is.
 
     Raises:
         BuildError: the queue cannot be built.
@@ -80,7 +80,7 @@ def best_speed(folder: Path, most: int, seconds: float = math.inf) -> DiskSpeed:
 
 
 def _memory(file: UnnamedFile, most: int, enough: float) -> torch.Tensor:
-    """Return memory for as many bytes as take `enough` seconds to be believed; they are reserved in the file."""
+    """Return memory of a size that takes at least `enough` seconds to write, within `most`; reserve it in the file."""
     size = max(min(_FIRST, most) // _RANDOM, 1) * _RANDOM
     with closing(DiskQueue()) as queue:
         while True:
@@ -96,6 +96,6 @@ def _seconds(queue: DiskQueue, file: UnnamedFile, memory: torch.Tensor, *, write
     began = time.perf_counter()
     (queue.write if write else queue.read)(file.handle, 0, memory).wait()
     if write and not file.direct:
-        os.fdatasync(file.handle)  # the bytes would be in the cache, and come from there again
+        os.fdatasync(file.handle)  # else the bytes would stay in the page cache, and be read from there
         os.posix_fadvise(file.handle, 0, 0, os.POSIX_FADV_DONTNEED)
     return time.perf_counter() - began

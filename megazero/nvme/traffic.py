@@ -1,4 +1,4 @@
-"""Read and write the pieces of buffers on disks, ahead and afterwards, through bounded memory of the host."""
+"""Prefetch and write back the pieces of buffers on disks, through bounded host memory."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -21,13 +21,13 @@ class Piece:
     """A piece of a buffer, and its place on a disk.
 
     Attributes:
-        file: on whose disk it is.
-        offset: its first byte there.
-        nbytes: without the padding that aligns it.
-        room: bytes of a whole piece of this dtype.
-        hash: of its bytes; None: it was never written, and is zeros.
-        version: the updates that have written it; what is sent there counts as none.
-        writing: it is being written.
+        file: the file that contains it.
+        offset: its first byte in the file.
+        nbytes: its size without alignment padding.
+        room: bytes of a full piece of this dtype.
+        hash: xxh3 hash of its bytes; None: it was never written, and is zeros.
+        version: number of updates that have written it; sends do not count.
+        writing: a write is under way.
     """
 
     file: UnnamedFile
@@ -41,7 +41,7 @@ class Piece:
 
 @dataclass(eq=False)
 class Loaded:
-    """A piece in memory, or on its way there."""
+    """A piece in memory, or being read."""
 
     piece: Piece
     memory: Tensor
@@ -49,12 +49,12 @@ class Loaded:
 
 
 class PieceMemory:
-    """A bounded amount of memory for pieces, which is used again.
+    """A pool of reusable, bounded memory for pieces.
 
     Args:
-        most: bytes that may be taken, but for a piece when nothing else is left.
-        allocate: returns that many bytes.
-        ledger: counts them.
+        most: the limit in bytes; `take` with `beyond` may exceed it.
+        allocate: function that returns n bytes.
+        ledger: counts the memory.
     """
 
     def __init__(self, most: int, allocate: Callable[[int], Tensor], ledger: Ledger):
@@ -63,14 +63,14 @@ class PieceMemory:
 
     @property
     def spare(self) -> int:
-        """Return the bytes that are not in use."""
+        """Return the free bytes."""
         return self._left + sum(size * len(free) for size, free in self._free.items())
 
     def take(self, size: int, *, beyond: bool) -> Tensor | None:
-        """Return memory of `size` bytes; None: so much is not left.
+        """Return memory of `size` bytes; None if the limit does not allow it.
 
         Args:
-            beyond: take more than the bound rather than return None.
+            beyond: exceed the limit rather than return None.
         """
         if self._free[size]:
             return self._free[size].pop()
@@ -86,7 +86,7 @@ class PieceMemory:
         return self._allocate(size)
 
     def give(self, memory: Tensor) -> None:
-        """Return memory to be used again."""
+        """Return memory to the pool."""
         self._free[len(memory)].append(memory)
 
 
@@ -95,16 +95,16 @@ class PieceTraffic:
 
     Args:
         queue: does the transfers.
-        memory: of pieces that are on their way.
+        memory: for pieces in flight.
     """
 
     def __init__(self, queue: DiskQueue, memory: PieceMemory):
         self._queue, self.memory = queue, memory
-        self._expected: dict[Piece, Loaded] = {}  # read before they were asked for, in that order
-        self._writes: deque[tuple[Piece, Transfer, Tensor, bool]] = deque()  # from memory, which an update has changed
+        self._expected: dict[Piece, Loaded] = {}  # prefetched pieces, in order
+        self._writes: deque[tuple[Piece, Transfer, Tensor, bool]] = deque()  # under way: (..., memory, by an update)
 
     def expect(self, piece: Piece) -> bool:
-        """Start to read a piece before it is asked for; return False if no memory is spare."""
+        """Start to prefetch a piece; return False if there is no free memory."""
         if piece in self._expected or piece.hash is None or piece.writing:
             return True
         if self.memory.spare < piece.room:
@@ -113,12 +113,12 @@ class PieceTraffic:
         return True
 
     def clear(self, piece: Piece) -> None:
-        """Let a piece be zeros again."""
+        """Reset a piece to zeros."""
         piece.hash = None
         self.drop(self._expected.pop(piece, None))
 
     def drop(self, one: Loaded | Tensor | None) -> None:
-        """Free the memory of a piece that is not needed."""
+        """Free the memory of an unneeded piece, after its read has ended; ignore tensors and None."""
         if isinstance(one, Loaded):
             if one.transfer is not None:
                 with suppress(OSError):
@@ -126,7 +126,7 @@ class PieceTraffic:
             self.memory.give(one.memory)
 
     def start_read(self, piece: Piece, *, wanted: bool = True) -> Loaded:
-        """Give a piece memory, and start to read it there unless all of it will be overwritten."""
+        """Take memory for a piece and start to read it; if not `wanted`, only take memory, to be overwritten whole."""
         expected = self._expected.pop(piece, None)
         if expected is not None and wanted:
             return expected
@@ -139,7 +139,7 @@ class PieceTraffic:
         return Loaded(piece, memory, self._queue.read(piece.file.handle, piece.offset, memory[: padded(piece.nbytes)]))
 
     def arrived(self, loaded: Loaded) -> Tensor:
-        """Return the bytes of a piece when they have come. Raises UserError: 603, they cannot be read or are others."""
+        """Wait for a piece; return its bytes. Raises UserError 603 if they cannot be read or do not match the hash."""
         piece, memory = loaded.piece, loaded.memory[: loaded.piece.nbytes]
         if loaded.transfer is not None:
             try:
@@ -151,14 +151,14 @@ class PieceTraffic:
         return memory
 
     def start_write(self, piece: Piece, memory: Tensor, *, updates: bool = False) -> None:
-        """Start to write a piece from its memory, which is free when that has ended."""
+        """Start to write a piece from its memory, which is freed after the write."""
         piece.hash = _hash_of(memory[: piece.nbytes])
         transfer = self._queue.write(piece.file.handle, piece.offset, memory[: padded(piece.nbytes)])
         piece.writing = True
         self._writes.append((piece, transfer, memory, updates))
 
     def drain(self, leave: int = 0) -> None:
-        """Wait for writes, the oldest first. Raises UserError: 604, one fails."""
+        """Wait for writes, oldest first, until `leave` are left. Raises UserError 604 if a write fails."""
         while len(self._writes) > leave:
             piece, transfer, memory, updates = self._writes[0]
             try:
@@ -172,9 +172,9 @@ class PieceTraffic:
             self.memory.give(memory)
 
     def _room(self, size: int) -> Tensor:
-        """Return memory for a piece; wait for writes that have some where no more may be taken."""
+        """Return memory for a piece; if the limit is reached, drop prefetched pieces, then wait for writes."""
         while (memory := self.memory.take(size, beyond=not (self._expected or self._writes))) is None:
-            if self._expected:  # the last one is needed last
+            if self._expected:  # drop the one that is needed last
                 self.drop(self._expected.popitem()[1])
             else:
                 self.drain(len(self._writes) - 1)
@@ -182,16 +182,16 @@ class PieceTraffic:
 
 
 def _lost(piece: Piece, why: str) -> UserError:
-    """Return the error for a piece whose bytes are not those that were written."""
+    """Return the error for a piece whose bytes are unreadable or differ from the bytes written."""
     what = f"bytes {piece.offset:,} to {piece.offset + piece.nbytes:,} of what a rank keeps there: {why}"
     return UserError(603, what, _LOST, where=piece.file.folder)
 
 
 def _hash_of(memory: Tensor) -> int:
-    """Return xxh3 (64 bits) of some bytes."""
+    """Return the 64-bit xxh3 hash of the bytes of a uint8 tensor."""
     return xxhash.xxh3_64_intdigest(memory.numpy().data)
 
 
 def padded(nbytes: int) -> int:
-    """Return the bytes that a piece takes on a disk."""
+    """Return the bytes that a piece occupies on a disk, alignment included."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,8 +1,8 @@
-"""Measure how much memory a step allocates at most on top of long-lived memory: activations and their gradients.
+"""Measure the peak memory of a step in addition to long-lived memory: activations and their gradients.
 
 Every tensor operation passes through a dispatch mode. Memory that an operation returns and that no earlier operation
-has seen is new; it is counted until no reference to it is left. What an operation allocates and frees inside itself is
-not seen. Works on any device, costs some microseconds an operation: for one step of a run, not for all.
+has seen is new; it is counted until no reference to it is left. Memory that an operation allocates and frees internally
+is not counted. This works on any device and costs some microseconds per operation: use it for one step, not for all.
 """
 
 import weakref
@@ -18,7 +18,7 @@ class Allocations(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled here. With torch's True each rank imports the compiler, for a second."""
+        """Return False: nothing is compiled here. With torch's True each rank would import the compiler: one second."""
         return False
 
     def __init__(self) -> None:
@@ -36,9 +36,9 @@ class Allocations(TorchDispatchMode):
         return result
 
     def _note(self, tensor: Any, *, new: bool) -> None:
-        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:  # whose storage is a size without memory
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:  # its storage has a size, but no memory
             return
-        if tensor.layout == torch.sparse_coo:  # the rows of a table that have gradients
+        if tensor.layout == torch.sparse_coo:  # sparse gradients of a table
             for part in (tensor._indices(), tensor._values()):
                 self._note(part, new=new)
             return

@@ -3,8 +3,8 @@
     step 120/1000  loss 4.3127  norm 1.31  lr 3.000e-04  18,204 tok/s  1.21 TFLOP/s  0.112 s/step  12:31 left
 
 On a terminal the heartbeat's live line stays below these lines (`base/heartbeat.py`). Time left is (steps to go) x
-(mean seconds of a step in this invocation, so far). Rows are ASCII, for logs in any locale. When the reader goes away
-(`| head`, a dropped terminal) the console falls silent and training goes on.
+(mean seconds of a step in this invocation, so far). Rows are ASCII, for logs in any locale. When the reader is gone
+(`| head`, a dropped terminal), the console prints nothing more and training goes on.
 """
 
 import math

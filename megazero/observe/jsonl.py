@@ -1,12 +1,12 @@
 """Write and read metrics.jsonl: one JSON object per logged step, strictly valid, appended whole.
 
 Floats are written as the shortest text that reads back to the same float (repr), so that two runs can be compared bit
-for bit. JSON has no word for a number that is not finite: such a value is written as null. No ambiguity follows: where
-the mfu is null the peak is unknown, where a loss or a norm is null it was inf or nan (a skipped step of fp16, say).
+for bit. JSON cannot express numbers that are not finite: they are written as null. This is not ambiguous: a null mfu
+means that the peak is unknown, a null loss or norm that it was inf or nan (as in a skipped step of fp16).
 
 The file is opened for each row. A run's folder may be moved, cleaned or filled up while it trains: an open handle would
-go on writing into a deleted file without an error. A row that does not fit on the disk is taken back whole, so the file
-never holds half a line that a later row would run into.
+go on writing into a deleted file without an error. If a row does not fit on the disk, all of it is removed, so the
+file never holds half a line to which a later row would be appended.
 """
 
 import json
@@ -34,7 +34,7 @@ class JsonlSink(Sink):
         self.path = path
 
     def row(self, row: Mapping[str, Value]) -> None:
-        """Append one row; it is passed to the system before this returns.
+        """Append one row; it is passed to the operating system before this returns.
 
         Raises:
             OSError: the line could not be written; the file is as it was.
@@ -67,8 +67,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def drop_rows_after(path: Path, step: int) -> dict[str, Any] | None:
     """Remove the rows beyond `step`, and a torn last line, in one atomic replacement, before a run resumes.
 
-    So are rows of a job that was delayed while another took its folder over, where they are between the other's. A
-    file that has nothing to remove is not touched. Returns the last row, None if there is none.
+    Also remove rows of a delayed job that are between the rows of the job that took its folder over. A file with
+    nothing to remove is not touched. Return the last row, or None if there is none.
 
     Raises:
         ValueError: a line is no row.
@@ -77,7 +77,7 @@ def drop_rows_after(path: Path, step: int) -> dict[str, Any] | None:
     if not path.exists():
         return None
     kept: list[tuple[int, bytes]] = []
-    # What follows the first row beyond is dropped, whatever it is.
+    # Everything after the first row beyond `step` is dropped, even if it is damaged.
     for row, line in takewhile(lambda pair: pair[0]["step"] <= step, _rows(path)):
         while kept and kept[-1][0] >= row["step"]:
             kept.pop()

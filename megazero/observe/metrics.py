@@ -4,13 +4,13 @@ A row describes one step; only its rates are means, over the *interval*: the ste
 
     step_time               seconds of the interval / its steps
     tokens_per_second       tokens of the interval / its seconds                        (whole run, all devices)
-    tokens_per_second_mean  the same over the past of this invocation, see `Smoothed`
+    tokens_per_second_mean  mean of tokens_per_second over this invocation so far, see `Smoothed`
     tflops_per_device       tokens_per_second x model FLOPs per token / devices / 1e12  (plan/layers.py)
     mfu                     model FLOP/s per device / peak FLOP/s of one device         (PaLM, appendix B)
 
-Validation and saving are not training: the interval leaves their seconds out. On a GPU the host runs ahead of the
+Validation and saving are not training: the interval excludes their seconds. On a GPU the host runs ahead of the
 device, so a single step's host time means nothing; at a logged step the host has just read the loss, so that the
-interval's seconds are the device's too. `Recorder.row` has the keys in order, docs/metrics.md each with its unit.
+interval's seconds are the device's too. `Recorder.row` has the keys in order, docs/metrics.md their units.
 """
 
 import resource
@@ -22,10 +22,10 @@ import torch
 
 from megazero.observe.numbers import Number, Value
 
-# What is another each time the same steps are trained: times, and what the process happened to hold.
+# Values that differ each time the same steps are trained: times, and the memory that the process holds.
 _RATES = ("step_time", "tokens_per_second", "tokens_per_second_mean", "tflops_per_device", "mfu")
 TIMING_KEYS = ("time", *_RATES, "memory_peak_bytes", "seconds")
-VALID_LOSS = "valid_loss"  # of the set without a name; "valid_loss.NAME" of the others
+VALID_LOSS = "valid_loss"  # key of the set without a name; "valid_loss.NAME" for the others
 HALF_LIFE = 50  # steps after which a step's weight in tokens_per_second_mean is half
 
 
@@ -34,12 +34,12 @@ class Work:
     """The work of one step, for the rates.
 
     Attributes:
-        tokens_per_step: of the global batch.
+        tokens_per_step: tokens of the global batch.
         flops_per_token: model FLOPs, forward and backward.
         peak_flops: dense matmul FLOP/s of one device in the compute dtype; None where not known.
         device: where this rank runs.
         num_devices: all devices of the run, on all axes.
-        before: (steps, tokens) done and consumed before, with another batch or length.
+        before: (steps done, tokens consumed) before, with another batch size or sequence length.
     """
 
     tokens_per_step: int
@@ -50,7 +50,7 @@ class Work:
     before: tuple[int, int] = (0, 0)
 
     def tokens(self, steps: int) -> int:
-        """Return the tokens that so many steps of the run consume."""
+        """Return the tokens that the first `steps` steps of the run consume."""
         done, tokens = self.before
         return tokens + (steps - done) * self.tokens_per_step
 
@@ -75,7 +75,7 @@ def validated(row: Mapping[str, Value], scores: Mapping[str, tuple[float, float 
     """Return a row with its validations, which come after the training loss.
 
     Args:
-        scores: loss, and bits per byte where the tokenizer is known, by the name of a set; "": it has none.
+        scores: loss, and bits per byte if the tokenizer is known, by the name of a set; "" if it has none.
     """
     found: dict[str, Value] = {}
     for key, value in row.items():
@@ -94,7 +94,7 @@ def valid_losses(row: Mapping[str, Value]) -> list[str]:
 
 
 def scalars(row: Mapping[str, Value]) -> dict[str, Number]:
-    """Return a row with numbers only, for sinks that need it so: `seconds/data` for data of seconds."""
+    """Return a row with numbers only, for sinks that need that: `seconds/data` for `data` in `seconds`."""
     found: dict[str, Number] = {}
     for key, value in row.items():
         if isinstance(value, dict):
@@ -109,7 +109,7 @@ class Smoothed:
 
         sum of w tokens / sum of w seconds, w = 2^-(steps since the interval / HALF_LIFE)
 
-    A ratio of sums, so that a slow step counts by its length, and no made-up start is mixed in.
+    It is a ratio of sums, so that a slow step counts by its length, and no initial value is mixed in.
     """
 
     def __init__(self) -> None:

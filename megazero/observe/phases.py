@@ -7,16 +7,16 @@
     save        the time that a checkpoint blocks training
     validation  validating
 
-A phase lasts until the next one begins, so that all of them together are the time that has passed. No device is waited
-for to measure: on a GPU the host runs ahead, and the wait for the device falls into the phase in which the host reads a
-number next (`train/trainer.py`), mostly backward, and update where a row is made.
+A phase lasts until the next one begins, so the phases add up to the wall time. Measuring never waits for the device: on
+a GPU the host runs ahead, and the wait for the device counts to the phase in which the host next reads a number
+(`train/trainer.py`), mostly backward, or update if a row is made.
 """
 
 import time
 from collections.abc import Callable
 
 PHASES: tuple[str, ...] = ("data", "forward", "backward", "update", "save", "validation")
-# By the first word of what a rank says: "backward (weight) of micro-batch 3 in stage 1".
+# By the first word of the phase that a rank reports: "backward (weight) of micro-batch 3 in stage 1".
 _PHASE_OF = {"reduction": "backward", "tied": "backward"} | {name: name for name in PHASES}
 
 
@@ -33,7 +33,7 @@ class PhaseSeconds:
         self._phase, self._since = PHASES[0], clock()
 
     def now(self, phase: str) -> None:
-        """Begin a phase, as given to the status slot; any other name counts to the phase before it."""
+        """Begin a phase, as given to the status slot; a name that is no phase counts to the phase before it."""
         self._count()
         self._phase = _PHASE_OF.get(phase.partition(" ")[0], self._phase)
 

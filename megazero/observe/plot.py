@@ -1,10 +1,10 @@
 """Draw the loss curve of a run as a picture.
 
 The training loss is drawn through at most POINTS points: each is the mean over the rows of its interval, at their mean
-step. What is left of the noise of single batches is thin, with its trend on top: the mean over a window of WIDTH of the
-points, at least LEAST, drawn at the middle of the window and only where a whole window fits. So a straight line is its
-own trend, and both ends mean what the middle means: no end follows the last batches. Validation losses are joined
-points: few, and each one a measurement.
+step. This line, with the remaining noise of single batches, is thin. Its trend is drawn on top: the mean over a window
+of WIDTH of the points, at least LEAST points, at the middle of the window and only where a whole window fits. So a
+straight line is its own trend, and the ends of the trend do not follow the last batches. Validation losses are drawn as
+joined points, because they are few.
 """
 
 import math
@@ -18,7 +18,7 @@ from megazero.base.picture import picture
 from megazero.observe.metrics import VALID_LOSS, valid_losses
 
 POINTS = 400
-WIDTH, LEAST = 0.1, 5  # of the points, and in points: the window of the trend
+WIDTH, LEAST = 0.1, 5  # the window of the trend: a share of the points, and the fewest points
 TRAIN, TREND = "#9db7d5", "#1f4e8c"
 VALID = ("#d1495b", "#2a9d6f", "#e08a2c", "#7b4fa3", "#6b6b6b", "#b08968")
 

@@ -6,8 +6,8 @@ viewer. Both are of this process only. Open the trace in https://ui.perfetto.dev
     profile_step_00000010.json     Chrome trace, one range per step on top
     profile_step_00000010.txt      the most expensive operators, by their own time
 
-The steps themselves run slower while they are recorded, so their `step_time` is not to be quoted. When off (no steps
-asked for) nothing is started or written.
+Steps run slower while they are recorded, so their `step_time` should not be quoted. If no steps are requested, nothing
+is started or written.
 """
 
 from collections.abc import Iterator
@@ -32,8 +32,8 @@ class Profile:
 
     Args:
         first_step: the first step to record, numbered as in metrics.jsonl (from 1).
-        num_steps: how many; 0: none.
-        folder: for the two files, made when there are any.
+        num_steps: the number of steps to record; 0: none.
+        folder: the folder of the two files, created when they are written.
     """
 
     def __init__(self, first_step: int, num_steps: int, folder: Path):
@@ -48,7 +48,7 @@ class Profile:
             yield
             return
         if self._profiler is None:
-            self._steps = range(step, self._steps.stop)  # a resumed run may begin between them
+            self._steps = range(step, self._steps.stop)  # a resumed run may begin in the middle of them
             self._profiler = profile(record_shapes=True)  # on the CPU, and on a GPU if there is one
             self._profiler.start()
         with record_function(f"step {step}"):
@@ -57,7 +57,7 @@ class Profile:
             self.close()
 
     def close(self) -> None:
-        """Write the recorded trace, if there is one not yet written. A full disk costs the files, not the run."""
+        """Write the recorded trace, if one is not written yet. A full disk loses the files, but not the run."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return

@@ -24,7 +24,7 @@ class Recorder:
         work: the work of a step.
         ledger: counts what this rank sends.
         counted: called once with the peak bytes that a step allocates.
-        phases: of this rank; the caller reports each phase to it.
+        phases: the phases of this rank; the caller reports each phase to it.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Recorder:
         self._restart()
 
     def start(self) -> None:
-        """Start the clock of the first step: what was built before is not training time."""
+        """Start the clock of the first step, because the time before it is not training time."""
         self._sinks.start()
         self._restart()
         self._phases.take()
@@ -87,7 +87,7 @@ class Recorder:
     def write(self, row: Mapping[str, Value], scores: Mapping[str, tuple[float, float | None]]) -> None:
         """Pass a row to the sinks, and begin a new interval.
 
-        The row was made before its step was saved and validated: their seconds are added to it here.
+        The row was made before its step was saved and validated; the seconds of both are added to it here.
 
         Args:
             scores: validation loss and bits per byte of the step by the name of a set, see `validated`.
@@ -99,7 +99,7 @@ class Recorder:
         self._restart()
 
     def close(self) -> None:
-        """Write out what is left; safe to call twice."""
+        """Close the profile and the sinks; safe to call twice."""
         self._profile.close()
         self._sinks.close()
 

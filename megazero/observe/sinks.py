@@ -19,13 +19,13 @@ class Sink:
     """
 
     def start(self) -> None:
-        """Prepare for rows; most sinks need not."""
+        """Prepare for rows; most sinks have nothing to prepare."""
 
     def row(self, row: Mapping[str, Value]) -> None:
         """Write one row."""
 
     def close(self) -> None:
-        """Write what is left; most sinks hold nothing back."""
+        """Write rows that are still buffered; most sinks buffer none."""
 
 
 class Sinks:
@@ -33,7 +33,7 @@ class Sinks:
 
     def __init__(self, sinks: Sequence[Sink]):
         self._sinks = list(sinks)
-        self._warned: set[int] = set()  # places in the list, since two sinks may be of one class
+        self._warned: set[int] = set()  # indices in the list, because two sinks may have the same class
 
     def start(self) -> None:
         """Start every sink. Never raises an `Exception`."""

@@ -1,8 +1,8 @@
 """Write rows as TensorBoard scalars, one series per key over the step, for `tensorboard --logdir RUN/tensorboard`.
 
-The package is optional: it is asked for by the config, so its absence is reported at the start of the run. A
-fault of the folder is raised with the first row, where it cannot stop the run (sinks.py). Event files are written by a
-thread of that package; no server is involved while training.
+The package is optional. If the config asks for it and it is missing, that is reported at the start of the run. A fault
+of the folder is raised by the first row, where it cannot stop the run (sinks.py). A thread of the package writes the
+event files; training involves no server.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from megazero.observe.sinks import Sink
 
 
 class TensorboardSink(Sink):
-    """A sink that writes event files into `folder`, which the first row makes when it is missing.
+    """A sink that writes event files into `folder`, which the first row creates if it is missing.
 
     Raises:
         UserError: MZ-161, the package is not installed.

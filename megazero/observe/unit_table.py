@@ -2,12 +2,12 @@
 
 A unit reports five kinds of events (`zero/unit.py`):
 
-    gather    its parameters are asked for        gathered   they are there        released   they are freed
-    reduce    its gradients begin to be summed    reduced    the sum is there
+    gather    its parameters are requested        gathered   they are present      released   they are freed
+    reduce    its gradients begin to be summed    reduced    the sum is ready
 
-The table counts them since the last table, with the bytes of gathered parameters and of gradients that are there now,
-and the seconds that the host was busy with its messages or waited for them (the ledger's). Values that rest whole are
-never gathered, and count as there. torch's profiler has the times within a step (`observe.profile`).
+The table counts them since the last table, with the bytes of gathered parameters and of gradients that are present,
+and the seconds, from the ledger, that the host spent on the unit's messages or waited for them. Values that rest whole
+are never gathered, and these bytes leave them out. torch's profiler has the times within a step (`observe.profile`).
 """
 
 from collections import Counter
@@ -25,11 +25,11 @@ _HEADS = ("unit", GATHERED, RELEASED, REDUCED, "MB now", "seconds waited")
 
 
 class UnitEvents:
-    """The events of a rank's units, counted while someone listens.
+    """The events of a rank's units, counted after `listen`.
 
     Args:
         units: in forward order.
-        seconds: of each unit by kind, growing: `Ledger.seconds`.
+        seconds: the seconds so far of each unit, by kind: `Ledger.seconds`.
     """
 
     def __init__(self, units: Sequence[Unit], seconds: Mapping[str, Mapping[str, float]]):
@@ -37,7 +37,7 @@ class UnitEvents:
         self._restart()
 
     def listen(self, *, on: bool = True) -> None:
-        """Let the units report their events from now on, or no more."""
+        """Start, or stop, counting the events of the units."""
         for unit in self._units:
             unit.listen(partial(self._add, unit.name) if on else lambda event: None)
         self._restart()
@@ -74,7 +74,7 @@ class UnitTableSink(Sink):
         self._events, self._stream = events, stream
 
     def start(self) -> None:
-        """Let the units report from the first step on."""
+        """Start counting the events of the units."""
         self._events.listen()
 
     def row(self, row: Mapping[str, Value]) -> None:
@@ -83,5 +83,5 @@ class UnitTableSink(Sink):
             print(self._events.table(), file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Let the units report no more."""
+        """Stop counting the events of the units."""
         self._events.listen(on=False)

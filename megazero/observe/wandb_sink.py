@@ -1,9 +1,9 @@
-"""Send rows to Weights & Biases, by its own library.
+"""Send rows to Weights & Biases, with its own library.
 
-The config of the run there is the resolved config, with the plan, the ledger of rank 0 and the git revision of
+The run's config there is the resolved config, with the plan, the ledger of rank 0 and the git revision of
 megazero. No code, machine information or console output is sent. WANDB_MODE, WANDB_BASE_URL, WANDB_API_KEY and the rest
-mean what they mean to the library. Without a key or a server the library records the run on disk, and a warning says
-how to upload it; a server that dies later is the library's business, which keeps every row on disk and retries.
+keep their meaning. Without a key or a server the library records the run on disk, and a warning says
+how to upload it; if a server fails later, the library keeps every row on disk and retries.
 """
 
 import json
@@ -26,9 +26,9 @@ class WandbSink(Sink):
     """A sink that logs rows to the run `name` of `project`, with its files in `folder`/wandb.
 
     Args:
-        run: its id; a resumed run keeps the one that it began with.
+        run: the id of the run; a resumed run keeps its first one.
         config: the resolved config, as plain values.
-        folder: of the run; holds plan.json and ledger.json.
+        folder: the run's folder, with plan.json and ledger.json.
 
     Raises:
         UserError: MZ-160, the package is not installed.
@@ -45,7 +45,7 @@ class WandbSink(Sink):
         import wandb  # takes half a second
 
         settings = wandb.Settings(
-            silent=True,  # its lines would tear ours
+            silent=True,  # its output would break our lines
             console="off",
             disable_code=True,
             disable_git=True,

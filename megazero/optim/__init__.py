@@ -1,1 +1,1 @@
-"""Update parameters: AdamW, clipping, the loss scale, learning rates, delayed updates."""
+"""Update parameters: AdamW, gradient clipping, loss scaling, learning rate schedules, delayed updates."""

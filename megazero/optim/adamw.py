@@ -1,10 +1,10 @@
 """Update flat intervals with AdamW (Kingma and Ba 2015; decoupled decay: Loshchilov and Hutter 2019).
 
-torch's fused kernel runs at the memory's bandwidth on long contiguous tensors: parameter, gradient and both moments
-are read once, and the kernel divides the gradient by a scale in the same pass, so unscaling and clipping cost no pass
-of their own. Our own kernel does the same for 16-bit parameters: it reads gradients in their dtype, and writes the
-rounded parameters in the same pass (`kernels/csrc/cpu.cpp`; the same bits). When `skip` is 1, parameters, moments and
-step count stay as they were, and the host need not know.
+torch's fused kernel runs at memory bandwidth on long contiguous tensors: it reads parameter, gradient and both moments
+once, and divides the gradient by a scale in the same pass, so unscaling and clipping need no extra pass. For 16-bit
+parameters megazero's own kernel also reads gradients in their dtype and writes the rounded parameters in the same pass,
+with bit-identical results (`kernels/csrc/cpu.cpp`). If `skip` is 1, parameters, moments and step count do not change,
+and the host need not know.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ from megazero.zero.unit import Unit
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """The elements of a unit's shard, all of one group, that one call of the kernel updates.
+    """Consecutive elements of a unit's shard, all of one group, that one kernel call updates.
 
     Attributes:
-        where: their place in the shard.
+        where: their slice of the shard.
         decay: the weight decay.
         lr_factor: multiplies the learning rate.
-        step: counts the updates, fp32, 0-dim.
+        step: the number of updates, fp32, 0-dim.
     """
 
     where: slice
@@ -42,10 +42,10 @@ class AdamW:
 
     Args:
         units: the units whose masters are updated, in place.
-        betas, eps: Adam's decay rates of the moments, and its small divisor.
-        weight_decay: applied to the groups that decay.
-        bucket: bytes; 16-bit gradients are widened in pieces of this size, where the kernel does not do it.
-        ops: the kernels to use, where the masters are.
+        betas, eps: Adam's decay rates of the moments, and the constant added to its denominator.
+        weight_decay: applied to the groups with `decay`.
+        bucket: bytes; gradients are copied to the masters' dtype in pieces of this size if the kernel cannot read them.
+        ops: the kernels for the device of the masters.
 
     Attributes:
         state: for each unit, the two moments of its shard.
@@ -73,7 +73,7 @@ class AdamW:
         self._staging = units[0].resting.new_staging(longest)
 
     def steps(self, unit: Unit) -> list[Tensor]:
-        """Return the update counts of a unit's pieces, to be set when a run resumes."""
+        """Return the update counts of a unit's pieces, for a resumed run to set."""
         return [piece.step for piece in self._pieces[unit]]
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
@@ -86,7 +86,7 @@ class AdamW:
         pieces, divide_by = iter(self._pieces[unit]), scale.reciprocal().to(torch.float32)
         piece = next(pieces, None)
         for where, (masters, gradients, first, second, updated) in unit.resting.update_windows(self.state[unit], skip):
-            while piece is not None and piece.where.stop <= where.stop:  # no piece is cut by a window
+            while piece is not None and piece.where.stop <= where.stop:  # a piece never crosses a window's end
                 here = slice(piece.where.start - where.start, piece.where.stop - where.start)
                 flats = (masters[here], gradients[here], first[here], second[here])
                 if self._adamw is None:
@@ -102,12 +102,12 @@ class AdamW:
     def _update(
         self, piece: _Piece, flats: Sequence[Tensor], lr: float, scale: Tensor, divide_by: Tensor, skip: Tensor
     ) -> None:
-        """Update one piece by torch's kernel: its masters, with its gradients and moments."""
+        """Update one piece with torch's kernel; `flats` are its masters, gradients and two moments."""
         masters, gradients, first, second = flats
         wide = masters.dtype == torch.float64
         if wide:
-            # The fused kernel takes its scale in fp32 only, which would cap fp64 training at fp32 accuracy.
-            # A skipped step's scale may be infinite, and padding has to stay zero.
+            # The fused kernel accepts only an fp32 scale, which would limit fp64 training to fp32 accuracy.
+            # The scale of a skipped step may be infinite, and padding must stay zero.
             gradients.mul_(torch.where(skip > 0, 0.0, scale))
         elif gradients.dtype != masters.dtype:
             gradients = self._staging[: len(gradients)].copy_(gradients)
@@ -118,14 +118,14 @@ class AdamW:
         update([masters], [gradients], [first], [second], [], [piece.step], **scales, **rates)
 
     def _widens(self, unit: Unit) -> bool:
-        """Return whether gradients are copied to the masters' precision before the update."""
+        """Return True if gradients must be copied to the masters' dtype before the update."""
         return self._adamw is None and unit.gradients.reduced.dtype != unit.masters.dtype
 
 
 def _pieces(unit: Unit, weight_decay: float, bucket: int | None) -> list[_Piece]:
-    """Return the groups of a unit's shard, cut where windows begin, and in pieces of at most `bucket` bytes."""
+    """Return the pieces of a unit's shard: its groups, split at window boundaries and to at most `bucket` bytes."""
     longest = unit.resting.window
-    if bucket is not None:  # a power of two, as the length of a window is
+    if bucket is not None:  # round to a power of two, like the window length
         longest = min(longest, 1 << max(bucket // unit.masters.element_size(), 16).bit_length() - 1)
     pieces = []
     for group, elements in unit.layout.group_slices(unit.shard):

@@ -1,13 +1,13 @@
 """Compute the global gradient norm and the clip factor.
 
-The norm counts each logical parameter once. Squares are summed in fp64 for each unit and each shard of it, and these
-sums are added in rank order, then in unit order, whether a rank holds one shard or all of them: fp32 sums over 1, 2 or
-4 shards of a million elements differ by 1.7e-5, enough to break equality between stages through the clip. Units on
-other ranks of the pipeline have their place in the same order. Replicas of a shard take the sums of the first one, and
-a unit of both ends of the pipeline counts on the first stage. A sum of another copy is added only if it is not finite:
-then the norm is not finite on any rank. Where each rank sums all of a whole copy (stage 0), the engine adds them so.
+The norm counts each logical parameter once. Squares are summed in fp64 for each shard of each unit; these sums are
+added in rank order, then in unit order, whether a rank has one shard or all. fp64 is needed: fp32 sums over 1, 2 or 4
+shards of a million elements differ by 1.7e-5, enough to make ZeRO stages differ through the clip factor. Units on other
+pipeline ranks have fixed places in the same order. Replicas of a shard use the sums of the first replica, and a unit on
+both ends of the pipeline counts on the first stage. Sums of the other copies are added only if they are not finite, so
+that the norm is then non-finite on all ranks. At stage 0, where each rank has a whole copy, the engine does the same.
 
-Clipping itself costs no pass: the factor goes into the update, which divides by the loss scale anyway.
+Clipping itself needs no pass: the factor is part of the update, which divides by the loss scale anyway.
 """
 
 import torch
@@ -24,15 +24,16 @@ _EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_: keeps the factor finite for
 
 
 def unit_squares(units: list[Unit], places: Tensor, counted: Tensor, pipeline: Axis, ops: Operations) -> Tensor:
-    """Return the sum of squared reduced gradients of each unit of the model: fp64, of the shape of `counted`.
+    """Return the sum of squared reduced gradients of each unit of the model: fp64, in the shape of `counted`.
 
-    It is alike on all ranks whose reduced gradients are.
+    The result is equal on all ranks with equal reduced gradients.
 
     Args:
-        units: those of this rank.
-        places: int64, the place of each among all units of the model; on the device, so that the host need not wait.
-        counted: bool [units of the model], False for those of which another rank of the pipeline counts a copy.
+        units: the units of this rank.
+        places: int64, the index of each among all units of the model; on the device, so that the host need not wait.
+        counted: bool [units of the model], False for a unit that another pipeline rank counts.
         pipeline: the axis whose ranks have the other units.
+        ops: the kernels to use.
     """
     found = []
     alike = [(unit.gradients.reduced.dtype, unit.axes.shard, unit.axes.replica, unit.axes.tensor) for unit in units]
@@ -47,16 +48,16 @@ def unit_squares(units: list[Unit], places: Tensor, counted: Tensor, pipeline: A
 
 
 def only_odd(sums: Tensor, where: Tensor | bool = True) -> Tensor:
-    """Put 0 in the place of finite sums, where told; return the sums."""
+    """Replace finite sums by 0 in place, where `where` is True; return the sums."""
     return sums.masked_fill_(torch.isfinite(sums) & where, 0.0)
 
 
 def _group_squares(units: list[Unit], shard: Axis, replica: Axis, tensor: Axis, ops: Operations) -> Tensor:
-    """Return the sum of squares of each of some units that have the same axes: fp64 [units]."""
+    """Return the sum of squares of each unit, for units with common axes: fp64 [units]."""
     sharded = shard.size > 1 and units[0].axes.stage.optimizer is Placement.SHARD
     parts, counts = 1 if sharded else shard.size, tensor.rank == 0
     lengths = {unit: _lengths(unit, parts, counts=counts) for unit in units}
-    if units[0].gradients.reduced.is_meta:  # one after the other in memory
+    if units[0].gradients.reduced.is_meta:  # on disks: load one unit at a time
         found = []
         for unit in units:
             with unit.gradients.reduced_in_memory() as gradients:
@@ -71,17 +72,17 @@ def _group_squares(units: list[Unit], shard: Axis, replica: Axis, tensor: Axis, 
     total = fetched(first, units[0].device)  # gradients may be on the host
     if sharded:
         total = all_reduce(total, shard, "norm")
-    if replica.size > 1:  # one group's sums for all: in another order of sums their updates would part
+    if replica.size > 1:  # all replicas use the first one's sums: different rounding would make their updates differ
         total = all_reduce(total if replica.rank == 0 else only_odd(total), replica, "norm")
     return all_reduce(total, tensor, "norm")
 
 
 def _lengths(unit: Unit, parts: int, *, counts: bool) -> list[int]:
-    """Return the lengths into which the gradients that this rank updates with are cut: equal parts, or two of each.
+    """Return the lengths that split this rank's reduced gradients: equal parts, or two pieces for each part.
 
     Args:
-        counts: parameters replicated over the tensor axis count on this rank: the first. On other ranks they are the
-            second piece of each part, whose sum is added 0 times, so that a value that is not finite still shows.
+        counts: True on the tensor axis' first rank, which counts parameters replicated over the axis. On other ranks
+            these are the second piece of each part; its sum is added times 0, so that a non-finite value still shows.
     """
     length = len(unit.gradients.reduced) // parts
     if counts:
@@ -92,5 +93,5 @@ def _lengths(unit: Unit, parts: int, *, counts: bool) -> list[int]:
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """Return min(1, limit / norm), the factor of gradients of that norm; `limit` 0 means no clipping."""
+    """Return min(1, limit / norm), the factor for gradients with this norm; 1 if `limit` is 0."""
     return (limit / (norm + _EPS)).clamp(max=1.0) if limit else torch.ones_like(norm)

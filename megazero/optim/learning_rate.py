@@ -1,21 +1,21 @@
 """Compute the learning rate of an update, as a pure function of its number.
 
-An *update* is a step that changed the weights: steps minus skipped ones, counted from 0, as Adam counts them. A skipped
-step therefore repeats the learning rate of the one before it, and a run that resumes needs no state beyond that count.
+An *update* is a step that changed the weights; updates are counted from 0, without skipped steps, as in Adam. So the
+step after a skipped one uses the same learning rate again, and a resumed run needs no state except this count.
 
-With peak P, minimum m, W warm-up updates and T updates in all, update u gets
+With peak P, minimum m, W warm-up updates and T updates in total, update u has
 
-    u < W       P (u + 1) / W                                      linear warm-up: the first update already moves
+    u < W       P (u + 1) / W                                      linear warm-up, above 0 from the first update
     cosine      m + (P - m) (1 + cos(pi x)) / 2                    Loshchilov & Hutter 2017 (SGDR), eq. 5, one cycle
     linear      m + (P - m) (1 - x)                                Devlin et al. 2019 (BERT), appendix A.2
     wsd         P until T - C, then linear to m in C updates       Hu et al. 2024 (MiniCPM), section 4.2
     constant    P
 
-where x = (u - W + 1) / (T - W) runs over the updates after the warm-up and is 1 at u = T - 1: that update has exactly
-the minimum. T is `run.steps`, or `schedule.steps`: a run that goes on with more steps keeps its course with the latter.
-Warm-up and decay meet without a repeated value. Past T - 1 the last value stays.
+where x = (u - W + 1) / (T - W) counts the updates after the warm-up and is 1 at u = T - 1: that update has exactly the
+minimum. T is `schedule.steps`, else `run.steps`; with the former, a run extended to more steps keeps its schedule.
+Warm-up and decay meet without a repeated value. After T - 1 the last value is kept.
 
-A warm-up that is longer than the run is accepted (a short trial of a long run's config): the decay is never reached.
+A warm-up longer than the run is accepted (for a short trial of a long run's config); the decay is then never reached.
 """
 
 import math
@@ -31,7 +31,7 @@ class LearningRate:
 
     Attributes:
         peak, minimum: learning rates.
-        warmup, total, cooldown: lengths in updates; the cool-down is used by wsd only.
+        warmup, total, cooldown: lengths in updates; only wsd uses the cool-down.
         decay: the shape after the warm-up.
     """
 
@@ -48,10 +48,10 @@ class LearningRate:
         if update < self.warmup:
             return self.peak * ((update + 1) / self.warmup)
         start = max(self.warmup, self.total - self.cooldown) if self.decay == "wsd" else self.warmup
-        # The two ends are returned, not computed: m + (P - m) is not always P in floating point.
+        # Return the two ends exactly: m + (P - m) is not always P in floating point.
         if self.decay == "constant" or update < start or start >= self.total:
             return self.peak
-        done = (update - start + 1) / (self.total - start)  # of the decay, after this update
+        done = (update - start + 1) / (self.total - start)  # fraction of the decay after this update
         if done >= 1.0:
             return self.minimum
         left = 0.5 * (1.0 + math.cos(math.pi * done)) if self.decay == "cosine" else 1.0 - done

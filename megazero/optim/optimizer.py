@@ -1,7 +1,7 @@
 """Define the interface of optimizers that the engine and checkpoints use.
 
-A kind declares the state that it keeps for each element it updates; checkpoints save and load what is declared. AdamW
-is the only kind today; nothing but `adamw.py` knows it.
+An optimizer declares its state per updated element; checkpoints save and load the declared state. AdamW is the only
+implementation; only `adamw.py` depends on its details.
 """
 
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ class Optimizer(Protocol):
 
     @property
     def STATE(self) -> tuple[str, ...]:
-        """Return the names of the state that it keeps for each element."""
+        """Return the names of the values that it keeps for each element."""
         ...
 
     @property
     def state(self) -> Mapping[Unit, Mapping[str, Tensor]]:
-        """Return the state of each unit by these names, flat and as long as its masters."""
+        """Return the state of each unit by these names: flat tensors of the length of its masters."""
         ...
 
     def steps(self, unit: Unit) -> list[Tensor]:
-        """Return the update counts of a unit's pieces, to be set when a run resumes."""
+        """Return the update counts of a unit's pieces, for a resumed run to set."""
         ...
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Run a model in stages on the ranks of the pipeline axis, by a schedule's actions, with messages between stages."""
+"""Run a model's stages on the ranks of the pipeline axis: execute a schedule's actions, send tensors between stages."""

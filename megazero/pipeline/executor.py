@@ -1,6 +1,6 @@
-"""Execute a schedule: one function for each kind of action, and a table of them.
+"""Execute the actions of a schedule on one rank.
 
-The same code runs a model in one stage on one process (its 1f1b is F0 B0 F1 B1 ...) and in many on many.
+The same code runs one stage on one process (1f1b is then F0 B0 F1 B1 ...) and many stages on many processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ from megazero.pipeline.stage import Stage, StageInputs
 from megazero.pipeline.transport import Transport
 from megazero.schedules.actions import Action, Kind, Schedule, before_forward
 
-Batch = Any  # a micro-batch; the pipeline only hands it on
-Look = Callable[[Kind, int, int, Tensor], object]  # FORWARD or BACKWARD, stage, micro-batch, what was made
+Batch = Any  # a micro-batch; the pipeline only passes it on
+Look = Callable[[Kind, int, int, Tensor], object]  # (FORWARD or BACKWARD, stage, micro-batch, output or gradient)
 F, B = Kind.FORWARD, Kind.BACKWARD
 _WORDS = {
     Kind.FORWARD: "forward",
@@ -29,15 +29,15 @@ BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 class Pipeline:
-    """The stages of one rank, and the steps of a schedule.
+    """Runs the stages of one rank, step by step, by a schedule.
 
     Args:
-        stages: of this rank, by their index.
-        num_stages: of all ranks.
+        stages: of this rank, by index.
+        num_stages: over all ranks.
         rank: on the pipeline axis.
-        schedule: number of micro-batches -> the actions of all ranks in a step.
-        transport: between stages.
-        shape: of a batch's residual stream on this rank.
+        schedule: function of the number of micro-batches; returns the actions of all ranks in a step.
+        transport: sends and receives tensors between stages.
+        shape: function of a micro-batch; returns the shape of its residual stream on this rank.
         reduce_tied: sums the shared weight's gradient over first and last stage.
     """
 
@@ -68,13 +68,13 @@ class Pipeline:
         look: Look | None = None,
         trains: bool = True,
     ) -> Sequence[Action]:
-        """Begin a step, and return what this rank has to do in it, in order: forward, backward, communicate.
+        """Begin a step; return this rank's actions in order: forward, backward and communication.
 
         Args:
             batches: the micro-batches, in order.
-            feed: what the stages need to know of one; asked for when a forward begins.
-            look: called with what each stage makes for another: output of a forward, or gradient of its input.
-            trains: False: of the step's actions those of forward alone.
+            feed: returns the stage inputs of a micro-batch; called when its forward begins.
+            look: called with the output of each forward and the input gradient of each backward.
+            trains: False: return only the actions of forward.
         """
         self._transport.open()
         self._batches, self._feed, self._look = batches, feed, look
@@ -87,7 +87,7 @@ class Pipeline:
         return actions
 
     def end(self) -> None:
-        """End a step: wait until all that was sent has gone. Gradients are where the engine updates from."""
+        """End a step: wait until all sends are complete. Gradients are then ready for the engine's update."""
         self._transport.finish()
         self._batches = ()
 
@@ -106,11 +106,11 @@ class Pipeline:
         self.end()
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
-        """Return what this rank does in a training step of some micro-batches, in order."""
+        """Return this rank's actions, in order, in a training step with `micro_batches` micro-batches."""
         return self._schedule(micro_batches).ranks[self._rank]
 
     def describe(self, action: Action) -> str | None:
-        """Return what an action is, for people; None of one that takes no time of its own."""
+        """Return a description of an action for display; None for a send or a receive, which takes no time itself."""
         if action.kind not in _WORDS:
             return None
         place = f" in stage {action.stage}" if self.num_stages > 1 else ""
@@ -118,7 +118,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], feed: Callable[[Batch], StageInputs]) -> list[Tensor]:
-        """Return the token losses of every batch where the last stage is, nothing elsewhere."""
+        """Return the token losses of every batch on the rank with the last stage, [] on other ranks."""
         for action in self.begin(batches, feed, trains=False):
             self.run(action)
         self.end()
@@ -126,7 +126,7 @@ class Pipeline:
         return losses
 
     def run(self, action: Action) -> None:
-        """Do one action of a step that has begun."""
+        """Run one action of the current step."""
         if action.kind is F:
             self.forward(action)
         elif action.kind in BACKWARDS:
@@ -148,7 +148,7 @@ class Pipeline:
             self._losses.append(y)
 
     def backward(self, action: Action) -> None:
-        """Run the backward of one micro-batch in one stage, or the part of it that is the input's or the weights'."""
+        """Run the backward of one micro-batch in one stage, or only its part for the input or for the weights."""
         index, m, stage = action.stage, action.micro_batch, self.stages[action.stage]
         if action.kind is Kind.BACKWARD_WEIGHT:
             stage.backward_weight(m, **self._reduction(action))
@@ -165,7 +165,7 @@ class Pipeline:
             self._transport.put(B, index - 1, m, gradient)
 
     def communicate(self, action: Action) -> None:
-        """Send, receive, or finish the reduction of gradients."""
+        """Send, post a receive, finish a reduction of gradients, or sum the tied weight's gradient."""
         if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
             self._transport.send(action)
         elif action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
@@ -177,6 +177,6 @@ class Pipeline:
             self._reduce_tied()
 
     def _reduction(self, action: Action) -> dict[str, bool]:
-        """Return whether gradients are reduced after a backward pass, and whether it is the step's last."""
+        """Return the arguments `reduce` (gradients are reduced after this backward) and `last` (last micro-batch)."""
         last = action.micro_batch == len(self._batches) - 1
         return {"reduce": (action.stage, action.micro_batch) in self._reduced, "last": last}

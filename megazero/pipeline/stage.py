@@ -1,7 +1,7 @@
-"""One stage of the model as its rank runs it: forward of a micro-batch, and later its backward, whole or in two parts.
+"""Run one stage of the model: the forward of a micro-batch, and later its backward, whole or in two parts.
 
-Between the two a stage keeps the place in autograd's graph where backward begins; its output is the next stage's, and
-its input is kept by whatever needs it. The last stage's output are the token losses, and its backward begins at their
+Between the two a stage keeps only the edge of the autograd graph where backward begins: the next stage has the output,
+and layers keep the input if they need it. The last stage's output is the token losses, and its backward begins at their
 sum.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-StageInputs = Any  # what a stage has to know of a micro-batch; the pipeline only hands it on
+StageInputs = Any  # the inputs of a stage for a micro-batch, other than activations; the pipeline only passes them on
 Run = Callable[[Tensor | None, StageInputs], Tensor]
 
 
@@ -28,9 +28,9 @@ class StageGradients(Protocol):
         """Run a backward.
 
         Args:
-            begin: runs it.
-            reduce: gradients are complete after it and are reduced.
-            last: it is the last of the step.
+            begin: runs autograd's backward.
+            reduce: reduce the gradients, which are complete after this backward.
+            last: this is the last backward of the step.
             forward_follows: a forward of this stage comes next.
         """
 
@@ -45,9 +45,9 @@ class StageGradients(Protocol):
 
 
 class _Input(torch.autograd.Function):
-    """The identity at a stage's beginning, which takes the gradient of the stage's input out of backward.
+    """The identity at the start of a stage, whose backward captures the gradient of the stage's input.
 
-    A leaf would be kept until backward. `root` has no elements, and makes the graph begin here.
+    A leaf tensor instead would keep the input's memory until backward. `root`, without elements, starts the graph here.
     """
 
     @staticmethod
@@ -65,22 +65,22 @@ class Stage:
     """One stage of the model on its rank.
 
     Args:
-        index: number of the stage.
-        run: its parts of the model: (output of the stage before, feed) -> output; the first gets None.
-        gradients: gather parameters and reduce gradients of its units.
-        loss: (token losses, feed) -> what backward begins at; None for all but the last.
+        index: index of the stage.
+        run: runs its layers: (output of the previous stage, feed) -> output; the first stage gets None.
+        gradients: gathers parameters and reduces gradients of its units.
+        loss: (token losses, feed) -> the loss on which backward runs; None for all stages but the last.
     """
 
     def __init__(
         self, index: int, run: Run, gradients: StageGradients, loss: Callable[[Tensor, StageInputs], Tensor] | None
     ):
         self.index, self.run, self.gradients, self.loss = index, run, gradients, loss
-        # Of each micro-batch: where the input's gradient will be, None in the first stage; where backward begins.
+        # By micro-batch: (list that receives the input's gradient, None in the first stage; start of backward).
         self._live: dict[int, tuple[list[Tensor] | None, Tensor | GradientEdge]] = {}
         self._root = torch.empty(0, requires_grad=True)
 
     def forward(self, micro_batch: int, x: Tensor | None, feed: StageInputs) -> Tensor:
-        """Run forward, and return the output without its graph."""
+        """Run forward; return the output without its graph."""
         if not torch.is_grad_enabled():
             return self.run(x, feed)
         self.gradients.forward(micro_batch)
@@ -89,20 +89,20 @@ class Stage:
             arrived = []
             x = _Input.apply(x, self._root, arrived)
         y = self.run(x, feed)
-        # The output itself need not be kept, only where it came from.
+        # Keep only the output's graph edge, not the output itself.
         self._live[micro_batch] = arrived, get_gradient_edge(y) if self.loss is None else self.loss(y, feed)
         return y.detach()
 
     def backward(
         self, micro_batch: int, gradient: Tensor | None, *, reduce: bool, last: bool, forward_follows: bool
     ) -> Tensor | None:
-        """Run backward, and return the gradient of the stage's input, None in the first stage.
+        """Run backward; return the gradient of the stage's input, None in the first stage.
 
         Args:
-            gradient: of its output; None in the last stage.
-            reduce: this backward is followed by a reduction of the gradients.
-            last: it is the step's last micro-batch.
-            forward_follows: what this rank computes next, but for weight gradients, is a forward of this stage.
+            gradient: of the stage's output; None in the last stage.
+            reduce: reduce the gradients after this backward.
+            last: this is the step's last micro-batch.
+            forward_follows: this rank's next pass, apart from weight gradients, is a forward of this stage.
         """
         arrived, begin = self._begin(micro_batch, gradient)
         self.gradients.backward(micro_batch, begin, reduce=reduce, last=last, forward_follows=forward_follows)
@@ -123,7 +123,7 @@ class Stage:
         self.gradients.finish_reduction()
 
     def clear(self) -> None:
-        """Forget the micro-batches that are under way."""
+        """Forget all micro-batches in flight."""
         self._live.clear()
 
     def _begin(self, micro_batch: int, gradient: Tensor | None) -> tuple[list[Tensor] | None, Callable[[], None]]:

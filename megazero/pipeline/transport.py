@@ -1,7 +1,7 @@
-"""Move tensors between stages: activations to the next, their gradients to the one before.
+"""Move tensors between stages: activations to the next stage, their gradients to the previous one.
 
-Every message has the shape of one micro-batch's residual stream, which both sides know. Two stages of one rank hand
-their tensors over as they are.
+Every message has the shape of one micro-batch's residual stream, which both sides know. Between two stages of one rank
+tensors are passed without a copy.
 """
 
 from collections.abc import Sequence
@@ -15,24 +15,24 @@ from megazero.comm.transport.p2p import PointToPoint, Receipt
 from megazero.schedules.actions import Action, Kind
 
 F, B = Kind.FORWARD, Kind.BACKWARD
-# Of each transfer: what it carries, and how far the other side's stage is.
+# For each transfer: the kind of pass that the message is for, and the offset of the other side's stage.
 _SENDS = {Kind.SEND_FORWARD: (F, 1), Kind.SEND_BACKWARD: (B, -1)}
 _RECEIVES = {Kind.RECEIVE_FORWARD: (F, -1), Kind.RECEIVE_BACKWARD: (B, 1)}
 _NAMES = {F: "activations", B: "gradients"}
 
 
 class Transport:
-    """The tensors between this rank's stages and others.
+    """Passes tensors between this rank's stages and others.
 
     Args:
         pipeline: the pipeline axis.
-        rank_of: of each stage its rank.
+        rank_of: the rank of each stage.
         dtype, device: of every message.
     """
 
     def __init__(self, pipeline: Axis, rank_of: Sequence[int], dtype: torch.dtype, device: torch.device):
         self._dtype, self._device, self._pipeline = dtype, device, pipeline
-        self._channels: dict[tuple[Kind, int], Channel] = {}  # by what goes there, and the stage where it arrives
+        self._channels: dict[tuple[Kind, int], Channel] = {}  # by (FORWARD or BACKWARD, receiving stage)
         for stage in range(1, len(rank_of)):
             low, high = rank_of[stage - 1], rank_of[stage]
             if low != high:
@@ -43,31 +43,31 @@ class Transport:
         self._coming: dict[tuple[Kind, int, int], Receipt] = {}
 
     def open(self) -> None:
-        """Open the channels; every rank of the world calls this at the same point, before anything is sent or posted.
+        """Open the channels. Collective over the world, before the first send or receive.
 
-        The constructor does not do it: building a model does not communicate.
+        The constructor does not open them, so that building a model needs no communication.
         """
         if self._channels and self._messages is None:
             self._messages = PointToPoint(self._pipeline, list(self._channels.values()), self._device)
 
     def put(self, kind: Kind, stage: int, micro_batch: int, x: Tensor) -> None:
-        """Keep what was computed here for a stage: its input for FORWARD, its output's gradient for BACKWARD."""
+        """Keep a tensor computed on this rank for a stage: its input (FORWARD) or its output's gradient (BACKWARD)."""
         self._here[kind, stage, micro_batch] = x
 
     def take(self, kind: Kind, stage: int, micro_batch: int) -> Tensor:
-        """Return what a stage of this rank needs, waiting for it. Raises CollectiveError: it does not come."""
+        """Wait for the tensor that a stage of this rank needs; return it. Raises CollectiveError if none arrives."""
         key = kind, stage, micro_batch
         return self._coming.pop(key).wait() if key in self._coming else self._here.pop(key)
 
     def send(self, action: Action) -> None:
-        """Send what was put for another rank's stage."""
+        """Send the tensor that was `put` for another rank's stage."""
         kind, towards = _SENDS[action.kind]
         stage = action.stage + towards
         assert self._messages is not None, "open comes first"
         self._messages.send(self._channels[kind, stage], self._here.pop((kind, stage, action.micro_batch)).contiguous())
 
     def post(self, action: Action, shape: Sequence[int]) -> None:
-        """Post the receive of what comes from another rank's stage."""
+        """Post the receive of a tensor from another rank's stage."""
         kind, towards = _RECEIVES[action.kind]
         what = f"{_NAMES[kind]} of micro-batch {action.micro_batch} from stage {action.stage + towards}"
         into = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
@@ -76,7 +76,7 @@ class Transport:
         self._coming[kind, action.stage, action.micro_batch] = receipt
 
     def finish(self) -> None:
-        """Finish a step: no tensor may be left over."""
+        """Finish a step: check that all tensors were taken, and wait for the sends."""
         assert not self._here and not self._coming, f"not taken: {[*self._here, *self._coming]}"
         if self._messages is not None:
             self._messages.finish()

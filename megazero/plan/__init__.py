@@ -1,1 +1,1 @@
-"""Closed formulas: what a model costs in parameters, arithmetic, memory, traffic and time, without building it."""
+"""Closed formulas for a model's parameters, arithmetic, memory, traffic and time, computed without building it."""

@@ -1,13 +1,13 @@
-"""The bytes that layers keep for their backward, in closed form, from what each of them says (`layers.py`).
+"""Count the bytes that layers keep for backward, in closed form, from the widths that `layers.py` gives each layer.
 
-T tokens of a micro-batch (sequence x micro-batch), t tensor ranks, T' = T / t under sequence parallelism and T without,
-e bytes an element: T' e for each number of the residual stream, T e / t for each of those that tensor ranks split, 4
-bytes (8 in fp64) for each of a statistic.
+A micro-batch has T tokens (sequence x micro-batch); t is the number of tensor ranks, T' = T / t under sequence
+parallelism and T without, and e the bytes of an element. A layer keeps T' e bytes for each number of the residual
+stream and T e / t for each number that tensor ranks split; for statistics e is 4 bytes (8 in fp64).
 
 In 16 bits a block of GPT-2 with f = 4 h and t = 1 keeps s b h (8 + 6 + 2 + 16) = 32 s b h. Korthikanti et al. 2022
-(arXiv 2205.05198, Table 2) count 34: two masks of dropout, a byte an element, which are not stored here, because they
-are computed again. Their 5 a s^2 b for scores is what fused attention never stores. Selective recompute spares the
-softmax sums, and what documents and rotary add; full recompute keeps T' h e, the input, or with Pa T' h e / t.
+(arXiv 2205.05198, Table 2) count 34: they store two dropout masks, a byte an element, which are computed again here.
+Fused attention never stores the scores, their 5 a s^2 b. Selective recompute does not keep the softmax sums and what
+documents and rotary add. Full recompute keeps only the block's input, T' h e, or T' h e / t with Pa.
 """
 
 from megazero.plan.job import Job
@@ -15,7 +15,7 @@ from megazero.plan.layers import Layer, Width
 
 
 def kept_by_block(job: Job, recompute: str = "none") -> int:
-    """Return the bytes that one block keeps of one micro-batch, with `memory.recompute` and the job's Pa."""
+    """Return the bytes that one block keeps for one micro-batch under `recompute`, with Pa if the job has it."""
     if recompute == "full":
         return job.stream // (job.tensor if job.partition and not job.sequence else 1)
     spared = sum(spared_by_layer(job, layer) for layer in job.block) if recompute == "selective" else 0
@@ -23,28 +23,28 @@ def kept_by_block(job: Job, recompute: str = "none") -> int:
 
 
 def kept_by_layer(job: Job, layer: Layer) -> int:
-    """Return the bytes that a layer keeps of one micro-batch."""
+    """Return the bytes that a layer keeps for one micro-batch."""
     item = job.bytes.parameter
     values = bytes_of(job, layer.kept, item) + bytes_of(job, layer.spared, item)
     return values + bytes_of(job, layer.statistics, wide(item))
 
 
 def spared_by_layer(job: Job, layer: Layer) -> int:
-    """Return the bytes of those that selective recompute does not keep."""
+    """Return the bytes of one micro-batch that a layer keeps, but not under selective recompute."""
     item = job.bytes.parameter
     return bytes_of(job, layer.spared, item) + bytes_of(job, layer.statistics, wide(item)) if layer.core else 0
 
 
 def bytes_of(job: Job, width: Width, item: int) -> int:
-    """Return the bytes of some numbers of `item` bytes for each token of a micro-batch, on one rank."""
+    """Return the bytes on one rank of `width` elements for each token of a micro-batch, `item` bytes each."""
     return (job.local(job.tokens) * width.stream + job.tokens * width.split // job.tensor) * item
 
 
 def wide(item: int) -> int:
-    """Return the bytes of an element of a tensor that is computed in a wider type."""
+    """Return the bytes of an element of a tensor that is computed in fp32 or wider."""
     return max(item, 4)
 
 
 def logits(job: Job) -> int:
-    """Return the bytes of the logits of one micro-batch, of this rank's part of the vocabulary."""
+    """Return the bytes of one micro-batch's logits, for this rank's part of the vocabulary."""
     return job.tokens * -(-job.shape.vocab // job.tensor) * job.bytes.parameter

@@ -1,15 +1,15 @@
 """The seconds that a step waits in a pipeline: for other ranks, and for messages.
 
-With f, b, w the seconds of a micro-batch's forward, of the gradients of its input and of its weights (recomputation
-belongs to b), p pipeline ranks, m micro-batches, v chunks, the step waits for others (`schedules/simulate.py` agrees):
+f, b and w are the seconds of a micro-batch's forward, input gradients (recompute included) and weight gradients. With
+p pipeline ranks, m micro-batches and v chunks a step waits for other ranks (`schedules/simulate.py` agrees):
 
     gpipe, 1f1b     (p - 1) (f + b + w)              Narayanan et al. 2021 (arXiv 2104.04473), section 2.2
     interleaved     (p - 1) (f + b + w) / v          ibid.
     zb-h1           (p - 1) max(f + b - w, f)        Qi et al. 2023 (arXiv 2401.10241), table 2
     zb-v            (p - 1) max(f, b, 2 (b - w)) / 2
 
-It waits for messages: in 1f1b for 2 m of them, because a micro-batch's way to the last rank and back is on the
-critical path; gpipe 2 (p - 1), interleaved 2 (p v - 1), zb-h1 4 (p - 1), zb-v 4 p.
+The step also waits for messages: for 2 m in 1f1b, because a micro-batch's path to the last rank and back is on the
+critical path; for 2 (p - 1) in gpipe, 2 (p v - 1) in interleaved, 4 (p - 1) in zb-h1 and 4 p in zb-v.
 """
 
 from megazero.plan.compute import PassTimes
@@ -36,11 +36,11 @@ def regular(job: Job) -> bool:
 def waits(job: Job, mean: PassTimes) -> float:
     """Return the seconds that the busiest rank waits for others.
 
-    In closed form, or where that is not exact by simulation, of no more micro-batches than fill the pipeline a few
-    times.
+    Use the closed form where it is exact; elsewhere simulate fewer than 5 p micro-batches, which fill the pipeline a
+    few times.
     """
     p, m = job.pipeline, job.micro_batches
-    if p == 1 or regular(job) or job.shape.layers < p * job.chunks:  # the last only in published figures
+    if p == 1 or regular(job) or job.shape.layers < p * job.chunks:  # so few layers only in published rows
         return bubble_of(job.schedule, p, job.chunks, mean)
     shown = m if m <= 4 * p else 4 * p + m % p
     schedule = make(job.schedule, p, shown, job.chunks)
@@ -51,12 +51,10 @@ def waits(job: Job, mean: PassTimes) -> float:
 
 
 def bubble_of(schedule: str, ranks: int, chunks: int, passes: PassTimes) -> float:
-    """Return the seconds that the busiest rank waits in a step if a micro-batch takes each rank `passes`.
+    """Return the seconds that the busiest rank waits in a step if each rank takes `passes` for a micro-batch.
 
-    Messages take no time here.
-
-    Exact for as many micro-batches as the schedule is regular for, where the input's part of backward is no shorter
-    than the weights'.
+    Messages take no time here. The result is exact if the schedule is regular for this number of micro-batches, and
+    the input gradients take at least as long as the weight gradients.
     """
     f, b, w = passes.forward, passes.input + passes.again, passes.weight
     each = {

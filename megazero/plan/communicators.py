@@ -1,12 +1,13 @@
-"""NCCL's communicators of a rank, and the memory of the device that they take: an estimate, not measured.
+"""Estimate the device memory of a rank's NCCL communicators (not measured).
 
-Between two GPUs NCCL keeps, for each of its channels, a buffer for each of its three protocols where messages arrive:
-4 MiB (NCCL_BUFFSIZE) for Simple, 4.69 MiB for LL128, 0.5 MiB for LL, and little where they leave; each allocation is
-rounded up to the driver's 2 MiB. A collective connects a ring, from one neighbour to the other, and a tree, in whose
-middle a rank has two more neighbours, both ways; NCCL takes both, by size and kind. A pipeline's channel is connected
-in one direction only. Not counted: NVLink SHARP's buffers, and what the network between nodes has instead of these.
+For each channel between two GPUs, NCCL keeps a receive buffer for each of its three protocols: 4 MiB (NCCL_BUFFSIZE)
+for Simple, 4.69 MiB for LL128, 0.5 MiB for LL. The send side takes little. Each allocation is rounded up to the
+driver's 2 MiB. A collective connects a ring, from one neighbour to the other, and a tree, whose inner ranks have two
+more neighbours, in both directions; NCCL uses both, depending on size and kind. A pipeline's channel is connected in
+one direction only. Not counted: the buffers of NVLink SHARP, and those of the network between nodes.
 
-On 4 A100 a group of 2 ranks was seen to take 544 MB and one of more 688 (NVIDIA/nccl#964), where this says 604 and 906.
+On 4 A100s NVIDIA/nccl#964 reports 544 MB for a group of 2 ranks and 688 MB for a larger one; this estimate gives 604
+and 906.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from itertools import pairwise
 from megazero.comm.axes import FEW_CTAS
 from megazero.plan.job import Job
 
-# Of one channel: 4 MiB + 4.69 MiB + 0.5 MiB, rounded up, and a flag, rounded up (seen in NVIDIA/nccl#1685).
+# Bytes of one channel: 4 MiB + 4.69 MiB + 0.5 MiB, rounded up, to receive; a flag, rounded up, to send (nccl#1685).
 ARRIVAL, DEPARTURE = 10 * 2**20, 2 * 2**20
 
 
@@ -25,9 +26,9 @@ class Communicator:
     """A communicator of one rank.
 
     Attributes:
-        name: of its axis, or of what goes through it: "activations to stage 1".
-        ranks: their number.
-        bytes: on the device.
+        name: name of its axis, or of its messages: "activations to stage 1".
+        ranks: number of its ranks.
+        bytes: device memory.
     """
 
     name: str
@@ -39,7 +40,7 @@ def communicators(job: Job, rank: int, channels: int) -> Iterator[Communicator]:
     """Yield the communicators of a rank of the pipeline axis, in the order in which they are made.
 
     Args:
-        channels: that NCCL makes for a collective on this machine; 0: it is not used.
+        channels: number that NCCL creates for a collective on this machine; 0: NCCL is not used.
     """
     if not channels:
         return

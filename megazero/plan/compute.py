@@ -1,35 +1,35 @@
-"""The seconds that a device computes on one micro-batch in one block, and in the two ends of the model.
+"""Estimate the seconds that a device computes on one micro-batch: in one block, and in the two ends of the model.
 
-A matrix product [M, K] x [K, N] takes its arithmetic at the rate that large products reach, and its reads and writes at
-the memory's, one after the other, because the second is what small products lose:
+The time of a matrix product [M, K] x [K, N] is its arithmetic at the rate that large products reach, plus its reads
+and writes at the memory's rate, which make small products slower:
 
     2 M N K / (peak x matmul)  +  item (M K + K N + M N) / (bandwidth x memory)  +  launch
 
-so that efficiency falls smoothly with the smallest of the three. A weight's gradient is read and written again where it
-accumulates over micro-batches. Operations that compute next to nothing take their bytes over the memory's bandwidth;
-for a token, h the hidden size, f that of the MLP, e bytes an element, everything after /t on 1 / t of it:
+So efficiency falls smoothly with the smallest of M, N and K. A weight's gradient accumulates over micro-batches, so its
+product also reads its output. Memory-bound operations take their bytes over the memory's bandwidth. Bytes for a token,
+with hidden size h, MLP size f and e bytes an element (/ t: split over tensor ranks, the gated form too):
 
                      forward                        backward
     norms            2 x 2 h e                      2 x 3 h e
     residual sums    2 x 3 h e, masks 2 h           2 x 2 h e, masks 2 h
     activation       2 f e / t, gated 3             3 f e / t, gated 5
-    rotary           2 (h + kv) e / t               the same
+    rotary           2 (h + kv) e / t               2 (h + kv) e / t
     biases           in the products                (h + 2 kv + f) e / t + 2 h e, to sum gradients
 
-Attention between the projections costs 4 s h FLOPs a token forward (scores, values). *Fused*, it skips what the causal
-mask hides, half of them, stores no scores, and computes them again in backward: 2.5 times the forward (Dao 2023, arXiv
-2307.08691). *Stored* (Megatron-LM before it) it computes all of them, and passes over s x heads scores of 2 bytes,
-their dropout and its mask: 13 bytes a score forward (written; softmax in and out; dropout in and out, a mask; read), 19
-backward.
+Attention between the projections costs 4 s h FLOPs a token in forward (scores, values). *Fused* attention skips the
+half that the causal mask hides, stores no scores, and computes them again in backward: 2.5 times the forward (Dao 2023,
+arXiv 2307.08691). *Stored* attention (Megatron-LM before fused attention) computes all scores, and reads and writes
+s x heads scores of 2 bytes with their dropout and its mask: 13 bytes a score in forward (written; softmax in and out;
+dropout in and out, a mask; read), 19 in backward.
 
-Codes of quantised values (`zero.quantize`) are passes over the memory before and after each operation. Of P gathered
-elements of e bytes, and P reduced ones of g bytes, as codes of c bytes, scales included, on N ranks:
+Quantisation (`zero.quantize`) adds passes over the memory before and after each collective. Bytes for P gathered
+elements of e bytes and P reduced elements of g bytes, with codes of c bytes (scales included), on N ranks:
 
-    gathers         quantised by their owner, (e + c) P / N; written by every rank, (c + e) P
-    gradients       quantised for each other rank, and what comes added: (g + c) + (c + 2 g), of P (N - 1) / N
+    gathers         the owner quantises, (e + c) P / N; every rank decodes, (c + e) P
+    gradients       quantised for each other rank, received parts added: (g + c) + (c + 2 g), each x P (N - 1) / N
     error feedback  adds a residual, decodes, keeps the error, drops values that are not finite: 10 g + c more
 
-A pass is a kernel for each rank's part. Neighbours that have codes already (`zero.secondary_ranks`) copy them.
+A pass is one kernel for each rank's part. Second shards (`zero.secondary_ranks`) are kept as codes, and only copied.
 """
 
 from collections.abc import Sequence
@@ -42,9 +42,9 @@ from megazero.plan.machines import Machine
 from megazero.plan.systems import OURS, System
 from megazero.plan.traffic import Flow
 
-_STORED_FORWARD, _STORED_BACKWARD = 13, 19  # bytes that go through the memory for each score
+_STORED_FORWARD, _STORED_BACKWARD = 13, 19  # bytes read and written for each score
 _WAYS = ("forward", "backward")
-_LOGITS = 16  # and for each logit, from product to gradient: read for maximum and sum, exponentials in place, gradient
+_LOGITS = 16  # and for each logit, between product and gradient: maximum and sum, exponentials in place, gradient
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PassTimes:
     """Seconds of one micro-batch: forward, gradient of the input, gradients of the weights, recomputation.
 
     Attributes:
-        columns: the gradients of the two column products' weights, which can hide a sum.
+        columns: weight gradients of the two column products, which can hide a sum over tensor ranks.
     """
 
     forward: float
@@ -71,7 +71,7 @@ class PassTimes:
         return PassTimes(count * self.forward, count * self.input, count * self.weight, count * self.again)
 
     def plus(self, other: "PassTimes") -> "PassTimes":
-        """Return the sum of two."""
+        """Return the sum of both, without `columns`."""
         return PassTimes(
             self.forward + other.forward, self.input + other.input, self.weight + other.weight, self.again + other.again
         )
@@ -96,7 +96,7 @@ class Compute:
         self.tokens, self.stream = job.tokens, job.local(job.tokens)
 
     def moved(self, size: float, kernels: int = 1) -> float:
-        """Return the seconds of so many kernels that together only move so many bytes through the memory."""
+        """Return the seconds of memory-bound kernels that together move `size` bytes."""
         return size / self._bandwidth + kernels * self.launch
 
     def block(self) -> PassTimes:
@@ -130,21 +130,21 @@ class Compute:
         return PassTimes(self.moved(4 * stream), 0.0, self.moved(3 * stream))
 
     def update(self, elements: float) -> float:
-        """Return the seconds of Adam's update of so many elements."""
+        """Return the seconds of Adam's update of `elements` elements."""
         return self.moved(elements * self.job.bytes.moved_by_update)
 
     def codes(self, own: Sequence[Flow], gathered: int, reduced: int) -> tuple[float, float]:
         """Return the seconds of a step's passes that quantise parameters, and gradients.
 
         Args:
-            own: what the rank sends.
-            gathered, reduced: elements of whole units, over all of a step's operations.
+            own: the flows that the rank sends.
+            gathered, reduced: elements of whole units, summed over all operations of a step.
         """
         job, ranks, axes = self.job, self.job.shard, (self.job.shard_axis, "shard")
         if ranks == 1:
             return 0.0, 0.0
         gathers = sum(flow.ops for flow in own if flow.axis in axes and flow.purpose == "parameters")
-        # Both hops have as many operations; together their parts are those of one.
+        # Both hops have equally many operations; their parts together are those of a single hop.
         reductions = next((flow.ops for flow in own if flow.axis in axes and flow.purpose == "gradients"), 0)
         parameters = gradients = 0.0
         if job.parameter_bits is not None:
@@ -159,7 +159,7 @@ class Compute:
         return parameters, gradients
 
     def flops(self) -> tuple[float, float]:
-        """Return the FLOPs of a token: the model's, and those that the machine does, recompute included."""
+        """Return the FLOPs of a token: the model's, and those that the device executes, recompute included."""
         shape = self.shape
         model, core = flops_per_token(shape), attention_flops(shape)
         again = {"none": 0.0, "selective": shape.layers * core, "full": (model - 6 * shape.vocab * shape.hidden) / 3}
@@ -168,7 +168,7 @@ class Compute:
         return model, model + (again[self.job.recompute] - last_products)
 
     def _sizes(self) -> list[tuple[float, float]]:
-        """Return the outputs and inputs of a block's products, on one tensor rank: qkv, out, up, down."""
+        """Return (outputs, inputs) of each product of a block on one tensor rank: qkv, out, up, down."""
         t, found = self.t, []
         for layer in self.job.block:
             if layer.product is not None:
@@ -205,10 +205,10 @@ class Compute:
         return forward, backward, self.moved(biases)
 
     def _passed(self, width: Width) -> float:
-        """Return the bytes of some numbers of each token."""
+        """Return the bytes on one rank of `width` elements for each token of a micro-batch."""
         return (self.stream * width.stream + self.tokens * width.split / self.t) * self.item
 
 
 def _bytes_of_code(bits: int) -> float:
-    """Return the bytes of a code, with its part of its block's scale."""
+    """Return the bytes of a code, including its part of the block's scale."""
     return bits / 8 + 4 / BLOCK

@@ -1,7 +1,7 @@
 """A training job as one value: everything that decides the memory, the traffic and the time of a step.
 
 Fields that are options have the names of the config's options: `offload_optimizer` is `zero.offload.optimizer`.
-`builders/job.py` makes a job from a config, and options from a job.
+`builders/job.py` converts a config to a job, and a job to options.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ class Job:
     """A training job: model, precision, axes, placements, schedule, batch, recompute and offload.
 
     Attributes:
-        shape: the model's.
-        bytes: of an element of parameters (and activations), gradients, masters.
+        shape: hyper-parameters of the model.
+        bytes: bytes of an element of parameters (and activations), gradients, masters.
         tensor, pipeline, data: ranks of the three axes.
         micro_batch, global_batch: `batch.micro` and `batch.global`, in sequences.
-        apart: the host's memory is not the device's; where it is, nothing is offloaded to the host.
+        apart: host and device have separate memories; where they share one, nothing is offloaded to the host.
         mask_eod: attention does not cross the ends of documents.
 
-    The others are described by `megazero explain`: of `parallel`, `pipeline`, `zero` and `memory`.
+    `megazero explain` describes the other fields under `parallel`, `pipeline`, `zero` and `memory`.
     """
 
     shape: Shape
@@ -62,7 +62,7 @@ class Job:
     mask_eod: bool = False
 
     def __str__(self) -> str:
-        """Return in a few words how the job differs from one process."""
+        """Return a short text of how the job differs from one process."""
         axes = {"tp": self.tensor, "pp": self.pipeline, "dp": self.data}
         words = [f"{name}{size}" for name, size in axes.items() if size > 1]
         words += [f"zero{self.stage}"] * (self.data > 1)
@@ -81,21 +81,21 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """Return the number of all ranks."""
+        """Return the total number of ranks."""
         return self.tensor * self.pipeline * self.data
 
     @property
     def micro_batches(self) -> int:
-        """Return the micro-batches of a step, on each data rank."""
+        """Return the number of micro-batches of a step on each data rank."""
         return self.global_batch // (self.micro_batch * self.data)
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a micro-batch."""
+        """Return the number of tokens of a micro-batch."""
         return self.shape.seq_len * self.micro_batch
 
     def local(self, whole: int) -> int:
-        """Return a rank's part of something that is as long as the residual stream."""
+        """Return a rank's part of `whole` elements in the residual stream's layout: 1/t under sequence parallelism."""
         return whole // self.tensor if self.sequence else whole
 
     @property
@@ -105,17 +105,17 @@ class Job:
 
     @property
     def parameter_bits(self) -> int | None:
-        """Return the bits in which parameters are gathered; None: as they are."""
+        """Return the bits of a gathered parameter; None: not quantised."""
         return BITS[self.quantize_parameters]
 
     @property
     def gradient_bits(self) -> int | None:
-        """Return the bits in which gradients are sent to the rank that sums them; None: as they are."""
+        """Return the bits of a gradient that is sent to the rank that sums it; None: not quantised."""
         return BITS[self.quantize_gradients]
 
     @property
     def alignment(self) -> int:
-        """Return the elements at a multiple of which parameters begin: a block where values are quantised."""
+        """Return the alignment of parameters in elements: a quantisation block where values are quantised."""
         return ALIGNMENT if self.parameter_bits is None and self.gradient_bits is None else BLOCK
 
     def units(self, parts: Sequence[range] | None = None) -> Sequence[UnitSize]:
@@ -123,7 +123,7 @@ class Job:
         return units(self.shape, self.tensor, None if parts is None else tuple(parts), self.alignment)
 
     def blocks(self, parts: range) -> int:
-        """Return how many of some parts of the model's path are blocks."""
+        """Return how many of these parts of the model's path are blocks."""
         return sum(1 <= part <= self.shape.layers for part in parts)
 
     @property
@@ -133,7 +133,7 @@ class Job:
 
     @property
     def gradient_hops(self) -> tuple[int, int] | None:
-        """Return the ranks of the two hops in which quantised gradients are reduced, near and far; None: in one."""
+        """Return the number of ranks in the near and far hop that reduce quantised gradients; None: a single hop."""
         near = self.secondary_ranks
         if self.gradient_bits is None or near is None or near == self.data:
             return None
@@ -141,7 +141,7 @@ class Job:
 
     @property
     def neighbours(self) -> int | None:
-        """Return how many neighbouring data ranks are an axis of their own, for shards or second ones; None: none."""
+        """Return the size of the axis of neighbouring data ranks, for shards or second shards; None: no such axis."""
         return self.shard_ranks or self.secondary_ranks
 
     @property
@@ -151,12 +151,12 @@ class Job:
 
     @property
     def shard_axis(self) -> str:
-        """Return the name of the axis over which states are sharded, as the ledger has it."""
+        """Return the ledger's name of the axis over which states are sharded."""
         return "data" if self.replicas == 1 else "shard"
 
     @property
     def placements(self) -> ZeroStage:
-        """Return where model states rest along the axis over which they are sharded."""
+        """Return the placements of model states along the axis over which they are sharded."""
         return STAGES[self.stage]
 
     @property
@@ -171,7 +171,7 @@ class Job:
 
     @property
     def shards_optimizer(self) -> bool:
-        """True if each shard rank updates its own shard and has the optimizer state of it (stages 1 to 3)."""
+        """True if each shard rank holds the optimizer state of its own shard and updates it (stages 1 to 3)."""
         return self.placements.optimizer is Placement.SHARD
 
     @property
@@ -181,7 +181,7 @@ class Job:
 
     @property
     def offloaded(self) -> str:
-        """Return which model states rest elsewhere: none | optimizer | parameters | both, on disks after "nvme-"."""
+        """Return the offloaded model states: none | optimizer | parameters | both; "nvme-" precedes those on disks."""
         rests = {"optimizer": self.offload_optimizer, "parameters": self.offload_parameters}
         words = []
         for home, prefix in (("cpu", ""), ("nvme", "nvme-")):
@@ -191,29 +191,29 @@ class Job:
 
     @property
     def optimizer_away(self) -> bool:
-        """True if masters and moments rest elsewhere than on the device, and the host updates."""
+        """True if masters and moments are offloaded, and the host runs the update."""
         return self.offload_optimizer != "none"
 
     @property
     def parameters_away(self) -> bool:
-        """True if parameters rest elsewhere than on the device."""
+        """True if parameters are offloaded."""
         return self.offload_parameters != "none"
 
     @property
     def one_home(self) -> bool:
-        """True if masters rest where parameters do: of one dtype they are the same memory."""
+        """True if masters and parameters rest in the same tier; with one dtype they share the same memory."""
         return self.offload_optimizer == self.offload_parameters
 
     @property
     def gradients_home(self) -> Home:
-        """Return where reduced gradients wait for the update: the host keeps those that a disk does not take."""
+        """Return where reduced gradients wait for the update: on the optimizer's tier, but on disks only if sharded."""
         if self.offload_optimizer == "nvme" and not self.shards_gradients:
             return "cpu" if self.apart else "none"
         return self.offload_optimizer
 
     @property
     def ties_ranks(self) -> bool:
-        """True if the first and the last stage share a weight and are on two ranks."""
+        """True if the first and the last stage share a weight and are on different ranks."""
         return self.shape.tie_embeddings and self.layers.rank_of[0] != self.layers.rank_of[-1]
 
     @property
@@ -224,7 +224,7 @@ class Job:
 
     @cached_property
     def block(self) -> tuple[Layer, ...]:
-        """Return the layers of one block, with what each costs."""
+        """Return the layers of one block, with the cost of each."""
         return block(self.shape, documents=self.mask_eod)
 
     @cached_property

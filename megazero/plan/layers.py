@@ -1,10 +1,10 @@
-"""The cost of each kind of layer: what it holds, computes, keeps, needs while it works, and sends.
+"""The cost of each kind of layer: parameters, FLOPs, kept activations, working memory, traffic.
 
-The formulas of this package sum these costs; the dry run and the ledger of a run measure, and are compared with them.
-A new kind of layer is one `Layer` here, next to the module in `model/` that computes it.
+The formulas of this package sum these costs. A dry run and the ledger of a run measure them, for comparison. A new kind
+of layer needs one `Layer` here, besides the module in `model/` that computes it.
 
-h is the hidden size, d that of a head, kv the width of keys and of values, f that of the MLP. A block, in the order
-of forward:
+h is the hidden size, d the size of a head, kv the width of keys and of values, f the width of the MLP. A block, in
+forward order:
 
     layer        parameters            kept for backward                            moved forward, backward
     norm         h (LayerNorm: 2 h)    its input, h; statistics, 1 (2)              2 h, 3 h
@@ -12,7 +12,7 @@ of forward:
     qk norm      2 d                   its input, h + kv; statistics, 1 a head      2 (h + kv), 3 (h + kv)
     rotary                                                                          2 (h + kv), 2 (h + kv)
     attention                          the projection, h + 2 kv; softmax sums, 1 a head; normed or rotated queries and
-                                       keys, h + kv; with documents its result in their order, h
+                                       keys, h + kv; with documents its output in their order, h
     out          h h                   its input, h                                 the residual sum: 3 h, 2 h
     norm         h (LayerNorm: 2 h)    its input, h; statistics                     2 h, 3 h
     up           f h (gated: 2 f h)    its input, h
@@ -32,10 +32,10 @@ from megazero.plan.model import Shape
 
 @dataclass(frozen=True)
 class Width:
-    """Numbers for each token.
+    """Numbers of elements for each token.
 
     Attributes:
-        stream: in the layout of the residual stream: under sequence parallelism a rank has those of 1/t of the tokens.
+        stream: in the residual stream's layout: under sequence parallelism a rank holds them for 1/t of the tokens.
         split: split over the tensor ranks.
     """
 
@@ -45,14 +45,14 @@ class Width:
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of a layer's backward: what it needs on top of what layers keep and the residual stream's gradient.
+    """A moment in a layer's backward: its memory on top of kept activations and the residual stream's gradient.
 
     Attributes:
         name: as plans print it.
-        values: numbers in the type of activations.
-        wide: in fp32, or the wider type of activations.
-        words: of 4 bytes.
-        reference: only kernels that are not fused have it.
+        values: elements in the dtype of activations.
+        wide: elements in fp32, or in the dtype of activations if that is wider.
+        words: elements of 4 bytes.
+        reference: only kernels that are not fused need this memory.
     """
 
     name: str
@@ -70,18 +70,19 @@ class Layer:
         name: as plans print it.
         split: rows and columns of each parameter whose rows are split over the tensor ranks.
         whole: elements of each parameter that every tensor rank holds.
-        partial: elements of each that every tensor rank holds and uses on its own heads: its gradients are summed.
-        product: its matrix product, of `inputs` and `outputs` numbers a token: `column` splits outputs over tensor
-            ranks, `row` inputs; each sends the residual stream over the tensor axis. None: it has none.
-        kept: for backward, in the type of activations.
-        spared: for backward too, but not with selective recompute.
-        statistics: for backward, in fp32 or the wider type of activations.
-        core: it is between the projections of attention; selective recompute runs it again and spares its statistics.
-        moments: of its backward that may be the peak of a step; of a product, `peak.py` adds its own.
-        forward, backward: what passes through the memory, products and attention apart.
-        masks: bytes of dropout's masks that pass, for each token of the residual stream.
-        kernels: launches of these passes, forward and backward.
-        biases: what is read to sum the gradients of biases.
+        partial: elements of each that every tensor rank holds and uses on its own heads, so that gradients are summed.
+        product: its matrix product from `inputs` to `outputs` numbers a token: `column` splits outputs over tensor
+            ranks, `row` inputs; both communicate the residual stream over the tensor axis. None: no product.
+        kept: elements kept for backward, in the dtype of activations.
+        spared: elements kept for backward too, but not with selective recompute.
+        statistics: elements kept for backward in fp32, or in the dtype of activations if that is wider.
+        core: the layer is between the projections of attention: selective recompute runs it again, and does not keep
+            its statistics.
+        moments: moments of its backward that may be the peak of a step; `peak.py` adds those of products.
+        forward, backward: elements read and written, without those of products and attention.
+        masks: bytes of dropout masks read and written, for each token of the residual stream.
+        kernels: kernel launches for these, in forward and in backward.
+        biases: elements read to sum the gradients of biases.
     """
 
     name: str
@@ -104,17 +105,17 @@ class Layer:
 
     @property
     def matrix(self) -> int:
-        """Return the parameters that take part in the matrix product."""
+        """Return the number of parameters in the matrix product."""
         return self.inputs * self.outputs
 
     @property
     def split_width(self) -> int:
-        """Return the numbers a token of the product's side that tensor ranks split."""
+        """Return the numbers a token on the side of the product that tensor ranks split."""
         return self.outputs if self.product == "column" else self.inputs
 
     @property
     def parameters(self) -> int:
-        """Return the elements of all parameters, over all tensor ranks."""
+        """Return the elements of all parameters; those that every tensor rank holds count once."""
         return sum(rows * columns for rows, columns in self.split) + sum(self.whole + self.partial)
 
 
@@ -174,7 +175,7 @@ def attention_flops(shape: Shape) -> int:
 
 
 def head_in_blocks(shape: Shape) -> float:
-    """Return the cost of the output projection, in blocks (forward, and backward alike)."""
+    """Return the cost of the output projection over that of a block (equal in forward and backward)."""
     return 2 * _matrices(head(shape)) / (2 * _matrices(block(shape)) + attention_flops(shape))
 
 
@@ -236,7 +237,7 @@ def _mlp(shape: Shape) -> tuple[Layer, ...]:
 
 
 def _norm(shape: Shape, name: str) -> Layer:
-    """Return a norm of the residual stream; one that is not fused makes four wide copies in the backward of RMSNorm."""
+    """Return a norm of the residual stream; an RMSNorm that is not fused makes four wide copies in backward."""
     h, parameters = shape.hidden, 2 if shape.layernorm else 1
     copies = Moment(name, Width(stream=h), wide=Width(stream=4 * h), reference=True)
     return Layer(
@@ -252,7 +253,7 @@ def _norm(shape: Shape, name: str) -> Layer:
 
 
 def _column(shape: Shape, name: str, rows: tuple[int, ...]) -> Layer:
-    """Return a product from the residual stream to `rows` of each of its parameters."""
+    """Return a product from the residual stream, with one weight of `rows[i]` rows for each i."""
     h, biased = shape.hidden, shape.layernorm
     split = (*((each, h) for each in rows), *((each, 1) for each in rows if biased))
     biases = Width(split=sum(rows) if biased else 0)

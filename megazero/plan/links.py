@@ -1,26 +1,25 @@
 """The links between ranks: how many bytes cross nodes, and the seconds that operations take.
 
-A ring of N ranks, k of them in each node, is as fast as its slowest link: the node's own where k = N, else k times a
-device's part of the network, because the other rings of the node's N' / k share it. Its steps cost a latency each.
-Of an all-to-all (quantised gradients; on CPUs everything) (k - 1) / (N - 1) of the bytes stay in the node, and the
-others leave it at the same time through a device's own part of the network.
+A ring of N ranks, k of them in each node, is as fast as its slowest link. That is the node's own link where k = N.
+Elsewhere it may be the network, of which a ring gets k devices' parts, because the N' devices of a node form N' / k
+rings that share it. Each step of a ring adds a latency. In an all-to-all (quantised gradients; all traffic on CPUs)
+(k - 1) / (N - 1) of the bytes stay in the node; in parallel the others leave it through each device's own part.
 """
 
 from megazero.plan.job import Job
 from megazero.plan.machines import Machine
 
-AWAY = ("host", "disk")  # the ledger's names for copies to the host and to disks, which are no axes
+AWAY = ("host", "disk")  # the ledger's names for copies to the host and to disks, which are not axes
 
 
 def split_by_node(job: Job, found: dict[str, dict[str, int]], devices: int) -> dict[str, dict[str, int]]:
     """Return the `in_node` and `cross_node` bytes of each axis.
 
-    A ring with k ranks in each node crosses nodes on every k-th of its links, so 1 / k of what the ranks send crosses.
-    Of quantised gradients each rank sends each other its part (all-to-all): the parts for ranks of other nodes cross.
-    The ranks of an axis are `stride` apart, tensor fastest.
+    A ring with k ranks in each node crosses nodes on every k-th of its links, so 1 / k of the bytes sent crosses.
+    Quantised gradients are exchanged in an all-to-all: the parts for ranks of other nodes cross.
 
     Args:
-        devices: their number in a node.
+        devices: number of devices in a node.
     """
     result: dict[str, dict[str, int]] = {}
     for axis, purposes in found.items():
@@ -36,23 +35,24 @@ def split_by_node(job: Job, found: dict[str, dict[str, int]], devices: int) -> d
 
 
 def exchanged(job: Job, axis: str, purpose: str) -> bool:
-    """Return whether each rank of an axis sends each other a part of its own: an all-to-all, no ring."""
+    """Return whether traffic of this axis and purpose is an all-to-all instead of a ring."""
     if job.gradient_bits is None or purpose != "gradients":
         return False
     return axis in (("shard", "replica") if job.gradient_hops is not None else (job.shard_axis,))
 
 
 def axis_size(job: Job, axis: str) -> int:
-    """Return the number of ranks of an axis, by its name in the ledger."""
+    """Return the number of ranks of an axis, which is named as in the ledger."""
     neighbours = job.neighbours or job.data
     sizes = {"tensor": job.tensor, "shard": neighbours, "replica": job.data // neighbours, "data": job.data}
     return {**sizes, "pipeline": job.pipeline, "ends": 2, "world": job.ranks}[axis]
 
 
 def ranks_in_node(job: Job, axis: str, devices: int) -> int:
-    """Return how many ranks of one axis lie in one node of so many devices.
+    """Return how many ranks of one group of an axis share a node of `devices` devices.
 
-    Where groups straddle nodes, about half of the worst group.
+    Ranks of an axis are `stride` apart, tensor fastest. Where groups straddle nodes, return about half of the group
+    with the worst split.
     """
     if job.ranks <= devices:
         return axis_size(job, axis)
@@ -82,15 +82,15 @@ class Links:
         return min(node, cross)
 
     def seconds(self, axis: str, size: float, ops: float) -> float:
-        """Return the seconds of `ops` rings in which a rank sends `size` bytes in all."""
+        """Return the seconds of `ops` ring collectives in which a rank sends `size` bytes in total."""
         if not size:
             return 0.0
-        if not self.machine.nccl_channels:  # our own messages, which go from each to each
+        if not self.machine.nccl_channels:  # our own transport: each rank sends to each other rank
             return self.exchange(axis, size, ops)
         return size / self.bandwidth(axis) + ops * (axis_size(self.job, axis) - 1) * self._latency(axis)
 
     def exchange(self, axis: str, size: float, ops: float) -> float:
-        """Return the seconds of `ops` all-to-alls in which a rank sends `size` bytes in all."""
+        """Return the seconds of `ops` all-to-alls in which a rank sends `size` bytes in total."""
         if not size:
             return 0.0
         reached, others, together = self.machine.reached, axis_size(self.job, axis) - 1, self._together(axis)

@@ -1,4 +1,4 @@
-"""The micro-batches that are alive on a pipeline rank in a step, of each of its stages."""
+"""Count the live micro-batches of each stage of a pipeline rank at each moment of a step."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -13,10 +13,10 @@ class Moment:
     """The moment of one stage's backward.
 
     Attributes:
-        stage: its number.
-        apart: the backward is of the input only; weights come later.
-        kept: of each stage of the rank the micro-batches between forward and backward, this one included.
-        noted: of each the micro-batches whose weights' backward is still to come.
+        stage: number of the stage.
+        apart: this backward computes input gradients only; weight gradients follow later.
+        kept: (stage, micro-batches between forward and backward, this one included) for each stage of the rank.
+        noted: (stage, micro-batches whose weight gradients are still due) for each stage of the rank.
     """
 
     stage: int
@@ -26,9 +26,9 @@ class Moment:
 
 
 def liveness(job: Job, rank: int) -> tuple[list[Moment], dict[int, int]]:
-    """Return all different moments of a step on one rank, and the most micro-batches kept of each of its stages.
+    """Return the distinct moments of a step on one rank, and the most micro-batches kept for each of its stages.
 
-    gpipe keeps all of them. The others keep no more than with as many as fill the pipeline twice.
+    gpipe keeps all micro-batches. Other schedules keep no more than with the number that fills the pipeline twice.
     """
     m = job.micro_batches
     if job.schedule == "gpipe":

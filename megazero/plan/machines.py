@@ -1,10 +1,11 @@
 """Machines to plan for: the figures of their data sheets, and the share of them that training reaches.
 
-A rate that training sees is the sheet's figure times a share that was fitted to published runs
+The rate in training is the sheet's figure times a share that was fitted to published runs
 (`scripts/fit_planner.py`, docs/planning.md): one set of shares for each kind of device, never for a model or a
-row. Where no published run tells a share apart, it is that of the device before it, and `fitted` says so.
+row. Where published runs do not determine a share, it is copied from the previous device, and `fitted` says so.
 
-`machines.yaml` has those that are known by name. A user's file has the same fields (`tools/planning/machine_file.py`).
+`machines.yaml` has the machines that are known by name. A user's file has the same fields
+(`tools/planning/machine_file.py`).
 """
 
 from dataclasses import dataclass
@@ -15,20 +16,20 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from megazero.base.yaml_text import parse_yaml
 
-# Bounds far beyond any machine, within which the formulas neither overflow nor divide by what rounds to zero. They
-# hold in files.
+# Bounds far beyond any machine. Within them the formulas neither overflow nor divide by a value that rounds to zero.
+# They are checked when a file is read.
 _Rate = Annotated[float, Field(ge=1, le=1e24)]  # FLOP/s or bytes/s
 _Seconds = Annotated[float, Field(ge=1e-12, le=1e3)]
 _Bytes = Annotated[int, Field(ge=1, le=2**60)]
 _Share = Annotated[float, Field(ge=1e-6, le=1)]
 
-# The share of the rate of products that fused attention reaches where a file does not say: between those that published
-# runs on an A100 (0.47) and an H100 (0.31) show.
+# The rate of fused attention over that of products where a file does not say: between the ratios of published runs on
+# an A100 (0.47) and an H100 (0.31).
 _ATTENTION = 0.4
 
 
 class _InFile:
-    """A part of a machine's file, which has no other fields."""
+    """A part of a machine file; unknown fields are refused."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -55,11 +56,11 @@ class Efficiency(_InFile):
     """The share of a data sheet's figures that training reaches.
 
     Attributes:
-        matmul: of the peak, by a matrix product too large for its reads and writes to count.
-        attention: of the peak, by fused attention, of the FLOPs that a causal mask leaves; None: not known.
-        memory: of the memory's bandwidth, by operations that compute next to nothing.
+        matmul: of the peak, by a matrix product so large that its reads and writes do not count.
+        attention: of the peak, by fused attention, for the FLOPs that a causal mask leaves; None: not known.
+        memory: of the memory's bandwidth, by memory-bound operations.
         in_node, cross_node: of the links' bandwidths, by rings.
-        beside: of the time that a device computes, in which traffic along the data axis moves as if it did not.
+        beside: of the computing time, in which traffic on the data axis proceeds as if the device were idle.
         fitted: the source of these shares.
     """
 
@@ -73,29 +74,29 @@ class Efficiency(_InFile):
 
     @property
     def fused_attention(self) -> float:
-        """Return the share of the peak that fused attention reaches, supposed where it is not known."""
+        """Return the share of the peak that fused attention reaches, assumed where it is not known."""
         return _ATTENTION * self.matmul if self.attention is None else self.attention
 
 
 @dataclass(frozen=True)
 class Machine(_InFile):
-    """A cluster of equal nodes, as the planner sees it. Bandwidths are of one direction, in bytes a second.
+    """A cluster of equal nodes, as the planner models it. Bandwidths are for one direction, in bytes a second.
 
     Attributes:
-        name: the device's.
-        memory_bytes: of a device.
+        name: name of the device.
+        memory_bytes: memory of a device.
         peak_flops: dense matmul FLOP/s by dtype.
-        memory_bandwidth: of a device.
-        devices_per_node: that talk over the node's own links.
-        in_node, cross_node: links of each device; devices that share a network card have a part of it each.
-        host_link_bandwidth: between a device and the host, all devices at once.
-        host_memory_bytes, host_memory_bandwidth: each device's part of the node's; no bandwidth: the link's.
-        disk: None: there is none, or it is not known.
+        memory_bandwidth: bandwidth of a device's memory.
+        devices_per_node: number of devices connected by the node's own links.
+        in_node, cross_node: links of each device; devices that share a network card each have a part of it.
+        host_link_bandwidth: between a device and the host, with all devices active.
+        host_memory_bytes, host_memory_bandwidth: a device's part of the node's; None: `host_link_bandwidth`.
+        disk: a device's part of the disks; None: there are none, or they are not known.
         price_per_hour: dollars for a device; None: not known.
-        launch: seconds that a kernel takes if there is nothing to do.
-        nccl_channels: that NCCL makes for a collective among the devices of a node; 0: it is not used. NCCL_DEBUG=INFO
-            shows them: 24 among 8 A100 on NVSwitch.
-        reached: the shares of these that training gets.
+        launch: seconds of an empty kernel.
+        nccl_channels: number that NCCL creates for a collective among the devices of a node; 0: NCCL is not used.
+            NCCL_DEBUG=INFO shows it: 24 among 8 A100 on NVSwitch.
+        reached: the shares of these figures that training reaches.
     """
 
     name: Annotated[str, Field(pattern=r"^[^\p{C}]{1,100}$")]
@@ -120,7 +121,7 @@ class Machine(_InFile):
         return 0 if self.disk is None else self.disk.bytes
 
     def peak(self, item: int) -> float | None:
-        """Return FLOP/s at so many bytes an element; of 16 bits the better of bf16 and fp16. None: not known."""
+        """Return the peak FLOP/s for elements of `item` bytes, the larger of bf16 and fp16 for 2. None: not known."""
         dtypes = {2: ("bf16", "fp16"), 4: ("fp32",), 8: ("fp64",)}[item]
         return max((peak for dtype, peak in self.peak_flops.items() if dtype in dtypes), default=None)
 

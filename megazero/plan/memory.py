@@ -1,28 +1,28 @@
 """The bytes that one rank holds, by the categories of the ledger.
 
     parameters, gradients, optimizer    model states (`states.py`)
-    pool          whole buffers of what is kept sharded over the data axis: gathered parameters (stage 3) and gradients
-                  on their way to a shard (stages 2 and 3), one in use and one coming or going (`pool.py`)
-    secondary     1/n of all parameters, as they are sent, where n neighbours keep a second shard
-    residuals     of error feedback: what quantised gradients have lost, (N-1)/N of all gradients
+    pool          whole buffers of states that are sharded over the data axis: gathered parameters (stage 3) and
+                  gradients before their reduce-scatter (stages 2 and 3), one in use and one in transfer (`pool.py`)
+    secondary     1/n of all parameters in the format in which they are sent, where n neighbours keep second shards
+    residuals     of error feedback: the quantisation errors of gradients, (N-1)/N of all gradients
     angles        of rotary positions, one table for all blocks: 2 s d e (cos and sin, d channels of a head)
-    inputs        of full recompute: blocks x micro-batches that the schedule keeps x n, 1/t of it with Pa, on the host
-                  with Pa+cpu, on disks with Pa+nvme; where they have to be put together again two whole ones more; on
-                  their way to a disk one more n/t
+    inputs        of full recompute: blocks x micro-batches that the schedule keeps x n (the bytes of a block's input),
+                  1/t of it with Pa, on the host with Pa+cpu, on disks with Pa+nvme; plus up to two whole inputs where
+                  they are gathered or brought back, and n/t in transfer to a disk
     graphs        input, output and their gradients, which pass between replayed blocks: 4 n
-    activations   walked through with the schedule's list of actions: what the micro-batches under way keep, and what
-                  the backward of one of them takes on top (`peak.py`)
+    activations   the peak over the schedule's actions: what the live micro-batches keep, plus what the backward of one
+                  of them takes (`peak.py`)
 
-Beside these a GPU holds, and no ledger counts (`planned`):
+A GPU also holds these, which no ledger counts (`planned`):
 
     communicators   NCCL's (`communicators.py`)
-    batch           the micro-batches of a step, sent by one copy, kept to its end (`builders/upload.py`); in bytes, of
-                    m micro-batches of b sequences: m (17 s b + 8 b), tokens and targets 8 each, a flag for each
-                    target, numbers of samples; with documents 8 m s b more for positions
+    batch           the micro-batches of a step, sent in one copy and kept to the step's end (`builders/upload.py`):
+                    m (17 s b + 8 b) bytes for m micro-batches of b sequences: 8 for a token, 8 for a target, 1 for a
+                    target's flag, 8 for a sample's number; with documents 8 m s b more for positions
 
-What is offloaded has `host_` before its category, or `nvme_` on disks. With stage 1 to 3: masters and moments; in
-stages 2 and 3 gradients too; parameters of stage 3. What is on its way to disks and back takes host memory up to a
-bound that is an option (`host_pieces` of the ledger), whatever the job.
+Categories of offloaded states begin with `host_`, or with `nvme_` on disks: masters and moments in stages 1 to 3,
+gradients in stages 2 and 3 (in stage 1 a copy of the rank's shard), parameters in stage 3. Transfers to and from disks
+take host memory up to a bound that an option sets for all jobs (`host_pieces` of the ledger).
 """
 
 from dataclasses import dataclass, replace
@@ -39,9 +39,9 @@ from megazero.plan.pool import pool
 from megazero.plan.share import share_of
 from megazero.plan.states import states
 
-HOST, DISK = "host_", "nvme_"  # begin the categories of what is offloaded
+HOST, DISK = "host_", "nvme_"  # prefixes of the categories of offloaded states
 _PREFIX = {"cpu": HOST, "nvme": DISK}
-_ALIGNED = 16  # bytes, of a tensor among those that are packed
+_ALIGNED = 16  # bytes: alignment of each tensor in a packed batch
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
 
 
 def planned(job: Job, rank: int, machine: Machine, counted: RankMemory | None = None) -> RankMemory:
-    """Return the memory of rank `rank` of the pipeline axis on a machine, with what no ledger counts.
+    """Return the memory of rank `rank` of the pipeline axis on a machine, including what no ledger counts.
 
-    Ranks on a CPU have nothing of that.
+    On a CPU nothing is added.
 
     Args:
-        counted: what a ledger counts, if it is known.
+        counted: the memory that a ledger counts; None: it is computed.
     """
     found, channels = counted or memory(job, rank), machine.nccl_channels
     if not channels:
@@ -111,7 +111,7 @@ def planned(job: Job, rank: int, machine: Machine, counted: RankMemory | None = 
 
 
 def batch(job: Job) -> int:
-    """Return the bytes of the micro-batches of a step on one rank, as they are packed."""
+    """Return the bytes of a step's packed micro-batches on one rank."""
     tokens = job.shape.seq_len * job.micro_batch
     sizes = [8 * tokens, 8 * tokens, tokens, 8 * job.micro_batch, 8 * tokens * job.mask_eod]
     return job.micro_batches * sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
@@ -123,7 +123,7 @@ def _inputs(job: Job, stages: dict[int, range], most: dict[int, int]) -> dict[st
     each = kept_by_block(job, "full")
     slots = sum(most[stage] * job.blocks(parts) for stage, parts in stages.items())
     split = job.partition and not job.sequence and job.tensor > 1
-    # One in use and one on its way back, both of one stage.
+    # One in use and one in transfer, both of one stage.
     whole = min(2, max(map(job.blocks, stages.values()))) * job.stream if split or job.offload != "none" else 0
     if job.offload == "nvme":
         return {f"{DISK}inputs": slots * each, "inputs": whole + each}
@@ -135,7 +135,7 @@ def _inputs(job: Job, stages: dict[int, range], most: dict[int, int]) -> dict[st
 def _activations(
     job: Job, rank: int, stages: dict[int, range], backwards: list[Moment], fused: bool
 ) -> tuple[int, str]:
-    """Return the most bytes over the backwards of a step, and their cause."""
+    """Return the peak bytes over all backwards of a step, and its cause."""
     walks = {stage: _Walk(job, parts, fused) for stage, parts in stages.items()}
     most = (0, "")
     for moment in backwards:
@@ -148,9 +148,9 @@ def _activations(
 
 
 def _messages(job: Job, rank: int) -> int:
-    """Return the bytes of one message awaited and one on its way.
+    """Return the bytes of one message being received and one being sent.
 
-    The last rank of a pipeline without chunks has only one: it passes no activations on.
+    The last rank of a pipeline without chunks has only one message, because it sends no activations.
     """
     if job.pipeline == 1:
         return 0
@@ -162,8 +162,8 @@ class _Walk:
     """The bytes that a micro-batch takes on one stage.
 
     Attributes:
-        kept: between forward and backward.
-        noted: of the matrix products' inputs and gradients, between backward of inputs and of weights.
+        kept: activations, between forward and backward.
+        noted: inputs and output gradients of matrix products, between input gradients and weight gradients.
     """
 
     def __init__(self, job: Job, parts: range, fused: bool):
@@ -172,10 +172,10 @@ class _Walk:
         shape = job.shape
         each = kept_by_block(job, job.recompute) if job.recompute != "full" else 0
         self.kept = self._blocks * each + (2 * job.stream + logits(job) if self._head else 0)
-        # Of each product its input and its output's gradient: one of them is of the whole sequence, on every rank.
+        # Each product's input and output gradient. One of the two has the whole sequence on every rank.
         products = [layer for layer in job.block if layer.product is not None]
         widths = sum(layer.split_width + job.tensor * shape.hidden for layer in products)
-        self._token = job.tokens * job.bytes.parameter  # of a value for each token
+        self._token = job.tokens * job.bytes.parameter  # bytes of one value for each token
         self._noted_by_block = self._token * widths // job.tensor
         self._noted_by_head = self._token * shape.hidden + logits(job) if self._head else 0
         self.noted = self._blocks * self._noted_by_block + self._noted_by_head
@@ -187,13 +187,13 @@ class _Walk:
 
     @cached_property
     def peak_with_notes(self) -> tuple[int, str]:
-        """Return the peak and its cause where the backward of weights comes later.
+        """Return the peak and its cause where weight gradients are computed later.
 
-        It is in the block that comes first, on top of what the head leaves for it, or in the one that comes last, on
-        top of what all others do.
+        The peak is in the first block of backward, on top of what the head has noted, or in the last block, on top of
+        what the head and all other blocks have noted.
         """
         job = self._job
-        down = job.block[-1]  # its input and its output's gradient
+        down = job.block[-1]  # its input and its output's gradient are alive
         still_there = self._token * (down.split_width // job.tensor + job.shape.hidden)
         first, last = (max(moments(job, count, head=False, fused=self._fused)) for count in (self._blocks, 1))
         others = self.noted - self._noted_by_block
@@ -212,7 +212,7 @@ def _offloaded(job: Job, share: int, held: dict[str, int]) -> dict[str, int]:
             found[f"{_PREFIX[job.gradients_home]}gradients"] = item.gradient * share
         if job.shards_gradients:
             del found["gradients"]
-        # Rounded, on their way to the device or a disk; what a disk's update writes for the device goes that way too.
+        # Rounded parameters in transfer to the device or a disk; a disk's update sends its results this way too.
         rounded = job.offload_optimizer == "cpu" and not job.one_home and item.master != item.parameter
         if rounded or (job.offload_optimizer == "nvme" and not job.parameters_away and job.apart):
             found["host_parameters"] = item.parameter * share

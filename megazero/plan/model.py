@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's hyper-parameters, all resolved (no None), by the names of the config's section `model`.
+    """A model's hyper-parameters, all resolved (no None), named as in the config's section `model`.
 
     `megazero explain model` describes each; the defaults are the section's. The formulas, the model that trains and
     the search all read this one description.
@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def layernorm(self) -> bool:
-        """True with LayerNorm, whose models have biases in norms and linears; RMSNorm has none anywhere."""
+        """True with LayerNorm, whose models have biases in norms and linears; models with RMSNorm have no biases."""
         return self.norm == "layernorm"
 
     @property

@@ -1,19 +1,19 @@
-"""The most that a step's activations and their gradients take on one rank, on top of what it holds all the time.
+"""Compute the peak of a step's activations and their gradients on one rank, beyond what the rank always holds.
 
-Forward only adds to what is kept, so the most is there in a backward, right after the forward of the micro-batch that
-is the last to be live: in the head, or in the last block of the stage, whose layers are walked through here from the
-last to the first. At each there is what it and all layers before it keep, the gradient of the residual stream, and what
-the layer itself needs (`layers.py`). A product needs, with N = T h e of the whole sequence and n = T' h e:
+Forward only adds kept activations, so the peak is in a backward, right after the forward of the last micro-batch that
+becomes live: in the head, or in the last block of the stage, whose layers are walked here from last to first. At each
+layer, memory has the kept activations of this layer and all before it, the gradient of the residual stream, and the
+layer's own needs (`layers.py`). With N = T h e bytes for the whole sequence and n = T' h e, a product needs:
 
-    column       the gradients of its outputs, N of its inputs; with sequence parallelism N + n more: the inputs
-                 gathered for the weight's gradient, what comes of the sum
-    row          the gradient of its inputs; with sequence parallelism N, the gradient gathered; with dropout n, the
-                 gradient that is masked
+    column       the gradients of its outputs, and N for those of its inputs; with sequence parallelism N + n more: the
+                 inputs gathered for the weight's gradient, and the result of the reduce-scatter
+    row          the gradient of its inputs; with sequence parallelism N more, the gathered gradient; with dropout n
+                 more, the masked gradient
 
-Where gradients are wider than parameters, a weight's gradient is made in the narrow type first: a matrix more. The
-loss has 2 n + V + N: the last norm's input and output, the logits (their gradient takes their place), the gradient of
-what they were made from. Selective recompute holds the input and the output of attention's core until all of its
-backward is done. With full recompute the block that is replayed has its input in the arena.
+Where gradients are wider than parameters, a weight's gradient is first computed in the narrow dtype: one more matrix.
+The loss needs 2 n + V + N: the last norm's input and output, the logits (V; their gradient overwrites them), and the
+gradient of the projection's input. Selective recompute holds the input and output of attention's core until all of its
+backward is done. With full recompute the replayed block's input is not counted here, but as `inputs` (`memory.py`).
 """
 
 from collections.abc import Iterator
@@ -25,11 +25,11 @@ from megazero.plan.layers import head as head_layers
 
 
 def moments(job: Job, blocks: int, *, head: bool, fused: bool) -> Iterator[tuple[int, str]]:
-    """Yield (bytes, where in backward) of one micro-batch on a stage; the largest is its peak.
+    """Yield (bytes, place in backward) for one micro-batch on a stage; the largest is its peak.
 
     Args:
-        blocks: their number on this stage.
-        head: the stage has it too.
+        blocks: number of blocks on this stage.
+        head: the stage has the head too.
         fused: operations make no copies of their own.
     """
     kept = blocks * kept_by_block(job, job.recompute) if job.recompute != "full" else 0
@@ -45,7 +45,7 @@ def moments(job: Job, blocks: int, *, head: bool, fused: bool) -> Iterator[tuple
     kept += kept_by_block(job) - job.stream if job.recompute == "full" else 0
     core = [layer for layer in job.block if layer.core] if job.recompute == "selective" else []
     for layer in reversed(job.block):
-        if core and layer is core[-1]:  # all of it runs again, before its first backward
+        if core and layer is core[-1]:  # the whole core runs again, before its first backward
             kept += sum(spared_by_layer(job, each) for each in core)
         replay = bytes_of(job, core[-1].kept, job.bytes.parameter) + whole // job.tensor if layer in core else 0
         for moment in _shown(layer, fused):
@@ -67,7 +67,7 @@ def _of_product(job: Job, layer: Layer) -> int:
 
 
 def _of_column(job: Job, layer: Layer) -> int:
-    """Return the bytes of the gradient of a column product's input, and with sequence parallelism of its sum."""
+    """Return the bytes of a column product's input gradient; with sequence parallelism also gathered input and sum."""
     item, whole = job.bytes.parameter, job.tokens * layer.inputs
     return (whole + job.sequence * (whole + job.local(whole))) * item
 

@@ -1,4 +1,4 @@
-"""Say where model states rest: a ZeRO stage is a row of a table, shared by the engine (`zero/`) and the formulas here.
+"""Define where model states rest: a ZeRO stage is a row of one table for the engine (`zero/`) and these formulas.
 
 Along the axis over which a unit is sharded:
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-# Every parameter begins at a multiple of this many elements, and every shard is one. Vectorised kernels treat the last
-# few elements of a tensor one by one, and may round them otherwise: with this they treat an element alike wherever the
-# buffer is cut, and AdamW gives the same bits in every stage.
+# Every parameter begins at a multiple of this many elements, and every shard's length is a multiple too. Vectorised
+# kernels process the last few elements of a tensor one by one, and may round them differently. With this alignment they
+# process an element in the same way wherever the buffer is cut, so AdamW gives the same bits in every stage.
 ALIGNMENT = 16
 
 

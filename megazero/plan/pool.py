@@ -1,18 +1,18 @@
 """The buffers of the pools: whole parameters and gradients of sharded units, and shards in transfer.
 
-A buffer is kept for the next unit of its size, whatever that is (`comm/pool.py`). So the pool of parameters and the
-pool of gradients each hold, of every size, as many buffers as were ever in use at once. Which units are in use at once
-depends on their kind (embedding, block, head, tied weight) and not on their size:
+A free buffer is kept for the next unit of the same size (`comm/pool.py`). So the pool of parameters and the pool of
+gradients each hold, for every size, as many buffers as were ever in use at once. Which units are in use at once depends
+on their kind (embedding, block, head, tied weight) and not on their size:
 
-    parameters   the units of a part of the model's path and those of the part after it, which are on their way
-    gradients    the unit that backward delivers to (two at the head: a tied weight waits for the norm); the unit
-                 reduced before it, which is on its way; and a tied weight of which both uses are on this rank, from the
-                 head's backward to the embedding's
-    shards       with the update on the host: of a unit that is reduced, and of the one before it
-    codes        of what is quantised on its way: of the units of a part that are gathered at once; of each reduction
-                 under way those that are sent and those that come
-    staged       where gradients are summed in another dtype than they accumulate in: a whole unit, or its shard, of
-                 each sum that is under way
+    parameters   the units of one part of the model's path, and those of the next part, which are being gathered
+    gradients    the unit whose gradients backward computes (two at the head: a tied weight waits for the norm); the
+                 unit before it, which is being reduced; and a tied weight with both uses on this rank, from the head's
+                 backward to the embedding's
+    shards       with the update on the host: for a unit that is being reduced, and for the one before it
+    codes        of quantised transfers: for the units of a part that are gathered at once; for each reduction under
+                 way, codes that are sent and codes that are received
+    staged       where gradients are summed in another dtype than they accumulate in: a whole unit, or its shard, for
+                 each sum under way
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ def pool(job: Job, stages: Sequence[range]) -> int:
     """Return the bytes of the pools on a rank of the pipeline axis.
 
     Args:
-        stages: of this rank, each as its parts of the model's path.
+        stages: stages of this rank, each as its parts of the model's path.
     """
     shard, item = job.shard, job.bytes
     paths = [_path(job, parts) for parts in stages]
@@ -68,26 +68,26 @@ def pool(job: Job, stages: Sequence[range]) -> int:
 
 
 def _codes_gathered(job: Job, parts: Sequence[StageUnits]) -> Iterator[list[int]]:
-    """Yield the buffers for codes of parameters that are in use at once, by their bytes."""
+    """Yield the sizes in bytes of the buffers for codes of parameters that are in use at once."""
     shard, bits = job.shard, job.parameter_bits
     if bits is not None and shard > 1:
         yield from ([shard * quantized_bytes(unit.padded(shard) // shard, bits) for unit in part] for part in parts)
 
 
 def _codes_reduced(job: Job, reduced: Sequence[set[UnitSize]]) -> Iterator[list[int]]:
-    """Yield the buffers for codes of gradients that are in use at once, by their bytes."""
+    """Yield the sizes in bytes of the buffers for codes of gradients that are in use at once."""
     shard, bits = job.shard, job.gradient_bits
     if bits is None or shard == 1:
         return
     for going in reduced:
         eaches = [quantized_bytes(unit.padded(shard) // shard, bits) for unit in going]
         yield 2 * [shard * each for each in eaches]
-        if job.gradient_hops is not None:  # the second hop of one at a time
+        if job.gradient_hops is not None:  # the second hop runs for one unit at a time
             yield from (2 * [job.gradient_hops[1] * each] for each in eaches)
 
 
 def _most(moments: Iterable[Sequence[int]]) -> int:
-    """Return the elements of all buffers of a pool: of each size as many as are ever in use at once."""
+    """Return the total size of a pool's buffers: for each size as many buffers as are ever in use at once."""
     buffers: Counter[int] = Counter()
     for sizes in moments:
         buffers |= Counter(sizes)
@@ -95,7 +95,7 @@ def _most(moments: Iterable[Sequence[int]]) -> int:
 
 
 def _path(job: Job, parts: range) -> list[StageUnits]:
-    """Return the units of each part; the first two of the blocks stand for any number of them."""
+    """Return the units of each part of a stage; its first two blocks stand for any number of blocks."""
     ends = (0, job.shape.layers + 1)
     blocks = [i for i in parts if i not in ends]
     kept = [i for i in parts if i in ends or i in blocks[:2]]
@@ -103,7 +103,7 @@ def _path(job: Job, parts: range) -> list[StageUnits]:
 
 
 def _reduced(path: Sequence[StageUnits], ties: Sequence[UnitSize]) -> Iterator[tuple[set[UnitSize], set[UnitSize]]]:
-    """Yield the sets of units whose gradients are in use at once, and those of them whose reduction has begun.
+    """Yield each set of units whose gradients are in use at once, with the subset whose reduction has begun.
 
     Args:
         ties: the tied weight, once for each of its uses on this rank.
@@ -114,8 +114,8 @@ def _reduced(path: Sequence[StageUnits], ties: Sequence[UnitSize]) -> Iterator[t
         at_head = any(unit.name == "head" for unit in part)
         due = [unit for unit in reversed(part) if not (at_head and unit in lasting)]  # reduced in this order
         for i, unit in enumerate(due):
-            # The head's product delivers to the tied weight before its norm is complete, which is reduced first; the
-            # embedding's positions are complete before its lookup delivers anything.
+            # In the head, the product adds to the tied weight's gradient before the norm's gradient is complete, and
+            # the norm is reduced first. In the embedding, the positions are complete before the lookup adds anything.
             there = due[i:] if at_head else [unit]
             yield {*there, *before, *lasting}, {unit, *before}
             before = {unit}

@@ -1,6 +1,6 @@
-"""Report what a pipeline's step costs: actions, bytes, bubble, memory; as text, JSON, or a picture.
+"""Report the cost of a pipeline's step: actions, bytes, bubble, memory; as text, JSON, or a picture.
 
-Bytes are what one rank sends in a step, as the ledger of a run counts them (`traffic.py`).
+Bytes are those that one rank sends in a step, as the ledger of a run counts them (`traffic.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +27,10 @@ _ACTION_LEGEND = (
 
 
 def report(job: Job) -> tuple[dict[str, Any], Schedule, Timeline]:
-    """Return the report of a step of a job as a JSON object, and what it was made of.
+    """Return the report of a job's step as a JSON object, with its schedule and timeline.
 
-    Work and bubbles suppose that a block's three passes cost alike. Each of `ranks` has its `actions`, the `stages`'
-    parts, the micro-batches of one of its stages that are live at most (`peak_live`), its `work`, and its `bytes`.
+    Work and bubbles assume that a block's three passes take equal time. Each of `ranks` has its `actions`, the parts of
+    its `stages`, the most live micro-batches of any one of its stages (`peak_live`), its `work`, and its `bytes`.
     """
     layers = job.layers
     schedule = lowered(layers, job.micro_batches, each=job.shards_gradients, tied=job.shape.tie_embeddings)
@@ -64,7 +64,7 @@ def as_text(found: Mapping[str, Any], *, every: bool = False) -> str:
     """Return the schedule and its bubble, what each rank holds, what it costs, and the lists of actions.
 
     Args:
-        every: all actions of all ranks; otherwise the first of the first ranks.
+        every: show all actions of all ranks; otherwise the first actions of the first ranks.
     """
     ranks = found["ranks"]
     said = f"{found['schedule']} over {len(ranks)} ranks, {found['micro_batches']} micro-batches"
@@ -92,7 +92,7 @@ def _actions(ranks: Sequence[Mapping[str, Any]], every: bool) -> Iterator[str]:
 
 
 def _bytes(job: Job, rank: int) -> dict[str, int]:
-    """Return the bytes that a rank sends in a step between stages, to reduce, to gather, and of a tied weight."""
+    """Return the bytes that a rank sends in a step: between stages, to reduce, to gather, for a tied weight."""
     found = traffic(job, rank)
 
     def sent(purpose: str, *axes: str) -> int:

@@ -1,11 +1,11 @@
 """Find the fastest layouts that fit, by trying them all.
 
-Tried are all sizes of the axes that divide the ranks (tensor ranks stay within a node unless nothing fits there),
+The search tries all axis sizes that divide the ranks (tensor ranks stay within a node unless nothing fits there),
 schedules where they are regular (`bubble.regular`), stages, micro-batches that divide a data rank's share (up to 64),
-sequence parallelism, and of what saves memory and costs time: without offload, with optimizer state, with parameters,
-with both on the host, the least recompute that is enough (none, selective, full, Pa, Pa+cpu): more of it only costs.
-Where nothing fits so, and the machine has disks, optimizer state, and then parameters too, are put there, and the
-inputs that recompute keeps (Pa+nvme) where the host has no room for them.
+and sequence parallelism. To save memory it tries no offload, and the optimizer state, the parameters or both on the
+host; with each it uses the least recompute that fits (none, selective, full, Pa, Pa+cpu), since more only costs time.
+Where nothing fits and the machine has disks, it puts the optimizer state there, then the parameters too, and the inputs
+that recompute keeps (Pa+nvme) where the host has no room for them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +20,11 @@ from megazero.plan.memory import RankMemory, planned
 from megazero.plan.placements import stages_that_shard
 from megazero.plan.time import StepTime, step_time
 
-# Memory that a job cannot have: the driver's own, loaded kernels, and holes between tensors.
+# Memory that a job cannot use: the driver's own, loaded kernels, and gaps between tensors.
 RESERVED_BYTES, RESERVED_SHARE = 800 * 2**20, 0.04
 _CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4, 6, 8), "zb-h1": (1,), "zb-v": (2,)}
 _MOST_SEQUENCES = 64
-_Options = Mapping[str, object]  # of a job
+_Options = Mapping[str, object]  # fields of a job
 _PA: _Options = {"recompute": "full", "partition": True}
 RECOMPUTE: tuple[_Options, ...] = (
     *({"recompute": kind} for kind in ("none", "selective", "full")),
@@ -52,8 +52,8 @@ class Search:
 
     Attributes:
         best: the layouts that fit, fastest first.
-        tried: layouts in all.
-        nearest: where nothing fits, what needs least with everything that can be spared; None if there is no layout.
+        tried: number of layouts tried.
+        nearest: where nothing fits, the layout that needs least with all savings; None if there is no layout.
     """
 
     best: list[Found]
@@ -62,19 +62,19 @@ class Search:
 
 
 def usable(machine: Machine) -> float:
-    """Return the bytes of a device that tensors can have."""
+    """Return the bytes of a device that tensors can use."""
     return machine.memory_bytes * (1 - RESERVED_SHARE) - RESERVED_BYTES
 
 
 def everywhere(layout: Job, machine: Machine) -> Iterator[RankMemory]:
-    """Yield the memory of every rank of a pipeline on a machine; first those that are likely to have most."""
+    """Yield the memory of every pipeline rank on a machine, the ranks that are likely to need most first."""
     likely = dict.fromkeys((0, layout.pipeline - 1, layout.pipeline // 2))
     for rank in (*likely, *(rank for rank in range(layout.pipeline) if rank not in likely)):
         yield planned(layout, rank, machine)
 
 
 def fullest(layout: Job, machine: Machine) -> RankMemory:
-    """Return the memory of the rank with most on its device."""
+    """Return the memory of the rank that needs most on its device."""
     return max(everywhere(layout, machine), key=lambda found: found.peak)
 
 
@@ -84,10 +84,10 @@ def fits(found: RankMemory, machine: Machine) -> bool:
 
 
 def search(job: Job, ranks: int, machine: Machine, allowed: Callable[[Job], bool], count: int = 10) -> Search:
-    """Search the fastest layouts of a job's model and global batch on some ranks.
+    """Search for the fastest layouts of a job's model and global batch on `ranks` ranks.
 
     Args:
-        job: its sizes of axes, stage, micro-batch, schedule, recompute and offload are ignored.
+        job: its axis sizes, stage, micro-batch, schedule, recompute and offload are ignored.
         allowed: returns whether a layout can be run.
 
     Raises:
@@ -117,13 +117,13 @@ def _fastest(
     count: int,
     tier: Sequence[Mapping[str, object]],
 ) -> list[Found]:
-    """Return the fastest that fit.
+    """Return the `count` fastest layouts that fit.
 
     Args:
-        tier: the ways to offload; the first is none.
+        tier: the ways to offload; the first offloads nothing.
 
-    A layout is fastest without savings. So one that is slower without savings than enough others with theirs is not
-    tried.
+    Savings only make a layout slower. So a layout is not tried if it is slower without savings than `count` layouts
+    that fit.
     """
     bounds = [(step_time(layout, machine), layout) for layout in layouts]
     best: list[Found] = []
@@ -134,7 +134,7 @@ def _fastest(
         found = _least(plain, machine, allowed)
         ways = [] if found is None else [found]
         if found is None or found.job != layout:
-            for options in others:  # to offload more is worth it only where it is faster
+            for options in others:  # more offload is worth it only where it is faster
                 one = _least(options, machine, allowed)
                 if one is not None and all(one.time.step_s < way.time.step_s for way in ways):
                     ways.append(one)
@@ -143,13 +143,13 @@ def _fastest(
 
 
 def _lack(found: RankMemory, machine: Machine) -> float:
-    """Return needed bytes over available ones, on the device, the host or the disks."""
+    """Return needed over available bytes, the largest ratio of device, host and disks."""
     there = found.disk / machine.disk_bytes if machine.disk_bytes else float("inf") if found.disk else 0.0
     return max(found.peak / usable(machine), found.host / machine.host_memory_bytes, there)
 
 
 def _least(options: list[Job], machine: Machine, allowed: Callable[[Job], bool]) -> Found | None:
-    """Return the first that fits, or None."""
+    """Return the first of `options` that is allowed and fits, or None."""
     for candidate in options:
         if planned(candidate, 0, machine).peak > usable(machine) or not allowed(candidate):
             continue
@@ -160,7 +160,7 @@ def _least(options: list[Job], machine: Machine, allowed: Callable[[Job], bool])
 
 
 def spreads(job: Job, ranks: int, widest: int, node: int) -> Iterator[Job]:
-    """Yield every way to spread a job over the ranks, before anything is done about memory."""
+    """Yield every way to spread a job over the ranks, without recompute or offload."""
     layers, shape, job = job.shape.layers, job.shape, job.alone
     sharded = stages_that_shard("optimizer")
     for tensor in (t for t in _divisors(ranks) if t <= widest and not shape.kv_heads % t and not shape.ffn % t):
@@ -208,7 +208,7 @@ def _divisors(number: int, most: int | None = None) -> list[int]:
 
 
 def _hopeless(layout: Job, room: float) -> bool:
-    """Return whether even half of an even share of the model states is more than there is room for."""
+    """Return whether even half of a rank's even share of the model states exceeds `room` bytes."""
     sizes = layout.bytes
     shard = layout.shard if layout.shards_parameters else 1
     each = sizes.parameter / shard + sizes.gradient / (layout.shard if layout.shards_gradients else 1)

@@ -1,4 +1,4 @@
-"""The share of a model that one rank has: its units, what stage 3 gathers of them, and the elements that it updates."""
+"""The share of a model that one rank has: its units, the elements that stage 3 gathers, and those that it updates."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,14 +8,14 @@ from megazero.plan.job import Job
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit of a rank, or the units of all its blocks, which are of one size.
+    """A unit of a rank, or the units of all its blocks, which have one size.
 
     Attributes:
         padded: elements of its flat buffer.
-        own: those of them that the rank updates.
-        tail: the element from which on gradients are summed over the tensor axis; None: of no element.
+        own: elements that the rank updates.
+        tail: the first element whose gradient is summed over the tensor axis; None: no gradient is.
         count: number of such units.
-        forward, backward: how often stage 3 gathers it in those of a micro-batch.
+        forward, backward: how often stage 3 gathers it in the forward, and in the backward, of a micro-batch.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Unit:
 
     @property
     def times(self) -> int:
-        """Return how often stage 3 gathers it in a micro-batch."""
+        """Return how often stage 3 gathers the unit in a micro-batch."""
         return self.forward + self.backward
 
 
@@ -37,9 +37,9 @@ class Share:
     """The share of a job's model that a pipeline rank has, and sums over its units.
 
     Attributes:
-        blocks: their number.
-        embedding, head: whether it has that end.
-        sends, returns: neighbour stages on other ranks that get activations, and gradients.
+        blocks: number of blocks.
+        embedding, head: whether the rank has the embedding, the head.
+        sends, returns: number of stages on other ranks to which it sends activations, and gradients.
     """
 
     job: Job
@@ -65,7 +65,7 @@ class Share:
 
     @property
     def tied(self) -> list[Unit]:
-        """Return the tied unit where another rank has it too, else nothing."""
+        """Return the tied unit if another rank has it too, else an empty list."""
         both = self.embedding and self.head
         return [unit for unit in self.units if unit.name == "tied" and self.job.pipeline > 1 and not both]
 

@@ -1,9 +1,9 @@
-"""The model states of one rank: bytes of parameters, gradients and optimizer state, to the byte.
+"""Compute the model states of one rank: the exact bytes of parameters, gradients and optimizer state.
 
-A unit (the embedding, a block, the head; a tied weight is one of its own) has P elements on a tensor rank, in a flat
-buffer in which every parameter begins at a multiple of 16 elements (256 where values are quantised on their way), and
-every one of N shards. With p, g and m the bytes of a parameter, a gradient and a master (m = 4 with 16 bits; where
-p = m parameters are their own masters and k = 2 m, else k = 3 m):
+A unit (the embedding, a block, the head; a tied weight is its own unit) has P elements on a tensor rank. In its flat
+buffer every parameter and each of N shards begins at a multiple of 16 elements (256 where transfers are quantised). p,
+g and m are the bytes of a parameter, a gradient and a master (m = 4 with 16 bits). The optimizer has k = 3 m bytes an
+element, or k = 2 m where p = m, because parameters are then their own masters:
 
     stage    parameters    gradients    optimizer          Rajbhandari et al. 2019 (arXiv 1910.02054), section 5:
     0        p P           g P          k P                16 P in mixed precision with g = 2, k = 12
@@ -27,7 +27,7 @@ class Bytes:
     """The bytes of one element.
 
     Attributes:
-        reduced: of a gradient as it is summed over the data axis and copies of a tied weight; None: as it accumulates.
+        reduced: of a gradient while it is summed over the data axis and copies of a tied weight; None: `gradient`.
     """
 
     parameter: int
@@ -37,7 +37,7 @@ class Bytes:
 
     @property
     def summed(self) -> int:
-        """Return the bytes in which a gradient is summed over ranks."""
+        """Return the bytes of a gradient while it is summed over ranks."""
         return self.gradient if self.reduced is None else self.reduced
 
     @property
@@ -47,7 +47,7 @@ class Bytes:
 
     @property
     def moved_by_update(self) -> int:
-        """Return the bytes that an update moves of one element: moments and master in and out, gradient, parameter."""
+        """Return the bytes that an update moves for one element: moments and master in and out, gradient, parameter."""
         return 6 * self.master + self.gradient + (0 if self.master == self.parameter else self.parameter)
 
 
@@ -56,10 +56,10 @@ class UnitSize:
     """The size of one unit on a tensor rank: the elements of each of its parameters.
 
     Attributes:
-        split: those of parameters that are split over the tensor axis.
-        whole: those of parameters that are whole on every tensor rank; they follow the split ones.
-        partial: those of parameters that are whole, of whose gradients each tensor rank has a part; they are the last.
-        alignment: every parameter begins at a multiple of so many elements.
+        split: elements of each parameter that is split over the tensor axis.
+        whole: elements of each parameter that is whole on every tensor rank; they follow the split ones.
+        partial: elements of each whole parameter whose gradient is a partial sum on each tensor rank; they come last.
+        alignment: every parameter begins at a multiple of this many elements.
     """
 
     name: str
@@ -70,16 +70,16 @@ class UnitSize:
 
     @cached_property
     def tail(self) -> int:
-        """Return the element of the flat buffer from which on it is whole on every tensor rank."""
+        """Return the first element of the flat buffer's part that is whole on every tensor rank."""
         return self._length(self.split)
 
     @cached_property
     def end(self) -> int:
-        """Return the elements of the flat buffer before it is padded to a multiple of the shards."""
+        """Return the length of the flat buffer in elements, before it is padded to a multiple of the shards."""
         return self.tail + self._length(self.whole + self.partial)
 
     def summed_from(self, *, sequence: bool) -> int | None:
-        """Return the element from which on gradients are summed over the tensor axis; None: of no element."""
+        """Return the first element whose gradient is summed over the tensor axis; None: no gradient is."""
         if sequence:
             return self.tail
         return self.end - self._length(self.partial) if self.partial else None
@@ -88,7 +88,7 @@ class UnitSize:
         return sum(aligned(numel, alignment=self.alignment) for numel in parameters)
 
     def padded(self, shard: int) -> int:
-        """Return the elements of the flat buffer that `shard` ranks share."""
+        """Return the length in elements of the flat buffer that is padded for `shard` ranks."""
         return aligned(self.end, shard, self.alignment)
 
 
@@ -99,7 +99,7 @@ def units(
     """Return the units of some parts of the model's path (0 the embedding, the last the head), in forward order.
 
     Args:
-        parts: None: all.
+        parts: ranges of parts; None: all parts.
     """
     own = {i for path in parts or [range(shape.layers + 2)] for i in path}
     vocabulary = (-(-shape.vocab // tensor) * shape.hidden,)
@@ -118,10 +118,10 @@ def units(
 
 
 def states(share: int, shard: int, stage: int, bytes_: Bytes) -> dict[str, int]:
-    """Return the bytes that a rank holds between steps, by category, with nothing on the host.
+    """Return the bytes that a rank holds between steps, by category, without offload.
 
     Args:
-        share: padded elements, over the number `shard` of ranks that share them.
+        share: padded elements of all units, divided by the number `shard` of ranks that share them.
     """
     rests, sharded = STAGES[stage], Placement.SHARD
     return {

@@ -1,8 +1,8 @@
 """The systems that a job can be planned for: `plan --system NAME`, and published runs as their own system ran them.
 
-A system differs from ours in overlap, in the rates that its kernels reach, in the bytes that it sends and holds. In
+A system differs from ours in overlap, in the rates that its kernels reach, and in the bytes that it sends and holds. In
 `systems.yaml` each figure has its source next to it: a paper, a document of the system, or the published rows that it
-was fitted to (`scripts/fit_planner.py`). Everything else is planned as ours.
+was fitted to (`scripts/fit_planner.py`). Everything else is planned as for our system.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from megazero.plan.liveness import liveness
 from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.memory import DISK, HOST, RankMemory, memory
 
-TIME_ERROR = 0.20  # four of five rows of published tables that no fit has seen are this close (docs/published.md)
+TIME_ERROR = 0.20  # four of five published rows that no fit has used are this close (docs/published.md)
 UNCERTAINTY = f"time: +-{100 * TIME_ERROR:.0f} % on published systems; this engine: measured on one H100 alone, +-8 %"
 
 _SCORE_BYTES = 5  # softmax's and dropout's output and a mask: 5 a s^2 b, Korthikanti et al. 2022 (arXiv 2205.05198)
@@ -30,13 +30,13 @@ class System:
         stored_scores: attention keeps its scores in memory.
         replays_all: full recompute computes a block's last product again, and sums it over the tensor axis.
         overlaps: gradients are reduced, and parameters gathered, in parallel with the computation.
-        sums: which sums over the tensor axis run in parallel with products: `none`; `backward`, those at which weights'
-            gradients are due; `all`, under sequence parallelism, those of forward too.
-        splits_messages: pipeline messages are sent once, not by each rank of the tensor axis (arXiv 2104.04473, 4.1).
+        sums: which sums over the tensor axis run in parallel with products: `none`; `backward`: those that can overlap
+            weight gradients; `all`: under sequence parallelism those of forward too.
+        splits_messages: each tensor rank sends its 1/t of a pipeline message, not all of it (arXiv 2104.04473, 4.1).
         scattered: share of a ring's rate that gathers and reductions of stage 3 reach; below 1 where each parameter
-            goes alone.
-        reached: by device, the shares of its data sheet that other kernels reach, in place of ours.
-        allocator: bytes that the allocator holds beyond tensors, over those of the tensors.
+            is sent separately.
+        reached: for each device, the shares of its data sheet that this system's kernels reach instead of ours.
+        allocator: bytes that the allocator holds beyond tensors, over the bytes of the tensors.
     """
 
     name: str = "ours"
@@ -50,14 +50,14 @@ class System:
     allocator: float = 0.0
 
     def on(self, machine: Machine) -> Machine:
-        """Return the machine with the shares that this system's kernels reach on it; those of a file stay."""
+        """Return the machine with the shares that this system's kernels reach; keep shares from a user's file."""
         known, shares = MACHINES.get(machine.name), self.reached.get(machine.name)
         if not shares or known is None or known.reached.fitted != machine.reached.fitted:
             return machine
         return replace(machine, reached=replace(machine.reached, **shares))
 
     def memory(self, job: Job, rank: int) -> RankMemory:
-        """Return the memory of a rank of the pipeline axis, with what this system holds beyond ours."""
+        """Return the memory of a rank of the pipeline axis, including what this system holds beyond ours."""
         found = memory(job, rank)
         held = dict(found.held)
         if self.stored_scores:
@@ -68,7 +68,7 @@ class System:
         return RankMemory(held, found.cause)
 
     def sent(self, job: Job, found: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-        """Return what a rank sends in a step, from what a rank of ours does."""
+        """Return the bytes that a rank sends in a step, given those that a rank of our system sends."""
         result = {axis: dict(purposes) for axis, purposes in found.items()}
         forward, times = result.get("tensor", {}).get("block forward", 0), 4 if job.sequence else 2
         if self.replays_all and job.recompute == "full" and forward:  # one more sum: 12 b s h in a block, not 10
@@ -85,7 +85,7 @@ OURS = SYSTEMS["ours"]
 
 
 def _scores(job: Job, rank: int) -> int:
-    """Return the bytes of stored scores: of one block where they are computed again, else of all that are kept."""
+    """Return the bytes of stored scores: of one block with recompute, else of all blocks that are kept."""
     shape = job.shape
     each = _SCORE_BYTES * job.micro_batch * shape.heads * shape.seq_len**2 // job.tensor
     if job.recompute != "none":

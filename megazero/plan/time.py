@@ -1,14 +1,14 @@
 """The seconds of a step, by part, in closed form.
 
-One micro-batch on the busiest pipeline rank takes the seconds of `compute.py`, and those of its sums over the tensor
-axis that no computation hides: all sums of forward, and of a sum in backward the time by which it exceeds the weight's
-product that runs in parallel with it. In n chunks (`parallel.tensor_chunks`) the first chunk of a forward sum is waited
-for in full, each other one for the time by which it exceeds the next chunk's product; products in pieces take longer,
-which counts too. Waits for other pipeline ranks are in `bubble.py`, messages in `links.py`.
+One micro-batch on the busiest pipeline rank takes the seconds of `compute.py`, plus those of sums over the tensor axis
+that no computation hides: all of a sum in forward; in backward the time by which a sum exceeds the weight gradient that
+runs in parallel with it. With n chunks (`parallel.tensor_chunks`) forward waits for the first chunk of a sum in full,
+and for each other chunk only as long as it exceeds the next chunk's product; products in pieces take longer, which is
+counted too. `bubble.py` has the waits for other pipeline ranks and for messages.
 
 Along the data axis, stages 0 and 1 reduce gradients during the last backward, stages 2 and 3 during each; updated
 parameters are gathered during the next forward; stage 3 gathers during each forward and backward. A step waits for the
-time by which traffic exceeds the computation that hides it, and always for one unit's part, which nothing hides.
+time by which traffic exceeds the computation that hides it, and at least for one unit's part, which nothing hides.
 Systems that do not overlap wait for all traffic (`systems.py`).
 """
 
@@ -30,13 +30,13 @@ class StepTime:
     """The time of a step, in seconds.
 
     Attributes:
-        step_s: seconds from begin to end.
-        parts: seconds that add up to it.
+        step_s: seconds from the step's begin to its end.
+        parts: seconds of its parts, which add up to `step_s`.
         hidden: seconds of traffic that computation hides, by axis.
         bubble: the time that the busiest pipeline rank waits for others, over its work.
-        tokens_per_second_per_device, tflops_per_device: the latter of the model's FLOPs.
-        mfu, hfu: model's, and done, FLOPs over the peak.
-        micro: times of one micro-batch on a pipeline rank, the mean of all.
+        tokens_per_second_per_device, tflops_per_device: throughput; the second counts the model's FLOPs.
+        mfu, hfu: FLOP/s of the model, and FLOP/s executed, over the peak.
+        micro: times of one micro-batch on a pipeline rank, the mean over all pipeline ranks.
     """
 
     step_s: float
@@ -100,22 +100,22 @@ def step_time(job: Job, machine: Machine, system: System = OURS) -> StepTime:
 
 
 def _sums(job: Job, links: Links, compute: Compute, block: PassTimes, system: System) -> PassTimes:
-    """Return the seconds that a block waits on the tensor axis."""
+    """Return the seconds that a block waits for traffic on the tensor axis."""
     t = job.tensor
     if t == 1:
         return PassTimes(0.0, 0.0, 0.0)
     each = compute.tokens * job.shape.hidden * compute.item * (t - 1) / t
-    one = links.seconds("tensor", 2 * each, 2)  # an all-reduce, or with sequence parallelism a gather and a sum
+    one = links.seconds("tensor", 2 * each, 2)  # an all-reduce, or a gather and a reduce-scatter
     forward = _waits_of_chunks(job, links, compute, each)
     if system.sums == "all" and job.sequence:
         return _beside_products(one / 2, compute, block)
     columns = (0.0, 0.0) if system.sums == "none" else block.columns
     backward = sum(max(0.0, one - column) for column in columns)
-    if job.sequence:  # gathers again and sums while products run
+    if job.sequence:  # row products wait for gathers; column products gather again and sum while others run
         backward = one + backward
     again = 0.0
     if job.recompute == "full":
-        again = sum(forward if system.replays_all else forward[:-1])  # the last product and its sum are left out
+        again = sum(forward if system.replays_all else forward[:-1])  # a replay leaves out the last product and its sum
     return PassTimes(sum(forward), backward, 0.0, again)
 
 
@@ -137,11 +137,11 @@ def _waits_of_chunks(job: Job, links: Links, compute: Compute, each: float) -> l
 def _beside_products(one: float, compute: Compute, block: PassTimes) -> PassTimes:
     """Return the seconds that a block waits where each gather and sum runs in parallel with a product, piece by piece.
 
-    Forward has one for each of the four products. Backward has one with each product for its input and one with the
-    gradient of either column product's weights. No product hides the first piece of a ring, 1 / t of it.
+    Forward has a gather or sum for each of the four products. Backward has one with each product's input gradient, and
+    one with the weight gradient of each column product. No product hides the first piece of a ring, 1 / t of it.
 
     Args:
-        one: seconds of a gather, or of a sum, alone.
+        one: seconds of a gather, or of a sum, if nothing runs in parallel.
     """
     t = compute.job.tensor
     forward = sum(_rest(one, product, 1 / t) for product in compute.products())
@@ -166,7 +166,7 @@ def _blocks(job: Job) -> tuple[int, int]:
 def _busiest(
     job: Job, compute: Compute, block: PassTimes, sums: PassTimes, first: int, last: int
 ) -> tuple[PassTimes, float]:
-    """Return the times of one micro-batch on the busiest rank, and the seconds that it computes once."""
+    """Return the times of one micro-batch on the busiest rank, and its computation without recompute and waits."""
     each = block.plus(sums)
     begin, end = each.times(first).plus(compute.embedding()), each.times(last).plus(compute.head())
     if job.pipeline == 1:
@@ -186,7 +186,7 @@ def _data(
     system: System,
     coded: tuple[float, float],
 ) -> tuple[float, float]:
-    """Return the seconds of traffic on the data axis and at the ends that are waited for, and those that are not.
+    """Return the seconds of data-axis and tied-weight traffic that a step waits for, and those that are hidden.
 
     Args:
         first: the share of the traffic that nothing hides.
@@ -236,7 +236,7 @@ def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, 
     out, back = (moved.get(f"inputs {way}", 0.0) for way in ("out", "back"))
     offload = max(0.0, out - m * busy.forward) + max(0.0, back - m * busy.backward)
     back = moved.get("parameters back", 0.0)
-    if job.parameters_away:  # gathered from there during the passes
+    if job.parameters_away:  # brought to the device during the passes
         offload += max(0.0, back - m * (busy.forward + busy.backward))
         back = 0.0
     if not job.optimizer_away:
@@ -244,7 +244,7 @@ def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, 
     update = elements * job.bytes.moved_by_update / (machine.host_memory_bandwidth or machine.host_link_bandwidth)
     # A disk reads and writes in turns, while the update runs.
     update = max(update, sum(moved.get(f"optimizer {way}", 0.0) for way in ("out", "back")))
-    if job.delayed:  # the rest of it is waited for when the next step ends
+    if job.delayed:  # the next step hides it, and waits for the rest at its end
         update = max(0.0, update - m * (busy.forward + busy.backward))
     gradients = max(0.0, sum(moved.get(f"gradients {way}", 0.0) for way in ("out", "back")) - m * busy.backward)
     return 0.0, offload + gradients + max(update, back)

@@ -1,28 +1,29 @@
 """The bytes that one rank sends in a step, in closed form, by axis and purpose, as the ledger of a run counts them.
 
-Elements by the ring formula (`comm/ledger.py`); N, t, p ranks of the shard, tensor and pipeline axis, m
-micro-batches, P the padded elements of a rank's units, n = s b h elements of a micro-batch's residual stream, n' = n/t
-with sequence parallelism and n without. In units of bytes x (N - 1) / N of the data axis, or (t - 1) / t of the
-tensor axis:
+Elements are counted by the ring formula (`comm/ledger.py`). N, t, p are the ranks of the shard, tensor and pipeline
+axes, m the micro-batches, P the padded elements of a rank's units, and n = s b h the elements of a micro-batch's
+residual stream; n' = n/t with sequence parallelism and n without. The unit is bytes x (N - 1) / N on the data axis, and
+bytes x (t - 1) / t on the tensor axis:
 
     gradients       stage 0: 2 P   1: P   2, 3: m P              Rajbhandari et al. 2019 (arXiv 1910.02054), section 7:
     parameters      stages 1, 2: P   3: 2 m P, less the ends     2 P, 2 P, 3 P in all with one micro-batch
 
     block           forward 4 n, backward 4 n                    8 b s h: Narayanan et al. 2021 (arXiv 2104.04473), 3.2
-                    full recompute: 2 n more; the last sum of a replay is left out: the ZeRO paper counts 12 (section 8)
-                    sequence parallelism: 2 n more, inputs of column products again (arXiv 2205.05198, section 4.2.2),
-                    and 3 n in a replay
-    inputs          Pa: n for each block, 1/12 of the paper's sums, 1/10 of these
-    embedding       forward 2 n; sequence: n and n
+                    full recompute: 2 n more, because a replay leaves out its last sum; the ZeRO paper counts 12 in all
+                    (section 8)
+                    sequence parallelism: 2 n more, to gather the inputs of column products again (arXiv 2205.05198,
+                    section 4.2.2), and 3 n in a replay
+    inputs          Pa: n for each block, 1/12 of the sums in the paper, 1/10 of those here
+    embedding       forward 2 n; sequence: n forward, n backward
     head            backward 2 n; sequence: n forward, n again, n backward
     loss            3 numbers for each token
-    tail            2 of each element of a shard whose gradient is partial: what is whole on every tensor rank under
-                    sequence parallelism, and always what a rank uses on its own heads
+    tail            2 for each element of a shard whose gradient is partial: under sequence parallelism those of
+                    parameters that are whole on every tensor rank; always those that a rank uses on its own heads
 
-    replica         2 P / N gradients, once a step, in units of bytes x (R - 1) / R of R shard groups
+    replica         gradients 2 P / N, once a step, in units of bytes x (R - 1) / R for R shard groups
 
-Gradients along these axes and at the ends count in the bytes in which they are summed (`zero.reduce_dtype`); values
-that are quantised between shard ranks (`zero.quantize`) in those of codes and scales (`base/quantized.py`).
+Gradients on the data and replica axes and at the ends are counted in bytes of `zero.reduce_dtype`; values that are
+quantised between shard ranks (`zero.quantize`) in bytes of codes and scales (`base/quantized.py`).
 
     pipeline        n' for each micro-batch and neighbour stage on another rank
     ends            the tied weight's reduced gradient, 2 / 2 = 1 of each element
@@ -30,8 +31,8 @@ that are quantised between shard ranks (`zero.quantize`) in those of codes and s
                     the votes on ending the run
     host, disk      copies to and from offloaded state
 
-In stage 3 a forward gathers every unit of the stage; a backward those of the blocks, because the embedding needs none
-and the head's are still there.
+In stage 3 a forward gathers every unit of the stage. A backward gathers those of the blocks only, because the embedding
+needs no parameters and the head's are still gathered.
 """
 
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ from megazero.plan.share import Share, share_of
 
 _AXIS = {"cpu": "host", "nvme": "disk"}  # where offloaded state goes, as the ledger names it
 WIDE = 8  # bytes of a scalar that ranks sum
-TOTALS = 11  # scalars of a step that all ranks sum: loss, its tokens, one that is not finite, votes (`zero/engine.py`)
+TOTALS = 11  # scalars that all ranks sum in a step: loss, tokens, a sum that is not finite, votes (`zero/engine.py`)
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Flow:
 
     Attributes:
         axis, purpose: as the ledger names them.
-        ops: their number.
-        bytes: bytes that the rank sends, over all of them.
+        ops: number of operations.
+        bytes: bytes that the rank sends in all of them.
     """
 
     axis: str
@@ -68,8 +69,8 @@ def traffic(job: Job, rank: int = 0, shard_rank: int | None = None) -> dict[str,
     """Return the bytes that a rank sends in a step: `[axis][purpose]`, with `host` for copies to and from its memory.
 
     Args:
-        rank: its number on the pipeline axis.
-        shard_rank: its number on the shard axis; None: the last, whose shards have most of the tails: none sends more.
+        rank: number of the rank on the pipeline axis.
+        shard_rank: its number on the shard axis; None: the last, which sends most, since its shards have most tails.
     """
     found: dict[str, dict[str, int]] = {}
     for flow in flows(share_of(job, rank), shard_rank):
@@ -80,7 +81,7 @@ def traffic(job: Job, rank: int = 0, shard_rank: int | None = None) -> dict[str,
 
 
 def flows(own: Share, shard_rank: int | None = None) -> Iterator[Flow]:
-    """Yield everything that a rank with this share of a job's model sends in a step, and receives from its host."""
+    """Yield everything that a rank with this share of a model sends in a step, and copies from host and disks."""
     job = own.job
     yield from _gradients(own)
     yield from _tensor(own)
@@ -123,7 +124,7 @@ def _gradients(own: Share) -> Iterator[Flow]:
 
 
 def _gathers(own: Share) -> Iterator[Flow]:
-    """Yield the gathers of stage 3 over shard ranks, and those among neighbours with second shards."""
+    """Yield the gathers of stage 3 over shard ranks, and those among neighbours that hold second shards."""
     job = own.job
     n, m, near = job.shard, job.micro_batches, job.secondary_ranks
     sizes = [
@@ -146,7 +147,7 @@ def _tensor(own: Share) -> Iterator[Flow]:
         return
     n = -(-job.tokens * job.shape.hidden // t) * (t - 1) * item  # of an all-gather; an all-reduce sends twice that
     blocks, full, sequence = own.blocks * m, job.recompute == "full", job.sequence
-    chunks = job.tensor_chunks  # which change how many operations there are, and no byte
+    chunks = job.tensor_chunks  # they change the number of operations, not the bytes
 
     def flow(purpose: str, ops: int, chunks: int = 1) -> Flow:
         return Flow("tensor", purpose, ops * chunks, ops * n * (1 if sequence or purpose == "inputs" else 2))
@@ -154,7 +155,7 @@ def _tensor(own: Share) -> Iterator[Flow]:
     kinds = [layer.product for layer in job.block if layer.product is not None]
     columns, rows = kinds.count("column"), kinds.count("row")
     forward = rows + columns * sequence
-    yield flow("block forward", blocks * (forward + (forward - 1) * full), chunks)  # the last of a replay is left out
+    yield flow("block forward", blocks * (forward + (forward - 1) * full), chunks)  # a replay omits its last
     yield flow("block backward", blocks * (columns + rows * sequence))
     yield flow("block again", blocks * columns * sequence)
     if own.embedding:
@@ -177,7 +178,7 @@ def _tails(own: Share, shard_rank: int) -> Iterator[Flow]:
         if unit.tail is None:
             continue
         start = shard_rank * unit.own if job.shards_optimizer else 0
-        length = max(0, unit.own - max(0, unit.tail - start))  # of the rank's shard that is in the tail
+        length = max(0, unit.own - max(0, unit.tail - start))  # elements of the rank's shard in the tail
         if t > 1 and length:
             yield Flow("tensor", "tail", unit.count, unit.count * 2 * (t - 1) * -(-length // t) * item)
         if job.gradients_home != "none":
@@ -206,7 +207,7 @@ def _scalars(own: Share) -> Iterator[Flow]:
 
 
 def _gradients_away(own: Share) -> Iterator[Flow]:
-    """Yield the gradients that go to where they wait for the update, and come back to be summed."""
+    """Yield the copies of gradients to the tier where they wait for the update, and back for further sums."""
     job = own.job
     if job.gradients_home == "none":
         return
@@ -221,7 +222,7 @@ def _gradients_away(own: Share) -> Iterator[Flow]:
 
 
 def _update_on_disks(own: Share) -> Iterator[Flow]:
-    """Yield what the norm and the update of a step read from disks, and write back."""
+    """Yield the disk reads and writes of a step's gradient norm and update."""
     job = own.job
     item, gradients, shard = job.bytes, job.gradients_home == "nvme", own.updated
     states = 3 * item.master  # masters and two moments
@@ -233,7 +234,7 @@ def _update_on_disks(own: Share) -> Iterator[Flow]:
 
 
 def _parameters_away(own: Share) -> Iterator[Flow]:
-    """Yield the parameters that come from where they rest, and the updated ones that go there."""
+    """Yield the copies of parameters from the tier where they rest, and of updated ones to it."""
     job = own.job
     there, item = _AXIS[job.offload_parameters], job.bytes.parameter
     ops = job.micro_batches * sum(unit.count * unit.times for unit in own.units)
@@ -241,13 +242,13 @@ def _parameters_away(own: Share) -> Iterator[Flow]:
     if job.secondary_ranks is not None:  # once a step
         ops, gathered = own.count, own.updated * job.shard
     yield Flow(there, "parameters back", ops, gathered // job.shard * item)
-    # A disk's update writes parameters where they are; the host's only those of the host.
+    # An update on disks writes parameters in place; an update on the host only those that rest on the host.
     if job.offload_optimizer != "nvme" and not job.one_home:
         yield Flow(there, "parameters out", own.count, own.updated * item)
 
 
 def _inputs_away(own: Share) -> Iterator[Flow]:
-    """Yield the inputs that full recompute keeps elsewhere."""
+    """Yield the copies of inputs that full recompute offloads."""
     job = own.job
     each, ops = kept_by_block(job, "full"), job.micro_batches * own.blocks
     yield Flow(_AXIS[job.offload], "inputs out", ops, ops * each)
@@ -255,6 +256,6 @@ def _inputs_away(own: Share) -> Iterator[Flow]:
 
 
 def _back_and_out(axis: str, what: str, ops: int, size: int) -> Iterator[Flow]:
-    """Yield something that is brought from elsewhere, changed, and sent there again."""
+    """Yield the copies of data that is brought from host or disks, changed, and written back."""
     yield Flow(axis, f"{what} back", ops, size)
     yield Flow(axis, f"{what} out", ops, size)

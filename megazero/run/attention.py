@@ -1,20 +1,20 @@
-"""Choose how attention is computed on a GPU, and say it.
+"""Choose the implementation of attention on a GPU, and log it.
 
-torch has four implementations of causal attention and takes the first that fits by an order of its own, without a word.
-One of them, plain products (math), builds the scores, S^2 numbers for each head: 4 GB a sample and layer of 32 heads at
-8,192 tokens in 16 bits. Here one is chosen before the first step, the only one that torch may take then:
+torch has four implementations of causal attention, and silently takes the first that fits in an order of its own. One
+of them, plain products (math), materialises the scores, S^2 numbers per head: 4 GB per sample and layer for 32 heads at
+8,192 tokens in 16 bits. This module chooses one before the first step, and disables the others:
 
-    cudnn       on Hopper and data-centre Blackwell from cuDNN 9.15.1 on, before which some lengths gave wrong numbers;
-                not with `run.deterministic`, and not for documents of many lengths, each of which it would plan again
+    cudnn       on Hopper and data-centre Blackwell, from cuDNN 9.15.1 on (before, some lengths gave wrong numbers); not
+                with `run.deterministic`, nor for documents of many lengths, because each length needs a new plan
     flash       16 bits, compute capability 8.0 and later
     efficient   also fp32, and older GPUs
-    math        whatever is left, with a warning
+    math        if nothing else fits, with a warning
 
-Documents (`data.mask_eod`) take torch's variable-length flash attention where it computes; else those of one length at
-a time. On a CPU there is one implementation, and it always gives the same bits.
+Documents (`data.mask_eod`) use torch's variable-length flash attention if it works here; else attention runs for one
+length at a time. On a CPU there is one implementation, and it always gives the same bits.
 
-Measured on one H100 with torch 2.11 (docs/gpu_h100.md). The order was read in torch's sources (2.10 to 2.13); tests put
-other answers in torch's place.
+Measured on one H100 with torch 2.11 (docs/gpu_h100.md). The order was read in torch's sources (2.10 to 2.13); tests
+replace torch's answers by others.
 """
 
 import inspect
@@ -40,7 +40,7 @@ _FUSED = ("cudnn", "flash", "efficient")
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one rank: query heads, key-value heads, channels of each, and the tokens that they see."""
+    """The heads of one rank: query heads, key-value heads, channels per head, and tokens per sequence."""
 
     queries: int
     keys: int
@@ -54,9 +54,9 @@ class AttentionChoice:
 
     Attributes:
         name: cudnn, flash, efficient or math.
-        repeats: keys and values are repeated for each query head.
-        variable_length: for documents; None: those of one length at a time.
-        why: what is to be warned of; "" where nothing is.
+        repeats: whether keys and values are repeated for each query head.
+        variable_length: attention for documents; None: documents of one length at a time.
+        why: the text of a warning; "" for none.
     """
 
     name: str
@@ -69,25 +69,25 @@ class AttentionChoice:
 
 
 class Probe:
-    """The answers of torch and of a GPU that a choice depends on.
+    """Questions to torch and a GPU, whose answers decide the choice.
 
     Args:
         device: a GPU.
-        dtype: of activations.
+        dtype: the dtype of activations.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, heads: Heads):
         self._device, self._dtype, self._heads = device, dtype, heads
 
     def prefers_cudnn(self) -> bool:
-        """Return whether cuDNN's attention is the fastest here, and sound."""
+        """Return whether cuDNN's attention is the fastest here, and correct."""
         version = torch.backends.cudnn.version() or 0
         return torch.cuda.get_device_capability(self._device) in ((9, 0), (10, 0)) and version >= _CUDNN
 
     def refusal(self, name: str, *, repeats: bool) -> str | None:
-        """Return why torch does not take an implementation for these heads; None: it does."""
+        """Return why torch refuses an implementation for these heads; None: it accepts it."""
         heads = self._heads
-        take(name)  # torch answers for what is enabled alone
+        take(name)  # torch answers only for enabled ones
         shapes = [(heads.queries if each == "q" or repeats else heads.keys) for each in "qkv"]
         q, k, v = (self._empty(heads.seq_len, 1, count).permute(1, 2, 0, 3) for count in shapes)
         params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
@@ -99,10 +99,10 @@ class Probe:
         return str(said[0].message).partition(" (Triggered")[0] if said else "refused by torch"
 
     def variable_length(self) -> VariableLength:
-        """Return torch's attention for documents of several lengths, once it has computed two small ones here.
+        """Return torch's variable-length attention, after a trial with two small documents on this device.
 
         Raises:
-            RuntimeError, ValueError: it does not compute these heads.
+            RuntimeError, ValueError: it cannot compute these heads.
         """
         attend = variable_length(self._heads.queries != self._heads.keys)
         bounds = torch.tensor([0, 3, 8], dtype=torch.int32, device=self._device)
@@ -116,11 +116,11 @@ class Probe:
 
 
 def choose_attention(probe: Probe, *, documents: bool, deterministic: bool) -> AttentionChoice:
-    """Return the choice for a GPU.
+    """Choose the implementation for a GPU.
 
     Args:
-        documents: attention stays inside documents.
-        deterministic: every run gives the same bits.
+        documents: whether attention stays inside documents.
+        deterministic: whether every run must give the same bits.
     """
     attend, why = None, []
     if documents:
@@ -142,10 +142,10 @@ def choose_attention(probe: Probe, *, documents: bool, deterministic: bool) -> A
 
 
 def settle_attention(config: Config, model: Transformer, device: torch.device, *, first: bool) -> None:
-    """Let a model compute attention in the best way that its device has; a CPU has one.
+    """Make a model use the best attention of its GPU; a CPU has only one.
 
     Args:
-        first: this rank warns.
+        first: whether this rank prints the warning.
     """
     if device.type != "cuda":
         return
@@ -166,20 +166,20 @@ def settle_attention(config: Config, model: Transformer, device: torch.device, *
 
 
 def repeat_bits(config: Config, device: torch.device) -> None:
-    """Let torch take the operations on a GPU that give the same bits in every run, if it is asked for.
+    """Make torch use GPU operations that give the same bits in every run, if the config asks for it.
 
-    Called before the first product there, which is when its library reads how much memory it may use.
+    Call it before the first product on the GPU, when cuBLAS reads the size of its workspace.
     """
     if device.type != "cuda" or not config.run.deterministic:
         return
     fix_cublas_workspace()
-    torch.use_deterministic_algorithms(True)  # with warn_only attention's backward would not be
-    # Without this torch would write each new tensor once more.
+    torch.use_deterministic_algorithms(True)  # with warn_only attention's backward would not be deterministic
+    # Otherwise torch would fill each new tensor, an additional write.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def take(name: str) -> None:
-    """Let torch's attention take one implementation and no other."""
+    """Enable one implementation of torch's attention, and disable the others."""
     torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
     torch.backends.cuda.enable_flash_sdp(name == "flash")
     torch.backends.cuda.enable_mem_efficient_sdp(name == "efficient")
@@ -187,16 +187,16 @@ def take(name: str) -> None:
 
 
 def variable_length(grouped: bool) -> VariableLength:
-    """Return torch's variable-length attention, causal inside documents, as this version calls it.
+    """Return torch's variable-length attention, causal inside documents, with the arguments of this torch version.
 
     Args:
-        grouped: several query heads share a key-value head; versions without the option see it themselves.
+        grouped: whether several query heads share a key-value head; versions without the option detect it.
     """
     from torch.nn.attention.varlen import varlen_attn  # it imports torch's compiler, which takes a second
 
     known = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"enable_gqa": grouped} if "enable_gqa" in known else {}
-    options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}  # the latter in 2.10 alone
+    options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}  # the latter only in 2.10
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
         y = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)

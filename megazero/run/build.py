@@ -62,7 +62,7 @@ _PROFILED_STEPS = 3
 
 
 class Ready(NamedTuple):
-    """A trainer, what checkpoints say of it, tensors to fill from one, the device's kernels, its plan, disks, data."""
+    """A trainer, the manifest of its checkpoints, tensors to load, the device's kernels, its plan, disks, data."""
 
     trainer: Trainer
     about: Manifest
@@ -74,25 +74,25 @@ class Ready(NamedTuple):
     tokenizer: Tokenizer | None
 
     def close(self) -> None:
-        """End background work; what rests on disks is gone."""
+        """End background work; values that rest on disks are lost."""
         self.trainer.close()
         if self.disks is not None:
             self.disks.close()
 
 
 def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: float = 0.0) -> Ready:
-    """Build everything that one rank of a part of a run needs, in the order in which it depends on each other.
+    """Build everything that one rank needs for a part of a run, in the order of dependencies.
 
-    Only the first rank of the world writes rows and profiles. It does not communicate, so each rank may fail on its
-    own; the caller makes the ranks agree.
+    Only the first rank of the world writes rows and profiles. The function does not communicate, so each rank may fail
+    on its own; the caller makes the ranks agree.
 
     Args:
-        here: ranks that share this host's memory.
-        spent: seconds that the job has trained before.
+        here: the number of ranks that share this host's memory.
+        spent: the seconds that the job has trained before.
 
     Raises:
         UserError: 2xx, the data is missing, damaged, too small or used too often; 112, a tokenizer that is not the
-            model's; 114, fused kernels that cannot be had; 160 and 161, a package that is not installed.
+            model's; 114, fused kernels that are not available; 160 and 161, a package that is not installed.
     """
     config, grid, device, course = part.config, run.grid, run.device, Course(run.config, start.history)
     path = config.data.tokenizer
@@ -104,7 +104,7 @@ def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: f
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
 
     def now(step: int, phase: str) -> None:
-        """Record what this rank does where the others can read it, and on the terminal if it takes long."""
+        """Publish to the other ranks what this rank does, and show it on the terminal if it takes long."""
         grid.comm.status_slot.now(step, phase)
         phases.now(phase)
         ACTIVITIES.now("step", phase.partition(" of ")[0], step, config.run.steps)
@@ -136,7 +136,7 @@ def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: f
 
 
 def _built(run: Run, config: Config, here: int) -> tuple[Operations, PagedHome | None, Built]:
-    """Return the kernels of the device, the disks, and what computes a step."""
+    """Return the kernels of the device, the disks, and the parts that compute a step."""
     device, kernels = run.device, config.precision.kernels
     repeat_bits(config, device)
     ops = choose(kernels, device, DTYPES[config.precision.dtype], deterministic=config.run.deterministic)
@@ -150,19 +150,19 @@ def _built(run: Run, config: Config, here: int) -> tuple[Operations, PagedHome |
 
 
 def _opened(run: Run, part: Part, course: Course, tokenizer: Tokenizer | None) -> RunData:
-    """Open the data of a run, and hold it against its tokenizer; the first rank looks for what is trained on, too."""
+    """Open a run's data and check it against its tokenizer; rank 0 also refuses validation data that is trained on."""
     with doing("opening the data"):
         data = open_data(part.config, course)
         refuse_repeats(data)
         for source in data.mixture.sources:
             _origin_of(source.windows, tokenizer)
-        if run.is_first:  # the others would read the same
+        if run.is_first:  # the other ranks would read the same
             refuse_overlap(part.config, data)
     return data
 
 
 def loader_of(part: Part, data: RunData, axis: Axis, device: torch.device) -> BatchLoader:
-    """Return the loader of the micro-batches of each step on one rank of the data axis, for its device."""
+    """Return the loader of one data rank's micro-batches of each step, for its device."""
     upload, batch = Upload(device), part.config.batch
     return BatchLoader(
         data.mixture,
@@ -179,7 +179,7 @@ def loader_of(part: Part, data: RunData, axis: Axis, device: torch.device) -> Ba
 
 
 def _blame(own: Fault | None, say: Callable[[int, str | None], UserError], run: Run) -> UserError:
-    """Return the error of the first rank that has found a fault of its own; of rank 0 if none has."""
+    """Return the error of the first rank with a fault of its own, or of rank 0 if none has one."""
     found = [json.loads(text) for text in run.gather(json.dumps(own))]
     faulty = [rank for rank, fault in enumerate(found) if fault]
     rank = min(faulty, key=lambda rank: (found[rank][0], rank), default=0)
@@ -193,7 +193,7 @@ def _blame(own: Fault | None, say: Callable[[int, str | None], UserError], run: 
 
 
 def _recorder(run: Run, start: Start, part: Part, engine: Engine, planned: Planned, phases: PhaseSeconds) -> Recorder:
-    """Return what observes the steps of a part; only the first rank of the world writes rows and profiles."""
+    """Return the observer of a part's steps; only the first rank of the world writes rows and profiles."""
     device, ledger, config = run.device, run.grid.comm.ledger, part.config
     flops = flops_per_token(model_shape(config))
     peak = None
@@ -234,10 +234,10 @@ def _validation(
 
 
 def _origin_of(data: WindowDataset, tokenizer: Tokenizer | None) -> Origin | None:
-    """Return what a data set was made of, once that fits its files and the tokenizer.
+    """Return the origin of a data set, after a check against its files and the tokenizer.
 
     Raises:
-        UserError: 203, what is written of the data's origin is of other files; 217, 221, it was made by another
+        UserError: 203, the recorded origin is that of other files; 217, 221, the data was made with another
             tokenizer; 225, it has another mask.
     """
     dataset, origins = data.stream.dataset, list[Origin | None]()
@@ -247,7 +247,7 @@ def _origin_of(data: WindowDataset, tokenizer: Tokenizer | None) -> Origin | Non
 
 
 def _text_bytes(data: WindowDataset, tokenizer: Tokenizer | None) -> np.ndarray | None:
-    """Return the bytes of text that each id stands for, float64 [vocab] where they are means over the whole data set.
+    """Return the bytes of text of each id, [vocab]; float64 if they are scaled to means over the whole data set.
 
     Raises:
         UserError: as `_origin_of`.

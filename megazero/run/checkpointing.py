@@ -1,7 +1,7 @@
-"""Choose what of a run its checkpoints hold.
+"""Choose the content of a run's checkpoints.
 
-They hold the state of the engine as pieces of parameters, and in the manifest everything that is no tensor. Sees the
-config, as builders/assemble.py does.
+They hold the state of the engine as pieces of parameters, and in the manifest everything that is not a tensor. This
+module sees the config, as builders/assemble.py does.
 """
 
 import contextlib
@@ -29,22 +29,22 @@ from megazero.run.run import Run
 
 
 def holdings_of(built: Built, *, saves: bool) -> list[ShardState]:
-    """Return the tensors that only this rank saves, on the device or the host, or those that it updates: to load."""
+    """Return the tensors, on device or host, that only this rank saves (`saves`), or that it updates and loads."""
     numel = {name: math.prod(shape) for name, shape in whole_shapes(built.model).items()}
     units, state = built.engine.units, built.engine.optimizer.state
-    if saves:  # the first rank of the pipeline has a copy
+    if saves:  # of several copies, the first pipeline rank with one saves it
         units = [unit for unit in units if unit.axes.copies.rank == 0]
     return [holding_of(unit, state[unit], numel, saves=saves) for unit in units]
 
 
 def about_run(run: Run, start: Start, built: Built, data: str, tokenizer: str | None) -> Manifest:
-    """Return what every manifest of this run says alike, as a manifest of no step.
+    """Return the content that all manifests of this run share, as a manifest without a step.
 
     Args:
-        data, tokenizer: digests of what the run reads; None for no tokenizer.
+        data, tokenizer: digests of the data and the tokenizer; None for no tokenizer.
     """
     config, history = run.config, list(start.history)
-    if start.data not in (None, data):  # others than before the start, which `--allow-change` lets be
+    if start.data not in (None, data):  # other data than before, which `--allow-change` permits
         history.append({"step": start.at, "key": "data", "from": start.data, "to": data})
     assert config.zero.stage is not None, "a resolved config"
     sizes = {name: run.grid[name].size for name in ("tensor", "pipeline", "data")}
@@ -68,7 +68,7 @@ def about_run(run: Run, start: Start, built: Built, data: str, tokenizer: str | 
 
 
 def checkpoints_of(run: Run, start: Start, built: Built, about: Manifest) -> Checkpoints:
-    """Return what saves this rank's part of the run; rank 0 commits."""
+    """Return the object that saves this rank's part of the run; rank 0 commits."""
     store = Store(run.folder.checkpoints, start.word)
     options, log = run.config.checkpoint, logging.getLogger("megazero")
 
@@ -77,7 +77,7 @@ def checkpoints_of(run: Run, start: Start, built: Built, about: Manifest) -> Che
         manifest = about.model_copy(update={"step": step, "progress": progress, **written})
         _require_ours(run, step)
         with contextlib.suppress(OSError):
-            flush_file(run.folder.metrics)  # after a power cut too, the rows before a step are there if the step is
+            flush_file(run.folder.metrics)  # a step that survives a power cut has its rows before it
         log.info("saved %s", store.commit(step, manifest.to_bytes()))
 
     def tidy(stop: Callable[[], bool]) -> None:
@@ -99,10 +99,10 @@ def checkpoints_of(run: Run, start: Start, built: Built, about: Manifest) -> Che
 
 
 def _require_ours(run: Run, step: int) -> None:
-    """Refuse to commit into a folder that is gone, or is not this job's any more.
+    """Refuse to commit into a folder that is gone, or whose lock this job has lost.
 
     Raises:
-        UserError: 423, the folder was deleted or moved; 421, it is another job's.
+        UserError: 423, the folder was deleted or moved; 421, the lock is lost.
     """
     path = run.folder.path
     if not path.is_dir():
@@ -115,10 +115,10 @@ def _require_ours(run: Run, step: int) -> None:
 
 
 def check_space(run: Run, about: Manifest) -> None:
-    """Refuse a run whose checkpoints would not fit: it would find out when it has something to lose.
+    """Refuse a run whose checkpoints do not fit on the disk, before there is training to lose.
 
     Raises:
-        UserError: 403, there is not room for one, or with several for two.
+        UserError: 403, there is no room for one checkpoint, or for two if the run saves several.
         OSError: the disk does not answer.
     """
     elements = sum(math.prod(shape) for shape in about.shapes.values())

@@ -1,4 +1,4 @@
-"""Open the data that a config names: what a run trains on, and what it is validated on."""
+"""Open the data that a config names: for training and for validation."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -23,11 +23,11 @@ class RunData(NamedTuple):
     """The data of a run.
 
     Attributes:
-        course: of the run.
-        mixtures: to train on, by the length of their windows, each over the sample ids of the whole run, and of what
-            it would read if it were longer.
-        length: of the windows that are read now.
-        validation: windows of that length by the name of a set; "" is that of `data.valid`.
+        course: the course of the run.
+        mixtures: training data by the length of the windows, each over the sample ids of the whole run, and of the
+            samples that a longer run would read.
+        length: the length of the windows of the current part.
+        validation: windows of that length by the name of a set; "" is the set of `data.valid`.
     """
 
     course: Course
@@ -37,16 +37,16 @@ class RunData(NamedTuple):
 
     @property
     def mixture(self) -> Mixture:
-        """Return what is trained on now."""
+        """Return the training data of the current part."""
         return self.mixtures[self.length]
 
     @property
     def others(self) -> list[Mixture]:
-        """Return what is trained on at other lengths."""
+        """Return the training data with other lengths."""
         return [each for length, each in self.mixtures.items() if length != self.length]
 
     def digest(self) -> str:
-        """Return a digest of what the run reads in which order, however long it is."""
+        """Return a digest of what the run reads in which order; it does not depend on the number of steps."""
         used = _lengths(self.course)
         each = [self.mixtures[length].digest() for length in used]
         if len(each) == 1:
@@ -58,12 +58,12 @@ class RunData(NamedTuple):
 def open_data(config: Config, course: Course | None = None) -> RunData:
     """Open all data of a run.
 
-    A share in `data.valid` is held out of each source's documents; of sources with names each is a validation set of
-    that name.
+    If `data.valid` is a share, that share of each source's documents is held out; each source with a name then has a
+    validation set of that name.
 
     Args:
-        config: that holds now: of a part of the course, or of the whole run.
-        course: of the run; None: that of the config.
+        config: the current config: of a part of the course, or of the whole run.
+        course: the course of the run; None: that of the config.
 
     Raises:
         UserError: 201 to 204, 222, 223, 228 files missing, damaged or without a tokenizer, 206 a split with an empty
@@ -98,12 +98,12 @@ def _validation_sets(config: Config, length: int) -> dict[str, WindowDataset]:
 
 
 def _lengths(course: Course) -> list[int]:
-    """Return the lengths of windows in a run, in the order of its parts, and after it."""
+    """Return the window lengths of a run, in the order of its parts, and of the part after its last step."""
     return list(dict.fromkeys(part.seq_len for part in (*course.parts, *course.after)))
 
 
 def sources_text(data: RunData) -> str:
-    """Return the words for what a run is trained on: the path, or of each source its share and how often it comes."""
+    """Describe what a run is trained on: the path, or the shares of its sources and the epochs over each."""
     course = data.course
     if course.config.data.sources is None:
         return str(course.config.data.train)
@@ -120,7 +120,7 @@ def sources_text(data: RunData) -> str:
 
 
 def packing_text(data: RunData) -> Iterator[str]:
-    """Yield for each source that is packed how, in words."""
+    """Yield a description of the packing of each packed source."""
     for source in data.mixture.sources:
         windows = source.windows
         if (packing := windows.packing) is not None:
@@ -136,10 +136,10 @@ def _shares(sources: Sequence[Source]) -> str:
 
 
 def refuse_overlap(config: Config, data: RunData) -> None:
-    """Refuse a set of `data.validation` that has a document which is trained on.
+    """Refuse a set of `data.validation` with a document that is trained on.
 
     Raises:
-        UserError: 220, with the first that was found.
+        UserError: 220, with the first such document.
     """
     for given in (str(each.name) for each in config.data.validation or ()):
         stream = data.validation[given].stream
@@ -153,7 +153,7 @@ def refuse_overlap(config: Config, data: RunData) -> None:
 
 
 def sources_of(course: Course) -> list[Source]:
-    """Return every source of a config and its stages; that of `data.train` has no name."""
+    """Return every source of a config and its stages; the source of `data.train` has no name."""
     named = course.sources()
     if named is not None:
         return named
@@ -162,7 +162,7 @@ def sources_of(course: Course) -> list[Source]:
 
 
 def _phases(course: Course, length: int) -> Iterator[Phase]:
-    """Yield from which sample on which weights hold in the windows of a length; of none, where others are read."""
+    """Yield the phases of the mixture of one window length; weights are 0 while other lengths are read."""
     names, last = [source.name for source in sources_of(course)], None
     for part in (*course.parts, *course.after):
         phase = Phase(part.samples, tuple(0 for _ in names))
@@ -177,7 +177,7 @@ def _phases(course: Course, length: int) -> Iterator[Phase]:
 
 
 def _order(course: Course, name: str | None, length: int) -> int:
-    """Return the seed of the order of a source's windows: of another length than the run's first, one of its own."""
+    """Return the seed of the order of a source's windows; lengths other than the run's first have their own seeds."""
     seed = course.config.run.seed
     if length != course.parts[0].seq_len:
         return seed_of(seed, f"{name or ''}, windows of {length} tokens")
@@ -192,7 +192,7 @@ def _cut(
 
 
 def refuse_repeats(data: RunData) -> None:
-    """Refuse sources that would be gone through too often. Raises UserError 219."""
+    """Refuse sources that would be read for too many epochs. Raises UserError 219."""
     course, all_lengths = data.course, list(data.mixtures.values())
     most, steps = course.config.data.max_epochs, course.config.run.steps
     samples = course.samples(steps)

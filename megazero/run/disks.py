@@ -1,4 +1,4 @@
-"""Open the disks that state or kept inputs are offloaded to (nvme), or say in one line why they cannot serve."""
+"""Open the disks to which state or kept inputs are offloaded (nvme), or report in one line why they cannot be used."""
 
 import logging
 from pathlib import Path
@@ -20,7 +20,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def ranks_here(config: Config, grid: Grid, device: torch.device) -> int:
-    """Return how many ranks share this rank's host, if the config asks for disks. Every rank calls it."""
+    """Return how many ranks share this rank's host; 1 if the config uses no disks. Every rank calls it."""
     if not config.uses_disks:
         return 1
     name = host_name().encode()
@@ -28,14 +28,14 @@ def ranks_here(config: Config, grid: Grid, device: torch.device) -> int:
 
 
 def open_disks(homes: Homes, config: Config, device: torch.device, ledger: Ledger, here: int = 1) -> PagedHome | None:
-    """Return the disks of a rank, or None where nothing is offloaded to any.
+    """Return the disks of a rank, or None if nothing is offloaded to disks.
 
     Args:
-        homes: how they are opened.
-        here: ranks that share this host's memory.
+        homes: opens them.
+        here: the number of ranks that share this host's memory.
 
     Raises:
-        UserError: 104, no disks are in the table of homes; 601, a folder cannot be written; 605, it is on another
+        UserError: 104, the table of homes has no disks; 601, a folder cannot be written; 605, it is on another
             machine; 606, too little memory; 607, no queue of transfers can be built.
     """
     offload = config.zero.offload
@@ -58,7 +58,7 @@ def open_disks(homes: Homes, config: Config, device: torch.device, ledger: Ledge
 
 
 def _require_local(folder: Path) -> None:
-    """Refuse a folder that is on another machine, or in memory. Raises UserError: 601 and 605."""
+    """Refuse a folder that is on another machine; warn if it is in memory. Raises UserError 601, 605."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Count the starts of a run that are stopped before its first step, and stop restarting it after three.
 
-Each such start asks to be started again (exit code 75) and changes nothing, so a queue would go on for ever. The count
-is a file in the run's folder. The first completed step removes it; from the third start in a row on the run fails,
+Each such start asks to be restarted (exit code 75) and changes nothing, so a queue would restart it for ever. The count
+is a file in the run's folder. The first completed step removes it. From the third such start in a row on, the run fails
 until the file is removed.
 """
 
@@ -27,15 +27,15 @@ class EarlyStops:
         self._path = path
 
     def refuse(self) -> None:
-        """Refuse to start. Raises UserError: 422, it has been stopped too often, or the file is no count."""
+        """Refuse to start. Raises UserError: 422, it has been stopped too often, or the file is not a count."""
         if self._count() >= MOST:
             raise UserError(422, f"stopped before its first step {MOST} times in a row", _DO, where=self._path)
 
     def add(self, reason: str) -> None:
-        """Count one more. Raises UserError: 422, that is too many.
+        """Count one more. Raises UserError: 422, there are too many.
 
         Args:
-            reason: as one says it: "stopped by SIGTERM".
+            reason: a phrase such as "stopped by SIGTERM".
         """
         count = self._count() + 1
         text = f"{count} start{'s' * (count > 1)} in a row stopped before the first step, the last one {reason}\n"
@@ -46,7 +46,7 @@ class EarlyStops:
             raise UserError(422, what, _DO, where=self._path)
 
     def forget(self) -> None:
-        """Remove the count: a step has been completed."""
+        """Remove the count, after a completed step."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 

@@ -1,14 +1,14 @@
-"""Hold the parts of a run against its number of ranks. Does not import torch."""
+"""Check the parts of a run against its number of ranks, without importing torch."""
 
 from megazero.builders.pipeline import check_world
 from megazero.config.stages import Course
 
 
 def check_parts(course: Course, size: int, given: str = "", *, done: int | None = 0) -> None:
-    """Hold the parts that a run has left against the number of ranks, as `check_world` does.
+    """Check the remaining parts of a run against the number of ranks, as `check_world` does.
 
     Args:
-        done: steps; None: it is not known how many, so that only the last part is sure to be left.
+        done: the steps done; None: unknown, so that only the last part is sure to remain.
 
     Raises:
         UserError: 106.

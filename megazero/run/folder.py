@@ -1,4 +1,4 @@
-"""The folder of a run, and the names in it, which are part of the contract.
+"""The folder of a run, and the names in it, which are a public interface.
 
 config.yaml  plan.json  metrics.jsonl  ledger.json  checkpoints/step_00000100/  logs/rank_00.log  loss.png  profile/
 logs/slurm-1234.out  lock  STOP  early_stops
@@ -14,12 +14,12 @@ from megazero.run.lock import RunLock
 
 
 class RunFolder:
-    """The paths inside one run's folder; making the object touches nothing.
+    """The paths inside one run's folder; making the object does not touch the disk.
 
     Attributes:
         config, plan, metrics, ledger, loss_plot, profile, checkpoints: as in the list above.
-        lock: says whose the folder is.
-        early_stops: the count of how often in a row the run was stopped before its first step.
+        lock: names the job that owns the folder.
+        early_stops: counts how often in a row the run was stopped before its first step.
         stop: the kill switch: while that file exists, nothing trains here.
     """
 
@@ -31,22 +31,22 @@ class RunFolder:
         self.lock, self.stop, self.early_stops = path / "lock", path / "STOP", EarlyStops(path / "early_stops")
 
     def create(self, lock: RunLock, *, resume: bool) -> str | None:
-        """Make the folder this job's; return whose dead lock was taken over, if one was.
+        """Create and lock the folder for this job; return the dead job whose lock it took over, or None.
 
         Args:
             lock: the lock of this folder; the caller releases it, also after an error.
-            resume: it may hold a run, which goes on.
+            resume: whether the folder may hold a run, to be resumed.
 
         Raises:
             UserError: 110, it holds a run already; 401, it cannot be written; 420, another job trains there.
         """
-        if not resume:  # what is not ours is not touched
+        if not resume:  # another run's folder is not touched
             self.refuse_if_taken(lock)
         try:
             for folder in (self.path, self.checkpoints, self.log(0).parent):
                 folder.mkdir(parents=True, exist_ok=True)
             dead = lock.take()
-            if not resume:  # another job may have come and gone
+            if not resume:  # another job may have started and ended
                 self._refuse_a_run()
             for left in self.path.glob("*.tmp-*"):  # by a job that was killed while it wrote
                 left.unlink(missing_ok=True)
@@ -58,7 +58,7 @@ class RunFolder:
 
     def refuse_if_taken(self, lock: RunLock) -> None:
         """Refuse a folder in which a job trains, or has trained. Raises UserError 420, 110."""
-        lock.refuse_if_held()  # who is told to remove a folder must not remove another job's
+        lock.refuse_if_held()  # the next error suggests to remove the folder: not a running job's
         self._refuse_a_run()
 
     def _refuse_a_run(self) -> None:
@@ -68,7 +68,7 @@ class RunFolder:
             raise UserError(110, f"holds a run already ({found.relative_to(self.path)})", do, where=self.path)
 
     def require_run(self) -> None:
-        """Refuse a folder that is no run's. Raises UserError 113."""
+        """Refuse a folder that is not a run's. Raises UserError 113."""
         if not self.config.is_file():
             what = f"is not a run's folder (no config.yaml){looked_up(self.path)}"
             raise UserError(113, what, "give --run runs/NAME", where=self.path)

@@ -1,12 +1,12 @@
-"""Keep account of the options that were changed when a run went on: `--allow-change`, and the history in manifests.
+"""Record the options that were changed when a run resumed: `--allow-change`, and the history in manifests.
 
-A run goes on with the options it was made with; `--allow-change` names those that may be others from the step on with
-which it goes on (`config/changes.py` says which can). The manifests of later steps have each change as {step, key,
-from, to}: `to` holds after that step. With them the course of the run (`config/stages.py`) is what it was: which
-samples were consumed, and how many tokens. A change of key `data` is one of what is read, by its digests.
+A run resumes with the options it was made with; `--allow-change` names those that may differ from the resumed step on
+(`config/changes.py` says which can). The manifests of later steps record each change as {step, key, from, to}: `to`
+holds after that step. From these changes the course of the run (`config/stages.py`) is derived: which samples were
+consumed, and how many tokens. A change of key `data` has the digests of the data before and after.
 
-A source is its name. Under the same name it goes on where it was, whatever its files are; one that is not named any
-more has given its share, and its files are not opened again.
+A source is identified by its name. A source of the same name continues where it was, whatever its files are. A source
+that the config does not name any more keeps its share of the past, and its files are not opened again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,14 +17,14 @@ from megazero.config.changes import is_permitted, row_of
 from megazero.config.flat import plain
 from megazero.config.schema import Config
 
-# Options of which other values have other samples, or the same ones in another order.
+# Options that decide which samples are read, and in which order.
 _ORDER = ("data.sources", "data.train", "stages", "batch.global", "model.seq_len")
 
 
 def accounted_for(
     manifest: Manifest, config: Config, allowed: Sequence[str]
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the history that a config has after a step, and the digest of its data where other data are allowed.
+    """Return the history of a config after a step, and the digest of the step's data if other data are allowed.
 
     Args:
         allowed: what `--allow-change` names.
@@ -36,10 +36,10 @@ def accounted_for(
 
 
 def changes_of(manifest: Manifest, config: Config, allowed: Sequence[str] | None) -> Iterator[dict[str, Any]]:
-    """Yield what is another in a config than when a step was saved, and may be.
+    """Yield the permitted differences of a config from that of a saved step.
 
     Args:
-        allowed: options and sections; None: all.
+        allowed: options and sections; None: all that can change.
     """
     theirs = saved_options(manifest)
     for key, after in plain(config).items():
@@ -52,17 +52,17 @@ def changes_of(manifest: Manifest, config: Config, allowed: Sequence[str] | None
 
 
 def saved_options(manifest: Manifest) -> dict[str, Any]:
-    """Return the flat config with which a step was saved, of the options of today; younger ones have their defaults."""
+    """Return the flat config of a saved step, in the current set of options; newer ones have their defaults."""
     return {key: manifest.config.get(key, default) for key, default in plain(Config()).items()}
 
 
 def changed_since(found: Manifest | None, history: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return the changes of a history that a checkpoint does not have; none where a run begins with no checkpoint."""
+    """Return the changes of a history that a checkpoint does not have; none without a checkpoint."""
     return [] if found is None else history[len(found.history) :]
 
 
 def in_words(changes: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield changes as one says them."""
+    """Yield a text for each change."""
     explained = any(change["key"] in _ORDER for change in changes)
     for key, old, new in ((change["key"], change["from"], change["to"]) for change in changes):
         if key != "data":
@@ -74,7 +74,7 @@ def in_words(changes: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return both values of all places in which two flat configs differ, in JSON's types.
+    """Return (theirs, ours) for all places in which two flat configs differ, in JSON's types.
 
     A place is an option, or a value in a list of sections: `stages[0].batch.global`, `data.sources[NAME].weight`.
     """
@@ -95,11 +95,11 @@ def _places(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value, and of a long one its beginning."""
+    """Return a value as text, cut to 60 characters."""
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def held_out(valid: Any) -> Any:
-    """Return the share of documents that is held out of training."""
+    """Return the share of documents that is held out of training; None: none."""
     return valid if isinstance(valid, float) else None

@@ -1,4 +1,4 @@
-"""Write ledger.json: what every rank has sent, what it has held, and how long it took."""
+"""Write ledger.json: the traffic, the memory and the seconds of every rank."""
 
 import json
 
@@ -13,7 +13,7 @@ from megazero.run.folder import RunFolder
 
 
 def write_ledger(folder: RunFolder, grid: Grid, device: torch.device) -> None:
-    """Write the ledgers of all ranks into the run's folder. Every rank calls it; a disk that is full is a warning."""
+    """Write the ledgers of all ranks into the run's folder. Every rank calls it; a full disk only causes a warning."""
     ledger = grid.comm.ledger
     mine = {
         "rank": grid["world"].rank,
@@ -27,5 +27,5 @@ def write_ledger(folder: RunFolder, grid: Grid, device: torch.device) -> None:
         try:
             replace_file(folder.ledger, json.dumps([json.loads(row) for row in rows], indent=1).encode() + b"\n")
         except OSError as error:
-            if folder.path.is_dir():  # else the save that follows says more
+            if folder.path.is_dir():  # else the next save reports more
                 warn(f"no ledger: {error.strerror}")

@@ -1,20 +1,20 @@
-"""Begin a run with a part of a checkpoint, by `checkpoint.load`, and check what must be the same for that.
+"""Begin a run with all or a part of a checkpoint, as `checkpoint.load` says, and check that the two match.
 
-    load        of the checkpoint                                  what begins again
-    all         everything: the run goes on                        nothing
-    optimizer   weights, both moments, and how many updates those  step, learning rate, data, loss scale
-                have seen
-    weights     weights                                            the same, and the moments with their count
+    load        loaded from the checkpoint                         begins again
+    all         everything: the run resumes                        nothing
+    optimizer   weights, both moments, and the number of updates   step, learning rate, data, loss scale
+                that the moments have seen
+    weights     weights                                            as with optimizer, and the moments with their count
 
-With weights alone `model.vocab` may be larger: rows that the checkpoint lacks keep the values that a new run of this
-seed has there. Moments do not go with them: one count of updates corrects all of them, and new rows would have none.
+With `weights`, `model.vocab` may be larger: rows that the checkpoint lacks keep the values that they have in a new run
+with this seed. With `optimizer` it may not: one count of updates corrects all moments, and new rows have seen none.
 
-It applies to the start from another run only. From steps in its own folder a run goes on with everything, so that a
-line with `checkpoint.load` can be started again and again. An import has weights alone, whatever is asked for.
+`checkpoint.load` applies only to a start from another run. From steps in its own folder a run resumes with everything,
+so that a command with `checkpoint.load` can be repeated. An import has only weights, whatever the option says.
 
-Adam corrects its moments for having begun at zero, by 1 / (1 - beta^n) with n the updates they have seen. Moments that
-are carried over keep their n (`Progress.carried`): counted again they would be taken for 1 / (1 - beta) times what they
-are. The learning rate counts the new run's updates.
+Adam corrects its moments for their start at zero, by 1 / (1 - beta^n), where n is the updates they have seen. Moments
+that are carried over keep their n (`Progress.carried`): with a count from 1 they would at first be multiplied
+by 1 / (1 - beta). The learning rate counts the new run's updates.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ from megazero.run.history import changed_since, differences, held_out, saved_opt
 from megazero.run.resume import Start
 from megazero.train.trainer import Trainer
 
-# What may be another, and then changes what is computed: said when a run goes on.
+# Options that may differ and then change what is computed: printed when a run resumes.
 _SAID = (
     *("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "zero.reduce_dtype"),
     *("zero.quantize.*", "zero.offload.delayed", "precision.kernels"),
@@ -38,19 +38,19 @@ _SAID = (
 
 
 def taken(manifest: Manifest, load: str) -> str:
-    """Return what is taken of a checkpoint: `load`, but only weights of one that is an import without a run."""
+    """Return what is loaded from a checkpoint: `load`, but only weights from an import, which has no run."""
     return "weights" if manifest.progress is None else load
 
 
 def check_same(found: Manifest, ours: Manifest, course: Course, where: Path, load: str = "all") -> None:
-    """Refuse a checkpoint of another model, or what is to be taken of it, of other data or another optimizer.
+    """Refuse a checkpoint of another model, and, if `load` needs them, of other data or another optimizer.
 
     Args:
-        ours: what every manifest of this run says alike (`about_run`).
-        course: of this run.
+        ours: the content that all manifests of this run share (`about_run`).
+        course: the course of this run.
 
     Raises:
-        UserError: 412, with what differs, the checkpoint's value first.
+        UserError: 412, with the differences, the checkpoint's value first.
     """
     if found.progress is None and load == "optimizer":
         raise UserError(412, "holds weights alone, no moments", "give checkpoint.load=weights", where=where)
@@ -80,7 +80,7 @@ def check_same(found: Manifest, ours: Manifest, course: Course, where: Path, loa
 
 
 def _others(found: Manifest, ours: Manifest, load: str) -> dict[str, tuple[Any, Any]]:
-    """Return what is another than in a checkpoint and must not be, by its place: (its value, this run's)."""
+    """Return the places that differ from a checkpoint and must not: (the checkpoint's value, this run's)."""
     changed = {change["key"] for change in changed_since(found, ours.history)}
     options = differences(saved_options(found), ours.config)
     options = {place: pair for place, pair in options.items() if _option_of(place) not in changed}
@@ -95,8 +95,8 @@ def _others(found: Manifest, ours: Manifest, load: str) -> dict[str, tuple[Any, 
 
 
 def _must_stay(place: str, load: str, config: Mapping[str, Any]) -> bool:
-    """Return whether an option must be as in the checkpoint; what is trained on is a matter of the data's digest."""
-    if load != "all":  # moments are means of squares by betas
+    """Return whether an option must be as in the checkpoint; the data's digest checks options of the data."""
+    if load != "all":  # moments are running means with these betas
         betas = load == "optimizer" and place == "optimizer.betas"
         return betas or (place.startswith("model.") and place not in _free(config))
     if "data.sources" in place or place in ("data.train", "data.valid", "data.tokenizer"):
@@ -106,7 +106,7 @@ def _must_stay(place: str, load: str, config: Mapping[str, Any]) -> bool:
 
 
 def _mixes(place: str, pair: tuple[Any, Any]) -> bool:
-    """Return whether an option decides which text is read."""
+    """Return whether a changed option decides which text is read."""
     held = place == "data.valid" and held_out(pair[0]) != held_out(pair[1])
     return held or place == "data.train" or "data.sources" in place
 
@@ -117,7 +117,7 @@ def _option_of(place: str) -> str:
 
 
 def _permission(places: Iterable[str], config: Mapping[str, Any]) -> str:
-    """Return how the options of some places may be others, in words; "" where one may not, or there are none."""
+    """Return a hint how to permit changes of these places; "" if one cannot change, or there are none."""
     options = set(map(_option_of, places))
     keys, fixed = options - {"data"}, {"tokenizer"}
     fixed |= {"model.seq_len"} if config["model.position"] == "learned" else set()
@@ -127,13 +127,13 @@ def _permission(places: Iterable[str], config: Mapping[str, Any]) -> str:
 
 
 def new_rows(found: Manifest, ours: Manifest) -> int:
-    """Return the rows of a vocabulary that a checkpoint lacks: tokens that it knows none of."""
+    """Return the number of vocabulary rows that a checkpoint lacks."""
     known = found.config.get("model.vocab")
     return ours.config["model.vocab"] - known if type(known) is int else 0
 
 
 def _with_rows_of(found: Manifest, ours: Manifest) -> dict[str, list[int]]:
-    """Return the shapes of this model with the rows of a checkpoint's vocabulary."""
+    """Return the shapes of this model with a checkpoint's vocabulary size."""
     more, fewer = ours.config["model.vocab"], found.config["model.vocab"]
 
     def shape(name: str, own: list[int]) -> list[int]:
@@ -144,10 +144,10 @@ def _with_rows_of(found: Manifest, ours: Manifest) -> dict[str, list[int]]:
 
 
 def begin(trainer: Trainer, found: Manifest, start: Start, owed: Mapping[str, Any] | None) -> None:
-    """Set a trainer to begin with what has been loaded.
+    """Set a trainer to begin with the loaded checkpoint.
 
     Args:
-        owed: the row of the step to go on from, where an earlier job has left it unwritten.
+        owed: the row of the step that the run resumes from, if an earlier job has not written it.
     """
     load, progress = taken(found, start.load), found.progress
     age = progress.moments_age if progress is not None and load != "weights" else 0
@@ -159,7 +159,7 @@ def begin(trainer: Trainer, found: Manifest, start: Start, owed: Mapping[str, An
 
 
 def described(found: Manifest, start: Start, ours: Manifest) -> str:
-    """Return what the run's first line says of where it begins."""
+    """Return the end of the run's first line, which says where it begins."""
     path, load = start.store.path(found.step), taken(found, start.load)
     if load == "optimizer":
         return f", beginning with weights and moments of {path}"
@@ -172,7 +172,7 @@ def described(found: Manifest, start: Start, ours: Manifest) -> str:
 
 
 def doubt(found: Manifest, start: Start, ours: Manifest) -> str | None:
-    """Return a warning where weights are taken whose tokens meant something else; None: there is no sign of it."""
+    """Return a warning if weights are loaded that belong to another tokenizer; None: there is no sign of it."""
     digests = found.identity.get("tokenizer"), ours.identity["tokenizer"]
     if taken(found, start.load) == "all" or None in digests or digests[0] == digests[1]:
         return None
@@ -180,14 +180,14 @@ def doubt(found: Manifest, start: Start, ours: Manifest) -> str | None:
 
 
 def changes(found: Manifest, config: Mapping[str, Any]) -> str:
-    """Return what is allowed to be another than when the checkpoint was written, and is; "" for nothing."""
+    """Return a text of the options in `_SAID` that differ from the checkpoint's; "" if none does."""
     unused = () if config["schedule.decay"] == "wsd" else ("schedule.cooldown",)
     said = differences(saved_options(found), config).items()
     return _some({k: v for k, v in said if any(fnmatch(k, name) for name in _SAID) and k not in unused})
 
 
 def _free(config: Mapping[str, Any]) -> set[str]:
-    """Return the options of a model that its weights do not depend on."""
+    """Return the model options that its weights do not depend on."""
     return {"model.dropout"} | ({"model.seq_len"} if config["model.position"] == "rotary" else set())
 
 

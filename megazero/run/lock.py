@@ -1,9 +1,9 @@
-"""Lock a run's folder for one job: the job holds a lock of the system on the file `lock`, which names its owner.
+"""Lock a run's folder for one job: the job holds a system lock (flock) on the file `lock`, which names its owner.
 
 The system releases the lock when the process ends, however it ends, so a file whose lock is free belongs to a dead job
-and is taken over. On a network's disk the lock reaches every host that mounts it with locks. On a disk without locks
-the file itself is the lock: the user removes it after a crash. Before a job commits a step it looks into the file: a
-job that finds another's word there, or no file, commits nothing.
+and is taken over. On a network disk the lock holds on every host that mounts the disk with locks. On a disk without
+locks the file itself is the lock: the user removes it after a crash. Before a job commits a step it reads the file; if
+the file has another job's word or is missing, the job commits nothing.
 """
 
 import fcntl
@@ -22,15 +22,15 @@ from megazero.base.reading import parse_object, read_file
 _KEYS = ("word", "host", "pid", "since", "job")
 _LOCK_BYTES = 4096
 _DO = "wait for it, end it, or give another run.dir"
-_SETTLED = 1.0  # seconds after which two jobs that wrote a file at one moment read one owner
+_SETTLED = 1.0  # seconds after which two jobs that wrote the file at once read the same owner
 _TRIES, _PAUSE = 5, 0.05  # a job that only looks at the lock holds it for a moment
 
 
 class RunLock:
-    """The lock of one run's folder; `take` first.
+    """The lock of one run's folder; call `take` first.
 
     Attributes:
-        word: identifies this job, new each time.
+        word: a random text that identifies this job.
     """
 
     def __init__(self, path: Path, job: str = ""):
@@ -45,7 +45,7 @@ class RunLock:
         """Make the folder this job's; return the name of a dead job whose lock it took over, if there was one.
 
         Raises:
-            UserError: 420, another job has it, or the file is no lock.
+            UserError: 420, another job has it, or the file is not a lock.
             OSError: it cannot be written.
         """
         descriptor, text = self._acquired(os.O_CREAT)
@@ -55,7 +55,7 @@ class RunLock:
                 raise self._no_lock()
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, self._content.encode(), 0)
-            os.fsync(descriptor)  # the owner before, on another host, has to read it
+            os.fsync(descriptor)  # the previous owner, on another host, must be able to read it
             if not self._is_locked:
                 time.sleep(_SETTLED)
                 if self.loss() is not None:
@@ -67,13 +67,13 @@ class RunLock:
         return _named(owner) if owner else None
 
     def refuse_if_held(self) -> None:
-        """Refuse to go on if a living job has it. Raises UserError 420."""
+        """Refuse to go on if a running job holds the lock. Raises UserError 420."""
         with suppress(OSError):
             os.close(self._acquired(0)[0])
 
     @property
     def held(self) -> bool:
-        """Return whether this job has taken the lock, and still has it as far as can be seen."""
+        """Return whether this job has taken the lock and, as far as can be seen, still has it."""
         return self._descriptor is not None and self.loss() is None
 
     def loss(self) -> str | None:
@@ -89,7 +89,7 @@ class RunLock:
         return None
 
     def release(self) -> None:
-        """Free the folder, and remove the file unless it is another's by now."""
+        """Release the lock, and remove the file unless it belongs to another job by now."""
         if self._descriptor is None:
             return
         with suppress(OSError):
@@ -115,7 +115,7 @@ class RunLock:
                 raise self._no_lock() from None
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_at(descriptor, self._path):  # else its owner has removed it in between
+                if _is_at(descriptor, self._path):  # else its owner has removed the file in between
                     return descriptor, os.pread(descriptor, _LOCK_BYTES, 0)
             except BlockingIOError:
                 pass
@@ -147,7 +147,7 @@ def _named(owner: dict[str, Any]) -> str:
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
-    """Return the owner that a lock names; None if it is no lock of ours."""
+    """Return the owner that a lock file names; None if it is not such a file."""
     with suppress(ValueError):
         found = parse_object(text)
         return found if all(type(found.get(key)) is (int if key == "pid" else str) for key in _KEYS) else None

@@ -11,12 +11,12 @@ from megazero.run.run import Run
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Warn that a line is lost: a log does not end a run."""
+        """Warn that a line is lost, because a log must not end a run."""
         warn(f"a line of {self.baseFilename} is lost (disk full?)")
 
 
 def settle_in(run: Run, stacks: Stacks) -> None:
-    """Open this rank's log in rank 0's folder, for records and for stacks.
+    """Open this rank's log in the folder that rank 0 made, for records and for stacks.
 
     Raises:
         UserError: 401, this rank cannot write there.

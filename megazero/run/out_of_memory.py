@@ -1,4 +1,4 @@
-"""Explain an out-of-memory error in one line: what was asked for, what holds the rest, what would save how much."""
+"""Explain an out-of-memory error in one line: the size requested, the memory by category, options that save memory."""
 
 import errno
 import re
@@ -19,13 +19,13 @@ _SHOWN = 4  # categories
 
 @contextmanager
 def explain_out_of_memory(grid: Grid, savings: Callable[[], Mapping[str, int]]) -> Iterator[None]:
-    """Turn errors of device allocations inside into one line that says what takes how much.
+    """Turn out-of-memory errors in the context into one line that says what holds how much.
 
     Args:
-        savings: returns the bytes that options would save, by the option.
+        savings: returns the bytes that each option would save, by its name.
 
     Raises:
-        UserError: 330, instead of what the libraries say when there is no memory left.
+        UserError: 330, in place of the errors of the libraries.
     """
     try:
         yield

@@ -1,8 +1,8 @@
-"""Train the parts of a run: build what a part needs, load what it begins with, train to its end; then the next one.
+"""Train the parts of a run in order: build what a part needs, load its initial state, train to its end.
 
-A part ends with a saved step, from which the next one goes on in the same processes with its own options: the way of a
-run that goes on, which has the same bits on every grid. So nothing has to be exchanged in place, and a run that was
-stopped in a part is the run that was not.
+A part ends with a saved step. The next part resumes from that step in the same processes with its own options, as a
+resumed run does, which has the same bits on every grid. So nothing has to be replaced in place, and a run that was
+stopped in a part equals one that was not.
 """
 
 import gc
@@ -45,10 +45,10 @@ class Outcome(NamedTuple):
     """The outcome of a job: which steps of a run it has done, and why it ends.
 
     Attributes:
-        first, done: steps done before it, and after it.
+        first, done: the steps done before the job, and after it.
         reason: why it ends before the last step; None: it does not, or everything is done.
-        owes: a validation of the last step was broken off.
-        scores: of the last validation, by the name of a set.
+        owes: whether a validation of the last step was broken off.
+        scores: the scores of the last validation, by the name of a set.
     """
 
     first: int
@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
 
 
 def train_parts(run: Run, start: Start) -> Outcome:
-    """Train what is left of a run, and close what that holds, whatever happens."""
+    """Train the remaining parts of a run; return the outcome of the job."""
     ledger, began = run.grid.comm.ledger, time.monotonic()
     held, here = ledger.held(), ranks_here(run.config, run.grid, run.device)
     try:
@@ -69,25 +69,25 @@ def train_parts(run: Run, start: Start) -> Outcome:
                 return ended
             start = ended
             if start.first is not None:
-                # not before the first step: a signal is noted, and the step is saved
+                # this phase counts as training: a signal is only noted, and the step is saved
                 run.grid.comm.status_slot.now(start.at, _BETWEEN)
                 ACTIVITIES.now("step", _BETWEEN, start.at + 1, run.config.run.steps)
-            gc.collect()  # layers, units and their hooks know each other
+            gc.collect()  # layers, units and their hooks form reference cycles
             ledger.let_go(held)
     finally:
-        run.signals.only_note(lambda _: None)  # the run ends anyway; a line of it would come after the last one
+        run.signals.only_note(lambda _: None)  # the run ends anyway; a line on a signal would follow the run's last one
         HEART.say("")
 
 
 def _train_part(run: Run, start: Start, here: int, spent: float) -> Start | Outcome:
-    """Train one part of a run; whatever it has built is closed when it returns.
+    """Train one part of a run, and close everything that was built for it.
 
     Args:
-        here: ranks that share this host's memory.
-        spent: seconds that the job has trained before.
+        here: the number of ranks that share this host's memory.
+        spent: the seconds that the job has trained before.
 
     Returns:
-        where the run goes on from; or the outcome of the job.
+        the start of the next part, or the outcome of the job.
     """
     part, rank = _part_from(run, start), run.grid["pipeline"].rank
 
@@ -102,7 +102,7 @@ def _train_part(run: Run, start: Start, here: int, spent: float) -> Start | Outc
     try:
         found = _loaded(run, start, ready)
         if found is not None and start.load == "all" and found.progress is not None and found.step != start.at:
-            # The newest step is damaged. The older one may be of another part, or of before some options changed.
+            # The newest step is damaged. The older one may be of another part, or from before a change of options.
             return replace(counted_from(run, start, found), steps=[found.step])
         row = _announce(run, start, part, ready, found) if start.first is None else None
         if start.first is not None:
@@ -124,9 +124,9 @@ def _train_part(run: Run, start: Start, here: int, spent: float) -> Start | Outc
 
 
 def _part_from(run: Run, start: Start) -> Part:
-    """Return the part to build: when a job begins, that of the last step, which may owe its row and a validation.
+    """Return the part to build: when a job begins, the part of the last step, which may owe its row and a validation.
 
-    Where options have changed after it, or these ranks cannot train it any more, the part of the next step.
+    Later in a job, after a change of options, or if these ranks cannot train that part: the part of the next step.
     """
     course = Course(run.config, start.history)
     part, behind = course.trained(start.at), course.part(start.at)
@@ -140,7 +140,7 @@ def _part_from(run: Run, start: Start) -> Part:
 
 
 def _loaded(run: Run, start: Start, ready: Ready) -> Manifest | None:
-    """Load the state with which the part that is built begins, on all ranks; None: it begins with nothing."""
+    """Load the state with which a built part begins, on all ranks; return its manifest, or None without one."""
     kernels = dict.fromkeys((ready.ops.name, ready.trainer.engine.ops.name))  # the device's, and the update's
     names = run.gather(" and ".join(kernels))
     run.agree(lambda: check_kernels(names))
@@ -149,10 +149,10 @@ def _loaded(run: Run, start: Start, ready: Ready) -> Manifest | None:
 
 
 def _announce(run: Run, start: Start, part: Part, ready: Ready, found: Manifest | None) -> dict[str, Any] | None:
-    """Write to the folder what is trained now, if anything is, and say it.
+    """Write the config and the plan to the folder, if anything is trained, and print the run's first lines.
 
     Returns:
-        the metrics row of the step to go on from, which a killed job did not write; None: it is there.
+        the metrics row of the step that the run resumes from, if a killed job did not write it; else None.
     """
     folder, own_step = run.folder, found.step if found is not None and start.own else 0
     due = found is not None and ready.trainer.validates(found.step)
@@ -165,7 +165,7 @@ def _announce(run: Run, start: Start, part: Part, ready: Ready, found: Manifest 
         if trains:
             dump(run.config, folder.config)
             ready.planned.write(folder.plan)
-            if (output := job_output()) is not None:  # of a batch job: it gets a name in the run's folder
+            if (output := job_output()) is not None:  # a batch job's output gets a link in the run's folder
                 with suppress(OSError):
                     folder.log(0).with_name(f"slurm-{job_id()}.out").symlink_to(output.resolve())
         return row

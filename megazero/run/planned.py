@@ -1,6 +1,6 @@
-"""Compare what a run holds with its plan: plan.json before its first step, a line after its second.
+"""Compare a run's memory with its plan: plan.json before the first step, a line after the second.
 
-The plan is handed to the run: what trains does not compute it (`tools/training/plans.py` does).
+The run gets its plan from its caller (`tools/training/plans.py` computes it).
 """
 
 import logging
@@ -19,10 +19,10 @@ from megazero.kernels import reference
 from megazero.kernels.operations import Operations
 from megazero.observe.sinks import warn
 
-# Less is working memory that a plan leaves out: pieces of the gradient norm, numbers for each token of the loss.
+# Smaller differences are working memory that a plan leaves out: pieces of the gradient norm, token losses.
 _NOTABLE_BYTES = 32 * 2**20
 _NOTABLE_SHARE = 0.10
-NOT_PLANNED = ("staging", "checkpoint", "host_staging")  # of fixed size, or not there in a step
+NOT_PLANNED = ("staging", "checkpoint", "host_staging")  # of fixed size, or not held in a step
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Planned:
     Attributes:
         text: the content of plan.json: memory and traffic of every rank of the pipeline.
         held: planned bytes on the device, by the categories of the ledger.
-        savings: returns the bytes that each unused option would save, by the option.
+        savings: returns the bytes that each unused option would save, by its name.
     """
 
     text: str
@@ -40,24 +40,24 @@ class Planned:
     savings: Callable[[], dict[str, int]]
 
     def write(self, path: Path) -> None:
-        """Write plan.json; warn where it cannot be written."""
+        """Write plan.json; warn if it cannot be written."""
         try:
             replace_file(path, self.text.encode())
         except OSError as error:
             warn(f"no plan: {error}")
 
 
-# From the config of a part, a rank of the pipeline, and whether kernels are fused (`fuses`).
+# (config of a part, rank of the pipeline, whether kernels are fused, see `fuses`) -> plan
 Planner = Callable[[Config, int, bool], Planned]
 
 
 def fuses(ops: Operations) -> bool:
-    """Return whether kernels of norms and activations make no copies of their own."""
+    """Return whether the kernels of norms and activations make no additional copies."""
     return ops.swiglu is not reference.swiglu
 
 
 def compare(planned: Planned, grid: Grid, activations: int) -> None:
-    """Report what this rank holds next to its plan; warn where that is far off.
+    """Report this rank's memory next to its plan; warn if the two differ much.
 
     Args:
         activations: the most bytes that a step has allocated.
@@ -72,11 +72,11 @@ def compare(planned: Planned, grid: Grid, activations: int) -> None:
         both = f"{megabytes(held.get(worst, 0))} for {megabytes(expected.get(worst, 0))}"
         warn(f"{line}; most of it {worst}, {both}")
     elif grid["world"].rank == 0:
-        with HEART.paused(), suppress(OSError, ValueError):  # a reader that is gone
+        with HEART.paused(), suppress(OSError, ValueError):  # the reader may be gone
             print(line, flush=True)
 
 
 def measured(ledger: Ledger, activations: int) -> dict[str, int]:
-    """Return the bytes on the device by the categories of a plan."""
+    """Return the bytes on the device, by the categories of a plan."""
     held = {name: size.now for name, size in ledger.bytes.items() if not name.startswith(("host_", "nvme_"))}
     return {name: size for name, size in held.items() if name not in NOT_PLANNED} | {"activations": activations}

@@ -1,8 +1,8 @@
-"""Find where a run starts from: rank 0 finds it for all ranks, which read and verify it.
+"""Find the start of a run: rank 0 finds it for all ranks, which read and verify it.
 
 `checkpoint.resume` is `none`, `auto` (this run's own folder; a run that has saved nothing yet begins), or a path: of
-another run, which goes on from its newest whole step, or of one step, which is that one or none. What is taken of it
-is `run/loading.py`.
+another run, whose newest whole step is used, or of one step, which must be whole. `run/loading.py` says what is loaded
+from the step.
 """
 
 import contextlib
@@ -26,19 +26,19 @@ from megazero.run.run import Run
 
 @dataclass(frozen=True)
 class Start:
-    """The place where a run, or a part of it, starts from; the same on all ranks.
+    """The start of a run or of a part of it; equal on all ranks.
 
     Attributes:
         word: identifies this job, from its lock.
-        run: id of the run, the word of the job that began it.
-        source: folder of the steps to start from.
+        run: the id of the run, which is the word of the job that began it.
+        source: the folder of the steps to start from.
         steps: the steps there, newest first; none: the run begins.
-        own: they are this run's.
-        load: what is taken of them (`checkpoint.load`); of steps that this run has trained itself, all.
-        at: steps done before; of several steps in the folder, by the newest one that can be read.
-        history: of changed options, with what `--allow-change` lets change now (`run/history.py`).
-        data: the digest of its data, where other data are allowed; None: they are not.
-        first: steps done before this job; None: it has not begun to train.
+        own: whether the steps are this run's.
+        load: what is loaded from them (`checkpoint.load`); "all" for steps that this run has trained itself.
+        at: the steps done before, according to the newest step that can be read.
+        history: the changes of options, with those that `--allow-change` permits here (`run/history.py`).
+        data: the digest of the data before this start, if other data are permitted; else None.
+        first: the steps done before this job; None: the job has not begun to train.
     """
 
     word: str
@@ -54,16 +54,16 @@ class Start:
 
     @property
     def store(self) -> Store:
-        """Return the folder of the steps."""
+        """Return the store of the steps."""
         return Store(Path(self.source), self.word)
 
 
 def find_start(run: Run) -> Start:
-    """Return what rank 0 finds, once the folder is its own; every rank calls it.
+    """Return the start that rank 0 finds, after it has locked the folder. Every rank calls it.
 
     Raises:
-        UserError: 402, there is nothing to go on from; 413, the folder has steps of another run than the one to go on
-            from, or steps that `load` would begin again; 120, fewer steps than are done.
+        UserError: 402, there is nothing to resume from; 413, the folder has steps of a run that did not begin at the
+            path given, or steps that `load` would begin again; 120, run.steps is less than the steps done.
     """
 
     def found() -> dict[str, Any]:
@@ -77,10 +77,10 @@ def find_start(run: Run) -> Start:
 
 
 def counted_from(run: Run, start: Start, manifest: Manifest | None) -> Start:
-    """Return a start with the steps done and the history that the config has after a step.
+    """Return a start with the steps done, and with the history of the config, after a step.
 
     Args:
-        manifest: of the step; None: there is none.
+        manifest: the manifest of the step; None: there is no step.
     """
     if manifest is None or manifest.progress is None or start.load != "all":
         return start
@@ -102,7 +102,7 @@ def _found(run: Run, resume: str, load: str) -> Start:
         if not any(manifest.config.get("checkpoint.resume") == resume for manifest in manifests(own, mine)):
             what = f"holds step {mine[0]} already, of a run that did not begin at {resume}"
             raise UserError(413, what, "give another run.dir", where=own.folder)
-        store, steps, is_own, load = own, mine, True, "all"  # it has begun there, and goes on here
+        store, steps, is_own, load = own, mine, True, "all"  # it began at that path, and resumes here
     elif is_own and steps and load != "all":
         load = _load_of_own(own, steps, resume, load)
     id_ = next((manifest.run for manifest in manifests(store, steps)), word) if is_own else word
@@ -123,10 +123,10 @@ def _asked_for(path: Path, own: Store) -> tuple[Store, list[int]]:
 
 
 def _load_of_own(own: Store, steps: Sequence[int], resume: str, load: str) -> str:
-    """Return what to take of this run's own steps: all, or what was asked for of an import that has not been trained.
+    """Return what to load from this run's own steps: all, or `load` if they are an import that was not trained.
 
     Raises:
-        UserError: 413, it would begin this run again, over its own steps.
+        UserError: 413, `load` would begin this run again, over its own steps.
     """
     found = list(manifests(own, steps))
     if all(manifest.progress is None for manifest in found):
@@ -139,22 +139,22 @@ def _load_of_own(own: Store, steps: Sequence[int], resume: str, load: str) -> st
 
 
 def manifests(store: Store, steps: Sequence[int]) -> Iterator[Manifest]:
-    """Yield the manifests of steps that can be read."""
+    """Yield the manifests of steps, without those that cannot be read."""
     for step in steps:
         with contextlib.suppress(UserError):
             yield read_manifest(store.path(step))
 
 
 def owed_row(metrics: Path, found: Manifest | None, *, own: bool, validates: bool) -> dict[str, Any] | None:
-    """Cut rows after the step to go on from out of metrics.jsonl, and return that step's row where the file lacks it.
+    """Remove the rows after the resumed step from metrics.jsonl, and return that step's row if the file lacks it.
 
-    A job that was killed between the commit of a step and its row has left the row in the step's manifest only; one
-    that was stopped has had no time to validate the step.
+    A job that was killed between the commit of a step and its row has left the row only in the step's manifest. A job
+    that was stopped may have had no time to validate the step: then its row is removed and returned too.
 
     Args:
-        found: the manifest of the step to go on from; None: the run begins.
-        own: the step is this run's.
-        validates: that step is to be validated.
+        found: the manifest of the step to resume from; None: the run begins.
+        own: whether the step is this run's.
+        validates: whether the step is to be validated.
 
     Raises:
         UserError: 406, metrics.jsonl is damaged.
@@ -178,15 +178,15 @@ def owed_row(metrics: Path, found: Manifest | None, *, own: bool, validates: boo
 def load(
     run: Run, start: Start, holdings: Sequence[ShardState], check: Callable[[Manifest, Path], None]
 ) -> Manifest | None:
-    """Load the newest whole step, or what is taken of it, into all ranks' tensors; return None where there is none yet.
+    """Load the newest whole step, or a part of it, into all ranks' tensors; return its manifest, or None without steps.
 
-    Every rank calls it. Steps of this run that are damaged are put aside, so that it can reach them again.
+    Every rank calls it. Damaged steps of this run are put aside, so that the run can save them again.
 
     Args:
-        check: refuses the manifest of a folder that is not of this run.
+        check: refuses the manifest, in its folder, of a checkpoint that does not fit this run.
 
     Raises:
-        UserError: of `check`; 411, none is whole; 413, this run has newer steps than the one asked for.
+        UserError: from `check`; 411, no step is whole; 413, this run has newer steps than the one asked for.
     """
     if not start.steps:
         return None

@@ -1,4 +1,4 @@
-"""What a rank knows of the run it trains: the config, the folder, and the other ranks."""
+"""Define a run as one of its ranks sees it: the config, the folder, and the other ranks."""
 
 import json
 from collections.abc import Callable
@@ -27,12 +27,12 @@ class Run:
     Attributes:
         config: resolved, with a micro-batch; stages are laid over it (`config/stages.py`).
         grid, device: the ranks, and the device of this one.
-        folder: of the run.
+        folder: the folder of the run.
         lock: the lock of that folder; rank 0 holds it.
-        signals: that have come to this rank.
-        plan: gives the plan of a part of the run.
-        homes: how the places are opened where a config may let values rest, beyond the device and the host.
-        name: of the config.
+        signals: the signals that this rank got.
+        plan: returns the plan of a part of the run.
+        homes: opens the places, beyond device and host, where a config may let values rest.
+        name: the name of the config.
         allowed: options and sections that `--allow-change` names.
     """
 

@@ -41,17 +41,17 @@ from megazero.run.words import ending, say, sharing
 def run_training(
     config: Config, name: str, place: RankContext, plan: Planner, homes: Homes, allowed: Sequence[str] = ()
 ) -> int:
-    """Run one rank's part of a run, from meeting the others to the files; return the exit code.
+    """Run one rank of a run, from its connection to the others to the files; return the exit code.
 
     Args:
         config: with a micro-batch.
-        name: the config's; the run's folder is `runs/<name>` unless run.dir says otherwise.
-        plan: gives the plan of a part of the run.
-        homes: how the places are opened where values may rest, beyond the device and the host.
-        allowed: options and sections that may be others than in the checkpoint that the run goes on from.
+        name: the name of the config; the run's folder is `runs/<name>` unless run.dir says otherwise.
+        plan: returns the plan of a part of the run.
+        homes: opens the places, beyond device and host, where values may rest.
+        allowed: options and sections that may differ from the checkpoint that the run resumes from.
 
     Raises:
-        UserError: whatever is wrong with the folder, the data, or the numbers.
+        UserError: a fault of the folder, the data, or the numbers.
         CollectiveError: another rank does not answer.
     """
     world = place.world
@@ -76,14 +76,14 @@ def run_training(
 
 
 def _train(run: Run, place: RankContext) -> int:
-    """Make the folder this job's, open the logs, and train; return the exit code."""
+    """Create and lock the folder, open the logs, and train; return the exit code."""
     folder = run.folder
     resumes = run.config.checkpoint.resume != "none"
 
     def create() -> str | None:
         with place.signals.held():
             dead = folder.create(run.lock, resume=resumes) if run.is_first else None
-            place.status_slot.now(0, BUILD)  # from here on the folder tells of what happens to the run
+            place.status_slot.now(0, BUILD)  # from here on the folder shows what happens to the run
             return dead
 
     dead = run.agree(create)
@@ -96,7 +96,7 @@ def _train(run: Run, place: RankContext) -> int:
 
 
 def _train_in(run: Run, place: RankContext) -> int:
-    """Train in the folder of a run, which is this job's; return the exit code."""
+    """Train in the folder of a run, which this job has locked; return the exit code."""
     began, folder, log = time.monotonic(), run.folder, logging.getLogger("megazero")
     if place.world.shares_gpus:
         log.info(line := sharing(place.world, run.grid))
@@ -113,14 +113,14 @@ def _train_in(run: Run, place: RankContext) -> int:
     except BaseException as error:
         log.error("%s: %s", type(error).__name__, error)
         raise
-    # A job that was killed after its last save has left some of this undone.
+    # A job that was killed after its last save may have left some of this undone.
     if ran.first < ran.done or run.from_first(lambda: not folder.ledger.exists()):
         write_ledger(folder, run.grid, run.device)
     return _ended(run, ran, time.monotonic() - began)
 
 
 def _ended(run: Run, ran: Outcome, seconds: float) -> int:
-    """Draw what was trained, and say how a job has ended; return the exit code."""
+    """Draw the loss curve, and print how a job has ended; return the exit code."""
     folder, steps, trained = run.folder, run.config.run.steps, ran.first < ran.done
     stopped = ran.reason if ran.done < steps or ran.owes else None
     if stopped is not None and stopped.exit_code == REQUEUE and not trained:
@@ -144,7 +144,7 @@ def _say(run: Run, text: str) -> None:
 
 
 def _draw(folder: RunFolder) -> None:
-    """Draw the loss curve; warn where that fails, because the weights are safe."""
+    """Draw the loss curve; only warn if that fails, because the weights are safe."""
     try:
         with doing("drawing the loss curve"):
             draw_loss(read_rows(folder.metrics), folder.loss_plot)

@@ -1,4 +1,4 @@
-"""Say what a run is when it begins, and what it has done at its end."""
+"""Describe a run when it begins, and its results when it ends."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -33,10 +33,10 @@ _SCHEDULE = [f"schedule.{key}" for key in LrSchedule.model_fields]
 
 
 def beginning(run: Run, start: Start, part: Part, ready: Ready, found: Manifest | None) -> Iterator[str]:
-    """Yield the run's first lines: what is trained, on what and where to, then what is placed where.
+    """Yield the run's first lines: what is trained, on which data and into which folder, then what rests where.
 
     Args:
-        found: the manifest of what it begins with; None: with nothing.
+        found: the manifest of the checkpoint that it begins with; None: it begins without one.
     """
     config, grid, course = part.config, run.grid, ready.data.course
     steps = ", then ".join(f"{size:,}" for size, _ in groupby(each.tokens_per_step for each in course.parts))
@@ -56,7 +56,7 @@ def beginning(run: Run, start: Start, part: Part, ready: Ready, found: Manifest 
 
 
 def _other_rate(config: Config, course: Course, found: Manifest) -> Iterator[str]:
-    """Yield a line where the next step has another learning rate than with the options of its checkpoint."""
+    """Yield a line if the next step has another learning rate than with the options of its checkpoint."""
     assert found.progress is not None, "a run that goes on"
     theirs, keys = saved_options(found), ("run.steps", "optimizer.lr", "stages", *_SCHEDULE)
     changes = [{"step": found.step, "key": key, "from": theirs.get(key)} for key in keys]
@@ -69,11 +69,11 @@ def _other_rate(config: Config, course: Course, found: Manifest) -> Iterator[str
 
 
 def next_part(before: Part, part: Part, of: int) -> str:
-    """Return the line with which a part of a run begins.
+    """Return the line that is printed when a part of a run begins.
 
     Args:
         before: the part that has ended.
-        of: the steps of the run.
+        of: the number of steps of the run.
     """
     old, new = flatten(before.config), flatten(part.config)
     other = [f"{key} {spelt(old[key])} -> {spelt(new[key])}" for key in new if old[key] != new[key]]
@@ -82,13 +82,13 @@ def next_part(before: Part, part: Part, of: int) -> str:
 
 
 def say(text: str) -> None:
-    """Print to whoever watches; without a reader (`| head`) the run goes on, for its files are what counts."""
+    """Print a text. Without a reader (`| head`) the run goes on, because its files are what counts."""
     with HEART.paused(), contextlib.suppress(OSError, ValueError):
         print(text, flush=True)
 
 
 def _tokenizer(config: Config, ready: Ready) -> str:
-    """Return which tokenizer a run has, in words."""
+    """Describe the tokenizer of a run."""
     if ready.tokenizer is None:
         return "none: ids alone"
     told = ", which changes text: bits per byte are of the text's own bytes, where the data's origin is known"
@@ -96,7 +96,7 @@ def _tokenizer(config: Config, ready: Ready) -> str:
 
 
 def doubts(start: Start, part: Part, ready: Ready, found: Manifest | None) -> Iterator[str]:
-    """Yield a warning for each thing that is accepted, and is probably not meant."""
+    """Yield a warning for each setting that is accepted but probably not intended."""
     config = part.config
     if found is not None and (said := doubt(found, start, ready.about)):
         yield said
@@ -113,10 +113,10 @@ def doubts(start: Start, part: Part, ready: Ready, found: Manifest | None) -> It
 
 
 def ending(scores: Mapping[str, Score], folder: RunFolder, seconds: float) -> str:
-    """Return the last lines of a run that has come to its end.
+    """Return the last lines of a completed run.
 
     Args:
-        scores: of the last validation, by the name of a set.
+        scores: the scores of the last validation, by the name of a set.
     """
     lines = [f"done in {clock_text(seconds)}"]
     for name, score in scores.items():

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: lists of actions that can be printed, parsed, lowered, simulated and drawn. No torch."""
+"""Pipeline schedules as data: lists of actions that can be printed, lowered, simulated and drawn. Imports no torch."""

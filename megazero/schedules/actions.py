@@ -1,16 +1,17 @@
-"""A pipeline schedule is a list of actions for each rank.
+"""Define pipeline schedules: a list of actions for each rank.
 
-An action is what one rank does with one micro-batch of one stage. It prints as stage, kind, micro-batch:
+An action is one operation of one rank on one micro-batch in one stage. It prints as stage, kind, micro-batch:
 
     2F5            forward of micro-batch 5 in stage 2
-    2B5            its backward: gradients of the stage's input and of its weights
-    2I5  2W5       the same in two parts, which need not follow each other (Qi et al. 2023, arXiv 2401.10241, section 2)
-    2SEND_F5       its output goes to stage 3               3RECV_F5   where that comes from stage 2
-    2SEND_B5       the gradient of its input, to stage 1    1RECV_B5   where that comes from stage 2
-    2REDUCE7       gradients that the stage has so far go to where the optimizer state is
-    0TIE7          the gradient of a weight that the first and the last stage share is summed over both
+    2B5            its backward: gradients of the stage's input and weights
+    2I5  2W5       its backward in two parts, for input and weights; other actions may run in between
+                   (Qi et al. 2023, arXiv 2401.10241, section 2)
+    2SEND_F5       stage 2 sends its output to stage 3              3RECV_F5   stage 3 posts the receive
+    2SEND_B5       stage 2 sends its input's gradient to stage 1    1RECV_B5   stage 1 posts the receive
+    2REDUCE7       the stage's gradients, up to micro-batch 7, are reduced to the owners of the optimizer state
+    0TIE7          the gradient of a weight shared by the first and the last stage is summed over both
 
-What one stage computes comes in the order of micro-batches, so what goes from one stage to another does too.
+A stage processes micro-batches in order, so messages between two stages are in this order too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,12 +34,12 @@ class Kind(Enum):
     REDUCE = "REDUCE"
     TIE = "TIE"
 
-    __hash__ = object.__hash__  # members are unique, and hashed a million times where a step is checked
+    __hash__ = object.__hash__  # members are unique; Enum's own hash is slow for the million lookups of a check
 
 
-# The kinds that compute; others send or receive.
+# The kinds that compute; the others communicate.
 COMPUTE = F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
-# The message that a computation waits for, and that it makes; how many stages away its other end is.
+# The receive before, or the send after, a computation; and the offset of the other side's stage.
 RECEIVES = {F: (Kind.RECEIVE_FORWARD, -1), B: (Kind.RECEIVE_BACKWARD, 1), I: (Kind.RECEIVE_BACKWARD, 1)}
 SENDS = {F: (Kind.SEND_FORWARD, 1), B: (Kind.SEND_BACKWARD, -1), I: (Kind.SEND_BACKWARD, -1)}
 
@@ -61,9 +62,9 @@ class Schedule:
 
     Attributes:
         name: the kind of schedule.
-        micro_batches: their number in the step, m.
-        rank_of: of each stage the rank that computes it.
-        ranks: of each rank its actions.
+        micro_batches: number of micro-batches in the step, m.
+        rank_of: for each stage, the rank that computes it.
+        ranks: for each rank, its actions.
     """
 
     name: str
@@ -81,19 +82,19 @@ class Schedule:
         return [stage for stage, where in enumerate(self.rank_of) if where == rank]
 
     def crosses(self, stage: int, other: int) -> bool:
-        """Return whether what goes from a stage to another, which there may not be, goes to another rank."""
+        """Return True if stage `other` exists and is on another rank than `stage`."""
         return 0 <= other < self.num_stages and self.rank_of[other] != self.rank_of[stage]
 
     def first(self, micro_batches: int) -> "Schedule":
-        """Return the schedule of the first `micro_batches` only, in the same order."""
+        """Return the schedule with only the first `micro_batches` micro-batches, in unchanged order."""
         return replace(self.only(lambda action: action.micro_batch < micro_batches), micro_batches=micro_batches)
 
     def forward_only(self) -> "Schedule":
-        """Return the schedule of validation: without the actions of backward, for which no others wait."""
+        """Return the schedule of validation, without backward; no forward action depends on a backward one."""
         return self.only(lambda action: action.kind in (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD))
 
     def only(self, wanted: Callable[[Action], bool]) -> "Schedule":
-        """Return the schedule with the wanted actions only."""
+        """Return the schedule with only the wanted actions."""
         return replace(self, ranks=tuple(tuple(filter(wanted, actions)) for actions in self.ranks))
 
     def __str__(self) -> str:
@@ -112,9 +113,9 @@ def backwards(stage: int, micro_batches: Iterable[int]) -> Iterator[Action]:
 
 
 def before_forward(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
-    """Return (stage, micro-batch) of a rank's backwards after which a forward of the same stage comes next.
+    """Return (stage, micro-batch) of a rank's backwards whose next pass is a forward of the same stage.
 
-    Weight gradients may be computed between the two.
+    Weight gradients in between do not count as a pass.
     """
     passes = [a for a in actions if a.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)]
     pairs = ((a, b) for a, b in pairwise(passes) if a.kind is not Kind.FORWARD and b.kind is Kind.FORWARD)

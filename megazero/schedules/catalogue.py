@@ -1,19 +1,19 @@
-"""The schedules: which rank computes what, in which order.
+"""Generate the schedules: the order of computations on each rank.
 
-There are p ranks, m micro-batches, v stages (chunks) on each rank.
+There are p ranks, m micro-batches, and v stages (chunks) on each rank; r is a rank.
 
     gpipe         all forwards, then all backwards                       Huang et al. 2018, arXiv 1811.06965
-    1f1b          one forward, one backward, after p - r forwards        Narayanan et al. 2021, arXiv 2104.04473, 2.2.1
-    interleaved   the same with v stages on each rank, v (p - 1) / v     ibid. 2.2.2
+    1f1b          p - 1 - r forwards, then one forward, one backward     Narayanan et al. 2021, arXiv 2104.04473, 2.2.1
+    interleaved   1f1b with v stages on each rank, 1/v of its bubble     ibid. 2.2.2
     zb-h1         1f1b with backward split in two: the weights' part     Qi et al. 2023, arXiv 2401.10241, 2.3
                   fills the waits at the end
     zb-v          two stages on each rank, down the ranks and up again,  Qi et al. 2024, arXiv 2405.15362, 3
                   backward split in two
 
-Bubbles and memory of each are in `simulate.py`'s tests, compared with the papers' formulas.
+The tests of `simulate.py` compare the bubble and memory of each with the papers' formulas.
 
-All take any number of micro-batches: interleaved and zb-v are made for the next number that they are regular for, and
-the micro-batches that do not exist are left out, which keeps every order intact.
+All schedules accept any m: interleaved and zb-v are generated for the next larger regular m, and the actions of
+micro-batches that do not exist are removed, which keeps the order of all others.
 """
 
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ from megazero.schedules.actions import Action, B, F, I, Kind, Schedule, W, backw
 
 
 def gpipe(p: int, m: int) -> Schedule:
-    """Return the schedule of all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
+    """Return the schedule of all forwards, then all backwards."""
     ranks = tuple((*forwards(r, range(m)), *backwards(r, range(m))) for r in range(p))
     return Schedule("gpipe", m, tuple(range(p)), ranks)
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """Return the schedule of one forward, one backward (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+    """Return the schedule that alternates one forward and one backward after a warm-up of forwards."""
 
     def rank(r: int) -> Iterator[Action]:
         ahead = min(p - 1 - r, m)
@@ -43,9 +43,9 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
 
 def interleaved(p: int, m: int, v: int) -> Schedule:
-    """Return the schedule whose micro-batches go through the stages in groups of p.
+    """Return the schedule in which groups of p micro-batches go through the stages.
 
-    So p go through a rank's first chunk, p through its second, and so on.
+    A rank runs p micro-batches in its first chunk, then these p in its second chunk, and so on.
     """
     regular = -(-m // p) * p
     total = regular * v
@@ -69,9 +69,9 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """Return the schedule in which rank r does the weights' part of backward r micro-batches late.
+    """Return the schedule in which rank r delays the weights' part of backward by r micro-batches.
 
-    That is as many more as it has fewer forwards under way.
+    Compared with rank 0 it has r fewer forwards in flight, so all ranks keep activations of equally many micro-batches.
     """
 
     def rank(r: int) -> Iterator[Action]:
@@ -91,7 +91,7 @@ def zb_h1(p: int, m: int) -> Schedule:
 def zb_v(p: int, m: int) -> Schedule:
     """Return the schedule in which rank r has stages r and 2 p - 1 - r.
 
-    So the first rank has the loss too, and begins backward at once.
+    So the first rank also computes the loss, and begins backward at once.
     """
     regular = max(m, 2 * p - 1)
 
@@ -127,7 +127,7 @@ def zb_v(p: int, m: int) -> Schedule:
 
 
 def make(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
-    """Return the schedule that a config names."""
+    """Return the schedule of this name (`pipeline.schedule`)."""
     if name == "interleaved":
         return interleaved(ranks, micro_batches, chunks)
     return {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-v": zb_v}[name](ranks, micro_batches)

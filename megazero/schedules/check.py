@@ -1,14 +1,14 @@
-"""Check a schedule against what every schedule has to keep, and that it ends, before anything runs.
+"""Check, before anything runs, that a schedule is complete, in order and free of deadlocks.
 
-A rank does its actions in order. An action is done when the rank comes to it and what it needs is there:
+A rank runs its actions in order. An action runs when the rank reaches it and its dependencies are done:
 
     sF m         the output of stage s - 1            sI m, sB m         sF m, and the gradient from stage s + 1
-    sW m         sI m                                 sSEND, sREDUCE     what is sent or reduced
+    sW m         sI m                                 sSEND, sREDUCE     the pass that computes the values
     sTIE m       sREDUCE m
 
-With transfers in the lists a message is there when it was sent and its receive has been posted. Sending and posting
-never wait, so only these dependencies can hold a rank up, and one pass over them decides: either every action is done,
-or the ranks that are left each wait for something that will never be there.
+If the lists have transfers, a message has arrived when it was sent and its receive has been posted. Sends and posts
+never block, so only these dependencies can make a rank wait. One simulation of them decides: either every action runs,
+or each remaining rank waits for an action that never runs.
 """
 
 from collections import Counter
@@ -25,26 +25,26 @@ _AFTER = {
     Kind.REDUCE: (B, W),
     Kind.TIE: (Kind.REDUCE,),
 }
-_SPARSE = (Kind.REDUCE, Kind.TIE)  # not done for every micro-batch
+_SPARSE = (Kind.REDUCE, Kind.TIE)  # these need not occur for every micro-batch
 
-_Need = tuple[int, tuple[Kind, ...]]  # a stage, and the kinds of which one must have been done for the micro-batch
+_Need = tuple[int, tuple[Kind, ...]]  # (stage, kinds): one of the kinds must be done for the micro-batch
 
 
 class ScheduleError(ValueError):
-    """An error of a schedule that would not end, or not compute the gradient; its text has all lists of actions."""
+    """The error of a schedule that would deadlock or is incomplete; its text contains all lists of actions."""
 
 
 def check(schedule: Schedule) -> None:
-    """Check a schedule. Raises ScheduleError: the culprit, and the lists."""
+    """Check a schedule. Raises ScheduleError, which names the faulty action and contains the lists."""
     for _ in played(schedule):
         pass
 
 
 def played(schedule: Schedule) -> Iterator[tuple[int, Action, list[tuple[int, Kind]]]]:
-    """Yield (rank, action, the stage and kind of all that it needs) in an order in which actions can be done.
+    """Yield (rank, action, [(stage, kind) of its dependencies]) in an executable order.
 
     Raises:
-        ScheduleError: an action is missing, done twice or in another order than micro-batches come, or waits for ever.
+        ScheduleError: an action is missing, duplicate, not in the order of micro-batches, or waits for ever.
     """
     _check_lists(schedule)
     sends = any(action.kind is Kind.SEND_FORWARD for actions in schedule.ranks for action in actions)
@@ -77,7 +77,7 @@ def played(schedule: Schedule) -> Iterator[tuple[int, Action, list[tuple[int, Ki
 
 
 def _needs(schedule: Schedule, action: Action, sends: bool) -> Iterator[_Need]:
-    """Yield what an action needs.
+    """Yield the dependencies of an action.
 
     Args:
         sends: the lists have transfers.
@@ -96,9 +96,9 @@ def _needs(schedule: Schedule, action: Action, sends: bool) -> Iterator[_Need]:
 
 
 def _check_lists(schedule: Schedule) -> None:
-    """Check that each stage does each micro-batch once, in order, on its rank; backward whole, or in two parts."""
+    """Check that each stage runs each micro-batch once, in order, on its rank, with backward whole or in two parts."""
     for rank, actions in enumerate(schedule.ranks):
-        seen: Counter[tuple[int, Kind]] = Counter()  # how many have been done, and of the sparse ones the last, plus 1
+        seen: Counter[tuple[int, Kind]] = Counter()  # the last micro-batch done, plus 1
         for place, action in enumerate(actions):
             stage, kind, m = action.stage, action.kind, action.micro_batch
             if not (stage < schedule.num_stages and schedule.rank_of[stage] == rank):

@@ -1,7 +1,7 @@
 """Draw a timeline: a row for each rank, a box for each computation.
 
-Forward, the two parts of backward and whole backwards have a colour each, darker in later chunks of a rank; the number
-is the micro-batch. What is white is the bubble.
+Colours show forward and backward or its two parts, darker in later chunks of a rank; numbers are micro-batches. White
+areas are the bubble.
 """
 
 from pathlib import Path
@@ -11,17 +11,17 @@ from megazero.base.picture import picture
 from megazero.schedules.actions import Kind, Schedule
 from megazero.schedules.simulate import Timeline
 
-BOXES = {  # the name of a kind, and its colours in the first chunk of a rank and in later ones
+BOXES = {  # kind: (name, colour in the first chunk of a rank, colour in later ones)
     Kind.FORWARD: ("forward", "#8fb8de", "#4f86bd"),
     Kind.BACKWARD: ("backward", "#a9d18e", "#6fa84f"),
     Kind.BACKWARD_INPUT: ("backward: input", "#a9d18e", "#6fa84f"),
     Kind.BACKWARD_WEIGHT: ("backward: weights", "#f2c879", "#d99f3b"),
 }
-_MOST_NUMBERS = 600  # boxes; more could not be read
+_MOST_NUMBERS = 600  # boxes; with more, numbers would not be readable
 
 
 def draw(schedule: Schedule, timeline: Timeline, path: Path) -> None:
-    """Write an SVG or PNG, by the path's suffix. Raises OSError."""
+    """Write the timeline as SVG or PNG, by the path's suffix. Raises OSError."""
     with picture(path, 14, 0.9 + 0.45 * len(timeline.ranks)) as figure:
         _draw_on(figure.add_subplot(), schedule, timeline)
 

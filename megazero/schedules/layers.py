@@ -1,17 +1,17 @@
-"""Cut the model into stages, which blocks belong to which, and lower a schedule to what every rank does.
+"""Split the model's layers into pipeline stages, and lower a schedule to the actions of every rank.
 
-Blocks are alike, the ends are not: the first stage has the embedding too, the last the final norm and the output
-projection, which costs about as much as V / (12 h) blocks. Every stage has at least one block, and each further block
-goes to the rank that has least to do, there to the stage that has least. For blocks of equal cost that makes the
-busiest rank's work as small as it can be.
+Blocks have equal cost, but the first stage also has the embedding, and the last one the final norm and the output
+projection, which costs about as much as V / (12 h) blocks. Every stage has at least one block; each further block goes
+to the rank with the least work, and there to the stage with the least. For blocks of equal cost this minimises the work
+of the busiest rank.
 
 Lowering adds to a schedule
 
-    add_transfers     sends after what makes a message, receives posted one computation before they are needed
-    add_reductions    gradients go to where the optimizer state is: once a step (ZeRO stages 0 and 1), or after each
-                      micro-batch (2 and 3); and the tied weight's gradient is summed over first and last stage
+    add_transfers     sends after the pass that computes a message; receives posted one computation before their use
+    add_reductions    reductions of gradients to the owners of the optimizer state, once a step (ZeRO stages 0 and 1) or
+                      after each micro-batch (2 and 3), and the sum of a tied weight's gradient over both end stages
 
-What forward and backward gather first (stage 3) belongs to the parts of the model (`zero/hooks.py`), not to a schedule.
+All-gathers of parameters (stage 3) belong to the model's layers (`zero/hooks.py`), not to a schedule.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ from megazero.schedules.check import check
 
 @dataclass(frozen=True)
 class Layers:
-    """The cut of a model into stages on the pipeline axis.
+    """The assignment of a model's layers to stages on the pipeline axis.
 
     Attributes:
         schedule, ranks, chunks: as in the config.
-        rank_of: of each stage its rank.
-        parts: of each stage the parts of the model's path: 0 is the embedding, the last the head.
+        rank_of: for each stage, its rank.
+        parts: for each stage, its range of the model's layers: 0 is the embedding, the last index the head.
     """
 
     schedule: str
@@ -40,24 +40,24 @@ class Layers:
     parts: list[range]
 
     def of_rank(self, rank: int) -> dict[int, range]:
-        """Return the stages of a rank, each with its parts of the path."""
+        """Return the stages of a rank, each with its range of layers."""
         return {stage: self.parts[stage] for stage, where in enumerate(self.rank_of) if where == rank}
 
 
 @cache
 def cut(schedule: str, ranks: int, chunks: int, blocks: int, head: float) -> Layers:
-    """Return the cut of a model of some blocks whose head costs as much as `head` of them."""
+    """Return the assignment for a model of `blocks` blocks whose head costs as much as `head` blocks."""
     rank_of = make(schedule, ranks, 1, chunks).rank_of
     return Layers(schedule, ranks, chunks, rank_of, split(blocks, rank_of, head))
 
 
 def split(blocks: int, rank_of: Sequence[int], head: float) -> list[range]:
-    """Return for each stage the parts of the model's path that it runs: 0 is the embedding, the last the head.
+    """Return for each stage the range of the model's layers that it runs: 0 is the embedding, the last the head.
 
     Args:
-        blocks: their number in the model; at least one for each stage.
-        rank_of: of each stage the rank that computes it.
-        head: what it costs, in blocks; the embedding costs nothing.
+        blocks: number of blocks in the model, at least one for each stage.
+        rank_of: for each stage, the rank that computes it.
+        head: cost of the head, in blocks; the embedding costs nothing.
     """
     stages = range(len(rank_of))
     assert blocks >= len(stages), f"{blocks} blocks in {len(stages)} stages: held by the config"
@@ -68,7 +68,7 @@ def split(blocks: int, rank_of: Sequence[int], head: float) -> list[range]:
     for stage, rank in enumerate(rank_of):
         work[rank] = work.get(rank, 0.0) + costs[stage]
     for _ in range(blocks - len(stages)):
-        # Of equals the last: earlier stages hold more micro-batches.
+        # Among equals take the last stage, because earlier stages keep more micro-batches.
         stage = min(reversed(stages), key=lambda k: (round(work[rank_of[k]], 6), round(costs[k], 6)))
         costs[stage] += 1
         work[rank_of[stage]] += 1
@@ -81,14 +81,14 @@ def split(blocks: int, rank_of: Sequence[int], head: float) -> list[range]:
 
 
 def lowered(layers: Layers, micro_batches: int, *, each: bool, tied: bool) -> Schedule:
-    """Return what every rank does in a step, proven to end.
+    """Return the actions of every rank in a step, checked for deadlocks.
 
     Args:
-        each: gradients are reduced after each micro-batch, not once a step.
+        each: reduce gradients after each micro-batch, not once a step.
         tied: the first and the last stage share a weight.
 
     Raises:
-        ScheduleError: it would not end; a fault of ours.
+        ScheduleError: the schedule would deadlock, which is a bug of megazero.
     """
     schedule = add_transfers(make(layers.schedule, layers.ranks, micro_batches, layers.chunks))
     schedule = add_reductions(schedule, each=each, tied=tied)
@@ -97,7 +97,7 @@ def lowered(layers: Layers, micro_batches: int, *, each: bool, tied: bool) -> Sc
 
 
 def add_transfers(schedule: Schedule) -> Schedule:
-    """Add the sends and receives; there are none between stages of one rank."""
+    """Add sends and receives between stages of different ranks."""
 
     def messages(action: Action, table: Mapping[Kind, tuple[Kind, int]]) -> Iterator[Action]:
         if action.kind in table:
@@ -117,17 +117,17 @@ def add_transfers(schedule: Schedule) -> Schedule:
 
 
 def add_reductions(schedule: Schedule, *, each: bool, tied: bool) -> Schedule:
-    """Add the reductions, after what a stage has to send.
+    """Add the reductions, each after the stage's pending sends.
 
     Args:
         each: reduce after every micro-batch, not only after the last.
-        tied: the first and the last stage share a weight; where they are on one rank, there is nothing to sum.
+        tied: the first and the last stage share a weight; if they are on one rank, there is nothing to sum.
     """
     last, ends = schedule.micro_batches - 1, (0, schedule.num_stages - 1)
     tied = tied and schedule.rank_of[ends[0]] != schedule.rank_of[ends[1]]
 
     def rank(actions: Sequence[Action]) -> Iterator[Action]:
-        waiting: list[Action] = []  # for the sends
+        waiting: list[Action] = []  # reductions to add after the sends
         ties: list[Action] = []
         for action in actions:
             if action.kind not in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):

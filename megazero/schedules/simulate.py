@@ -1,15 +1,16 @@
 """Simulate a schedule: compute its bubble and its memory.
 
-An action begins when its rank is free and what it needs is there (`check.py`). A message takes `transfer` from the end
-of what made it to the other rank.
+An action starts when its rank is free and its dependencies are done (`check.py`). A message arrives at the other rank
+`transfer` after the end of the pass that computed it.
 
     work       of a rank: the sum of its actions' durations
-    makespan   until the last rank has ended: what a step with a common end (the gradient norm) takes
-    span       the longest time from a rank's own first to its own last action: what a step costs where ranks need not
-               wait for each other at its end, as the zero-bubble papers count
-    bubble     (makespan - the most work) / the most work; without a common end (span - work) / work
+    makespan   time until the last rank has ended: a step's time if it has a common end (the gradient norm)
+    span       the longest time from a rank's first to its last action: a step's time if ranks need not wait for each
+               other at its end, as the zero-bubble papers count
+    bubble     (makespan - largest work) / largest work; without a common end (span - largest work) / largest work
 
-Peak live counts the micro-batches of one stage whose activations a rank holds: from forward to the end of backward.
+Peak live is the largest number of (stage, micro-batch) pairs whose activations a rank keeps, from forward to the end of
+backward.
 """
 
 from collections.abc import Sequence
@@ -21,20 +22,20 @@ from megazero.schedules.check import played
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a stage's actions, in any unit of time; a whole backward takes `input + weight`."""
+    """The durations of a stage's actions, in any unit of time; a whole backward takes `input + weight`."""
 
     forward: float = 1
     input: float = 1
     weight: float = 1
 
     def of(self, kind: Kind) -> float:
-        """Return the time of an action of a kind."""
+        """Return the duration of a kind of action."""
         return {F: self.forward, B: self.input + self.weight, I: self.input, W: self.weight}[kind]
 
 
 @dataclass(frozen=True)
 class Timed:
-    """An action with its time."""
+    """An action with its start and end times."""
 
     action: Action
     start: float
@@ -43,18 +44,18 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The times of all actions; `ranks[r]` are the computations of rank r in order."""
+    """The times of all computations; `ranks[r]` are those of rank r in order."""
 
     ranks: tuple[tuple[Timed, ...], ...]
 
     @property
     def work(self) -> list[float]:
-        """Return the time that each rank computes."""
+        """Return the compute time of each rank."""
         return [sum(timed.end - timed.start for timed in rank) for rank in self.ranks]
 
     @property
     def makespan(self) -> float:
-        """Return the time from the begin of a step to its end."""
+        """Return the time from the start of a step to its end."""
         return max((rank[-1].end for rank in self.ranks if rank), default=0)
 
     @property
@@ -64,12 +65,12 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Return the time that the busiest rank waits, over its work."""
+        """Return the waiting time of the busiest rank, divided by its work."""
         return _share(self.makespan, max(self.work))
 
     @property
     def bubble_without_common_end(self) -> float:
-        """Return the share of `span` in which the busiest rank waits."""
+        """Return (span - work) / work for the largest work of a rank."""
         return _share(self.span, max(self.work))
 
 
@@ -81,8 +82,8 @@ def simulate(schedule: Schedule, costs: Sequence[Costs] | None = None, transfer:
     """Return the times of all computations.
 
     Args:
-        costs: of each stage; None: every action takes 1, a whole backward 2.
-        transfer: time of a message to another rank.
+        costs: for each stage; None: every action takes 1, a whole backward 2.
+        transfer: duration of a message to another rank.
 
     Raises:
         ScheduleError: see `played`.
@@ -104,7 +105,7 @@ def simulate(schedule: Schedule, costs: Sequence[Costs] | None = None, transfer:
 
 
 def peak_live(schedule: Schedule) -> list[int]:
-    """Return for each rank the most (stage, micro-batch) pairs whose activations are kept at once."""
+    """Return for each rank the largest number of (stage, micro-batch) pairs with activations kept at once."""
     peaks = []
     for actions in schedule.ranks:
         live = most = 0

@@ -1,1 +1,1 @@
-"""The verbs that no training run needs."""
+"""The verbs of the command line; the other packages import nothing from here."""

@@ -11,7 +11,7 @@ from megazero.base.stop_signals import handle, restore
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's own options to its parser, which has those of a config."""
+    """Add the verb's own options to its parser, which already has the config's options."""
     parser.add_argument("--max-ranks", type=at_least(1, int, 32), default=8, help="of a layout (default: 8)")
     layouts = "the most to compare, first those with most pairs of values together (default: 160)"
     parser.add_argument("--layouts", type=at_least(1, int), default=160, help=layouts)

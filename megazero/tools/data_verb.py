@@ -1,4 +1,4 @@
-"""`megazero data`: the command line of what `tools/seen_text.py` finds. Imports torch only when it runs."""
+"""`megazero data`: the command line of `tools/seen_text.py`. Imports torch only when it runs."""
 
 import argparse
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Generate text with a trained run: the run's own config, its newest weights, its tokenizer.
 
 Each new token is drawn from softmax(logits / temperature) over the `top_k` likeliest (Fan et al. 2018), with a private
-generator seeded by `seed`, so the same call gives the same text. Every token runs the whole window again: clear, and
-fast enough to look at samples.
+generator seeded by `seed`, so the same call gives the same text. Every token computes the whole window again, which is
+simple, and fast enough to look at samples.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from megazero.run.folder import RunFolder
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings to draw tokens; temperature 0 takes the likeliest."""
+    """The settings for drawing tokens; temperature 0 takes the likeliest."""
 
     tokens: int = 100
     temperature: float = 0.8
@@ -36,12 +36,12 @@ class Sampling:
 
 
 def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
-    """Return the prompt continued; stop early at the end of a document.
+    """Return the prompt with its continuation; stop early at the end of a document.
 
     Raises:
-        UserError: 112, a tokenizer larger than the model's vocabulary; 113, the folder is no run or its config names
-            no tokenizer; 221, that is another than in training; 402, it has no weights yet; 404, they are another
-            model's; 410, they are damaged.
+        UserError: 112, a tokenizer larger than the model's vocabulary; 113, the folder is not a run or its config names
+            no tokenizer; 221, the tokenizer differs from that of training; 402, there are no weights yet; 404, they are
+            another model's; 410, they are damaged.
     """
     folder.require_run()
     config = load(str(folder.config))
@@ -55,7 +55,7 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
         raise UserError(221, f"{what}{tokenizer.fingerprint}", "give data.tokenizer of then", where=folder.config)
     ids = tokenizer.encode(prompt) or [tokenizer.eod]
     new = sample(model, ids, sampling, window=config.model.seq_len, vocab=tokenizer.vocab_size, stop=tokenizer.eod)
-    # New ids are decoded after those of the prompt: some kinds drop a space where a text begins.
+    # New ids are decoded after those of the prompt, because some tokenizers drop a space at the start of a text.
     return prompt + tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)) :]
 
 
@@ -71,8 +71,8 @@ def sample(model: Transformer, ids: list[int], sampling: Sampling, *, window: in
     """Return new ids after `ids` (not empty), at most `sampling.tokens`, ending before the id `stop`.
 
     Args:
-        window: how many ids the model can look back on.
-        vocab: only ids below are drawn; the model may know more of them than the tokenizer.
+        window: number of ids that the model can attend to.
+        vocab: only ids below this are drawn; the model's vocabulary may be larger than the tokenizer's.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     context, new = list(ids), []
@@ -93,5 +93,5 @@ def _draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> T
     if sampling.temperature == 0:
         return logits_V.argmax()
     top, indices = logits_V.double().topk(min(sampling.top_k, len(logits_V)))
-    # Relative to the largest, so that a tiny temperature gives -inf and 0, and not inf - inf.
+    # Relative to the largest, so that a tiny temperature gives -inf and 0 instead of inf - inf.
     return indices[torch.multinomial(((top - top[0]) / sampling.temperature).softmax(0), 1, generator=generator)]

@@ -1,7 +1,7 @@
-"""Find which text a step of a run saw, by the functions that chose it.
+"""Find the text that a step of a run saw, with the functions that chose it.
 
-Nothing of it is recorded while a run trains. A step's samples name windows, and windows documents. It reads the run's
-config.yaml and the token files that it names.
+A run does not record its text: a step's samples determine windows, and windows determine documents. The search reads
+the run's config.yaml and the token files named there.
 """
 
 from collections.abc import Iterator
@@ -30,16 +30,16 @@ _SHOWN = 48  # characters of a text in a table
 def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, Any]]:
     """Return the documents, or parts of them, that a step read, in the order of its samples.
 
-    Each is {sample, source, shard, document, offset, tokens}, with `text` where the run has a tokenizer. A sample has
-    as many as its window touches; `source` is null where the only one has no name, `offset` is in tokens of the
-    document. `document` is counted in `shard`, if the source is a folder of shards; `shard` is null where it is not.
+    Each is {sample, source, shard, document, offset, tokens}, with `text` if the run has a tokenizer. A sample has one
+    for each document that its window touches. `source` is null if the only source has no name; `offset` is in tokens of
+    the document. `document` counts within `shard` if the source is a folder of shards; otherwise `shard` is null.
 
     Args:
-        step: from 1.
-        rank: only the samples that it computed, on the grid of the newest checkpoint; None: all.
+        step: number of the step, from 1.
+        rank: return only the samples that this rank computed, on the grid of the newest checkpoint; None: all.
 
     Raises:
-        UserError: 113, no run is there; 100, no such step or rank; 402, there is no checkpoint to tell the grid.
+        UserError: 113, the folder is not a run; 100, no such step or rank; 402, no checkpoint gives the grid.
     """
     folder.require_run()
     config = load(str(folder.config))
@@ -62,7 +62,7 @@ def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, 
 
 
 def _parts(source: Source, window: int, tokenizer: Tokenizer | None) -> Iterator[dict[str, Any]]:
-    """Yield the documents of a window's input, with `text` where there is a tokenizer."""
+    """Yield the documents of a window's input, with `text` if there is a tokenizer."""
     stream, dataset = source.windows.stream, source.windows.stream.dataset
     for document, offset, tokens in (part for span in source.windows.spans(window) for part in stream.parts(*span)):
         shard, number = dataset.shard_of(document)
@@ -75,9 +75,9 @@ def _parts(source: Source, window: int, tokenizer: Tokenizer | None) -> Iterator
 
 
 def _course(folder: RunFolder, config: Config) -> Course:
-    """Return the course of a run: its config's, with the history that its newest checkpoint knows.
+    """Return the course of a run: that of its config, with the history in its newest checkpoint.
 
-    Where the run has gone on from there with other options, and saved nothing yet, they have changed after it.
+    If the run was resumed from there with other options and has saved nothing yet, this change follows the history.
     """
     store = Store(folder.checkpoints)
     manifest = next(manifests(store, store.steps()), None)
@@ -87,7 +87,7 @@ def _course(folder: RunFolder, config: Config) -> Course:
 
 
 def as_text(found: list[dict[str, Any]]) -> str:
-    """Return what was found as a table, texts by their beginning; names only where there are some."""
+    """Return the documents as a table, with the beginning of each text; leave out columns without values."""
     if not found:
         return "this rank has read nothing in that step"
     heads = tuple(head for head in found[0] if head != "text" and any(each[head] is not None for each in found))
@@ -104,7 +104,7 @@ def _shown(value: Any) -> str:
 
 
 def _of_rank(folder: RunFolder, config: Config, rank: int) -> list[int]:
-    """Return which sequences of a step a rank of the world computed: ranks are counted tensor, then data, fastest."""
+    """Return the numbers of a step's sequences that a rank of the world computed (tensor ranks fastest, then data)."""
     store = Store(folder.checkpoints)
     if not (steps := store.steps()):
         raise UserError(402, "no checkpoint yet that tells the grid", "leave --rank out", where=folder.checkpoints)

@@ -1,4 +1,4 @@
-"""`megazero train`, also `train.py`: what can be checked without torch first, then the run."""
+"""`megazero train`, also `train.py`: run the checks that need no torch, then the training."""
 
 import argparse
 
@@ -21,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train a config; return the exit code. torch is imported once the config is known to be right."""
+    """Train a config; return the exit code. torch is imported only after the config has been checked."""
     from megazero.config.changes import permitted
     from megazero.config.file import load, name_of
     from megazero.config.flat import option_keys

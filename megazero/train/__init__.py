@@ -1,1 +1,1 @@
-"""Train: the loop, validation, and when to stop."""
+"""Train: the training loop, validation, and the decision to stop."""

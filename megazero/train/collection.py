@@ -1,7 +1,7 @@
-"""Run Python's cyclic garbage collector at chosen steps only, the same on every rank.
+"""Run Python's cyclic garbage collector only after chosen steps, equal on all ranks.
 
-A collection that begins by itself does so in the middle of some step, on each rank in another one, and every time the
-others wait. What was built before the first step stays to the end: frozen, it takes no time in any later collection.
+Automatic collections start inside a step, in different steps on different ranks, and each time the other ranks wait.
+Objects built before the first step live to the end of the run: they are frozen, so later collections skip them.
 """
 
 import gc
@@ -11,7 +11,7 @@ EVERY = 50  # steps
 
 
 class GarbageCollection:
-    """The collector in the hands of the loop, inside the context; outside it is as it was before."""
+    """Context in which only `after` runs the garbage collector; its previous mode is restored on exit."""
 
     def __enter__(self) -> Self:
         self._was_on = gc.isenabled()
@@ -21,7 +21,7 @@ class GarbageCollection:
         return self
 
     def after(self, done: int, *, rests: bool) -> None:
-        """Collect after step `done` (from 1) if it is its turn, or if the device rests there: a validation, a save."""
+        """Collect after step `done` (from 1) every `EVERY` steps, and if the device `rests` (validation, save)."""
         if rests or done % EVERY == 0:
             gc.collect()
 

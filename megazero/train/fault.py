@@ -1,4 +1,4 @@
-"""Find where in a step that was not finite the first number that is not finite came up, on one rank."""
+"""Find the place of the first non-finite number in a non-finite step, on one rank."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,9 +11,9 @@ from megazero.pipeline.stage import StageInputs
 from megazero.schedules.actions import Kind
 from megazero.zero.engine import Engine
 
-# A place in the flow of a step's data (first forwards, then backwards, from the loss on), and what is wrong there.
+# (place in the data flow of a step: forwards by stage, then backwards from the loss; the non-finite value in words).
 Fault = tuple[int, str]
-AFTER_SUMS = 1 << 30  # the place of faults in sums over ranks: after all that a rank computes
+AFTER_SUMS = 1 << 30  # the place of faults in sums over ranks: after all places on one rank
 
 
 def own_fault(
@@ -23,12 +23,12 @@ def own_fault(
     batches: Sequence[MicroBatch],
     feed: Callable[[MicroBatch], StageInputs],
 ) -> Fault | None:
-    """Compute this rank's part of a step once more, without the others; return its first fault, None if all is finite.
+    """Repeat a step without reducing gradients; return this rank's first fault, None if all is finite. Collective.
 
     Args:
         loss_scale: of the step.
         batches: of the step.
-        feed: micro-batch -> the inputs of the passes.
+        feed: micro-batch -> the inputs of the stages.
     """
     last, seen = pipeline.num_stages - 1, list[Fault]()
 

@@ -1,9 +1,9 @@
-"""Why a run ends before its last step, agreed by all ranks.
+"""Let all ranks agree on a reason to end a run before its last step.
 
-One rank may have got a signal, or find its disk full, that others know nothing of; a rank that ended alone would leave
-the others waiting. So once a step, before its update, every rank votes for the reasons that it knows, and the votes are
-added up together with the loss (`zero/engine.py`). They are read with the step's other numbers, when the next step is
-under way: a run ends at most two steps after the one in which it was told to.
+A single rank may receive a signal or find its disk full, and if it ended alone, the others would wait for it. So once
+per step, before the update, every rank votes for the reasons that it knows, and the votes are summed together with the
+loss (`zero/engine.py`). They are read with the step's other numbers during the next step: a run ends at most two steps
+after the step in which a rank got the reason.
 """
 
 import os
@@ -22,10 +22,10 @@ from megazero.launcher.signals import Signals
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a run ends.
+    """A reason to end a run.
 
     Attributes:
-        text: as one says it: "stopped by SIGTERM".
+        text: for display, such as "stopped by SIGTERM".
         exit_code: of the run.
     """
 
@@ -37,7 +37,7 @@ FAILED = Reason("a checkpoint could not be written", 1)
 FILE = Reason("stopped by the file STOP", 0)
 TIME = Reason("stopped by run.time_limit")
 BY_SIGNAL = {number: Reason(stopped_by(number)) for number in NOTED}
-REASONS = (FAILED, *BY_SIGNAL.values(), TIME, FILE)  # the first one that any rank has is everybody's
+REASONS = (FAILED, *BY_SIGNAL.values(), TIME, FILE)  # by priority: the first one with a vote applies to all ranks
 
 
 class Stopping:
@@ -45,10 +45,10 @@ class Stopping:
 
     Args:
         world: all ranks.
-        signals: that have come to this one.
-        file: that ends the run when it exists; looked for by rank 0.
-        time_limit: seconds from now on, for rank 0's clock; None: none.
-        clock: seconds that only go forward.
+        signals: the signals received by this rank.
+        file: the run ends when this file exists; only rank 0 looks for it.
+        time_limit: seconds from now, on rank 0's clock; None: no limit.
+        clock: returns monotonic seconds.
         first_step: called on rank 0 when the first step is complete.
     """
 
@@ -69,27 +69,27 @@ class Stopping:
         self._first_step, self._began = first_step, False
 
     def votes(self, *, failed: bool, saving: float) -> list[int]:
-        """Return what this rank votes for in a step: places in `REASONS`.
+        """Return this rank's votes in a step: indices into `REASONS`.
 
         Args:
-            failed: something that was written in the background has failed.
+            failed: a write in the background has failed.
             saving: seconds that a checkpoint takes.
         """
         now, is_first, told = self._clock(), self._world.rank == 0, self._signals.first
         self._longest = max(self._longest, now - (now if self._last is None else self._last))
         self._last = now
-        # The next vote is a step away, and what it says is acted upon after its update and one more step.
+        # The next vote is one step away, and its result takes effect after that step's update and one more step.
         late = self._end is not None and now + 3 * self._longest + 1.5 * saving >= self._end
         known = {FAILED: failed, TIME: is_first and late}
-        known[FILE] = is_first and os.path.lexists(self._file)  # False too where the disk does not answer
+        known[FILE] = is_first and os.path.lexists(self._file)  # also False on an I/O error
         reasons = [reason for reason, holds in known.items() if holds] + ([] if told is None else [BY_SIGNAL[told]])
         return [REASONS.index(reason) for reason in reasons]
 
     def counted(self, votes: Sequence[float]) -> Reason | None:
-        """Return why the run ends by all ranks' votes in a step; None: it goes on.
+        """Return the reason to end the run by all ranks' votes in a step; None: continue.
 
         Args:
-            votes: how many ranks have voted for each of `REASONS`.
+            votes: the number of votes for each of `REASONS`.
         """
         if not self._began and self._world.rank == 0:
             self._first_step()
@@ -97,7 +97,7 @@ class Stopping:
         return _first(votes)
 
     def check(self, saving: float = 0.0) -> Reason | None:
-        """Vote and count at once, outside of a step. Every rank calls it, and waits for the others.
+        """Vote and count at once, outside a step. Collective; returns as `counted`.
 
         Args:
             saving: seconds that a checkpoint takes.

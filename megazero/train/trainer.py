@@ -1,19 +1,19 @@
-"""The loop: batch, forward and backward, clip, update, observe, validate.
+"""The training loop: batch, forward and backward, clip, update, log, validate.
 
-The trainer receives built objects and plain numbers. Steps are counted from 0 here and shown from 1; a step is one
-batch consumed, skipped or not; the learning rate counts updates, which are steps minus skipped ones.
+The trainer receives built objects and plain numbers. Steps are counted from 0 here and displayed from 1; a step
+consumes one batch, skipped or not; the learning rate counts updates, which are steps minus skipped ones.
 
-The host does not wait for the device inside a step. What a step computed is copied to the host after it, and read
-before the first backward of the *next* step (or when the step is logged): the host waits for the end of the one step
-only, and the device has forwards of the next to do meanwhile. So the exact learning rate of the next update is known,
-and a loss that is not finite is noticed before a second update could have happened (the device suppresses the first one
-by itself). It is acted upon when the passes are done, which is the same moment on all ranks of a pipeline.
+The host does not wait for the device inside a step. A step's results are copied to the host after the step, and read
+before the first backward of the *next* step (or when the step is logged): the host waits only for the end of the
+earlier step, while the device runs forwards of the next. So the exact learning rate of the next update is known, and a
+non-finite loss is detected before a second update (the device itself suppresses the first). The trainer reacts to it
+when the passes are done, which is the same point of the step on all ranks of a pipeline.
 
-A step that was not finite has changed nothing. Before the run ends, every rank computes it once more without the
-others, so that the error names the rank and the parameter with which it began.
+A non-finite step does not change any state. Before the run ends, all ranks repeat it without reducing gradients, so
+that the error names the rank and the value where it began.
 """
 
-from __future__ import annotations  # the loop needs what it is given by name only
+from __future__ import annotations  # the types of arguments are only named here
 
 import math
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ from megazero.train.stopping import FAILED, Reason, Stopping
 from megazero.train.validation import Score, Validation
 from megazero.zero.engine import Engine, StepNumbers, StepResult
 
-if TYPE_CHECKING:  # what the loop is given
+if TYPE_CHECKING:  # types of arguments
     from megazero.checkpoint.progress import Progress
     from megazero.checkpoint.save import Checkpoints
     from megazero.data.batch import BatchSource, MicroBatch
@@ -44,14 +44,15 @@ if TYPE_CHECKING:  # what the loop is given
 
 @dataclass(frozen=True)
 class TrainSchedule:
-    """The schedule of a run: how long, how fast, and how often.
+    """The schedule of a run: steps, learning rate, and intervals.
 
     Attributes:
         steps: of the run.
         learning_rate: by updates done.
         log_every: steps between rows.
         valid_every: steps between validations; None: only after the last step.
-        last: the step, from 1, with which this trainer ends: of the run, or it is saved and another trainer goes on.
+        last: the last step of this trainer, from 1: the run's last step, or a saved step where another trainer takes
+            over.
     """
 
     steps: int
@@ -61,23 +62,23 @@ class TrainSchedule:
     last: int
 
     def validates(self, done: int) -> bool:
-        """Return whether there is a validation after step `done`, counted from 1."""
+        """Return True if the schedule has a validation after step `done`, counted from 1."""
         return done == self.steps or (self.valid_every is not None and done % self.valid_every == 0)
 
     def logs(self, done: int) -> bool:
-        """Return whether step `done`, counted from 1, has a row."""
+        """Return True if step `done`, counted from 1, is logged as a row."""
         return done == self.steps or done % self.log_every == 0
 
 
-TIDY_SECONDS = 5.0  # that a run which was told to stop gives to deleting old checkpoints
-OVERFLOWS = 50  # skipped steps in a row, with a loss scale, after which a run ends
+TIDY_SECONDS = 5.0  # a run with a reason to stop spends at most this on deleting old checkpoints
+OVERFLOWS = 50  # a run with a loss scale ends after this number of consecutive skipped steps
 
 Blame = Callable[[Fault | None, Callable[[int, str | None], UserError]], UserError]
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step that has been issued and whose numbers the host has not read."""
+    """A step that has been issued, and whose results the trainer has not acted on yet."""
 
     step: int
     lr: float
@@ -89,18 +90,18 @@ class Trainer:
     """The training loop of one rank, up to the step `schedule.last`.
 
     Args:
-        engine: update.
-        pipeline: forward and backward passes.
-        feed: (micro-batch, step) -> what the passes need to know of it.
+        engine: runs the update.
+        pipeline: runs forward and backward passes.
+        feed: (micro-batch, step) -> the inputs of the stages.
         loader: the micro-batches of each step.
-        validations: by the name of a set; "" for the one without.
-        recorder: observes.
-        schedule: when to do what.
-        checkpoints: saves, the last step before the last validation or anything else can fail.
-        stopping: whether to end before that.
+        validations: by the name of the validation set; "" for the unnamed one.
+        recorder: measures and logs steps.
+        schedule: steps, learning rate and intervals.
+        checkpoints: saves the state; the last step is saved before the last validation, which may fail.
+        stopping: decides whether to end before the last step.
         summarise: writes the run's ledger; called by all ranks before the last step is saved.
-        now: told the step (from 1) and what is being done.
-        blame: given this rank's fault in a step, and how to say it, returns the error of the rank whose fault is first.
+        now: called with the step (from 1) and the current phase.
+        blame: (this rank's fault or None, function that makes an error) -> the error of the rank with the first fault.
     """
 
     def __init__(
@@ -124,22 +125,22 @@ class Trainer:
         self.first = self.skipped = self.overflows = self.carried = 0
         self.reason: Reason | None = None
         self.scores: dict[str, Score] = {}
-        self.owes = False  # a validation was broken off
+        self.owes = False  # a validation was interrupted or not started
         self._pending: _Pending | None = None
-        self._numbers: StepNumbers | None = None  # of the pending step; None: not read
-        self._reduced_fault: str | None = None  # of the step that ends the run, in this rank's reduced gradients
+        self._numbers: StepNumbers | None = None  # of the pending step; None: not read yet
+        self._reduced_fault: str | None = None  # in this rank's reduced gradients of the step that ends the run
         self._owed: Mapping[str, Value] | None = None
 
     def begin(
         self, age: int, step: int = 0, done: Progress | None = None, owed: Mapping[str, Value] | None = None
     ) -> None:
-        """Begin with tensors that have been loaded.
+        """Set the counters to match loaded tensors.
 
         Args:
-            age: updates that the moments among them have seen; 0 where the weights alone were loaded.
-            step, done: the step to go on from, and the progress of its run; None: the run begins.
-            owed: that step's row of metrics, which an earlier job did not come to write; with its validation if it has
-                one.
+            age: updates that the loaded moments have seen; 0 if only weights were loaded.
+            step, done: the step to continue from and the run's progress there; None: the run begins.
+            owed: that step's row of metrics, if an earlier job ended before writing it; written with its validation,
+                if the step has one.
         """
         self.first, self._owed, self.carried = step, owed, age
         if done is not None:
@@ -147,20 +148,20 @@ class Trainer:
         self.engine.restore(age, done.loss_scale if done else None, done.good_steps if done else 0)
 
     def run(self) -> int:
-        """Train, and return the number of steps done.
+        """Train; return the number of steps done.
 
-        The last validation's results are `scores`; why it ended before the last step, if it did, is `reason`. Whatever
-        was to be saved is committed.
+        Afterwards `scores` has the last validation's results, and `reason` the reason for an early end, if any. All
+        saves are committed.
 
         Raises:
-            UserError: 301, loss or gradient norm of a step are not finite; that step did not update. 403, a checkpoint
+            UserError: 301, loss or gradient norm of a step is not finite; the step did not update. 403, a checkpoint
                 could not be written.
         """
         self.reason, done = self.stopping.check(), self.first
         if self._owed is not None or done < self.schedule.last:
             self.recorder.start()
         if self._owed is not None and self.reason is not None:
-            self.owes = True  # whoever goes on from here writes it
+            self.owes = True  # the next job that resumes here writes the row
         elif self._owed is not None:
             self._write(self._owed, done, validates=self.validates(done))
         with GarbageCollection() as garbage:
@@ -172,14 +173,14 @@ class Trainer:
                 if self.reason or rests or self.schedule.logs(done):
                     self._settle(complete=True)
                 garbage.after(done, rests=rests)
-        if done and self.checkpoints.saved != done:  # nothing was trained: it has begun from another run's step
+        if done and self.checkpoints.saved != done:  # no step was trained, and the run started from another run's step
             self._save(done)
         self.checkpoints.finish()
         self.checkpoints.tidy(math.inf if self.reason is None else TIDY_SECONDS)
         return done
 
     def close(self) -> None:
-        """End background work and write out what is left."""
+        """End background work and flush the logs."""
         try:
             self.loader.close()
             self.checkpoints.close()
@@ -187,7 +188,7 @@ class Trainer:
             self.recorder.close()
 
     def train_step(self, step: int) -> None:
-        """Train one step: forward and backward of each micro-batch as the schedule orders them, and the update."""
+        """Train one step: forward and backward of each micro-batch in the schedule's order, then the update."""
         self.now(step + 1, "data")
         batches = self.loader.step(step)
         self.engine.begin_step()
@@ -211,17 +212,17 @@ class Trainer:
         self._pending = _Pending(step, lr, result, Readback(result.packed))
 
     def _read(self) -> None:
-        """Read how the step issued last went, once: the host waits for its end here, and nowhere else."""
+        """Read the results of the pending step, once. Only here the host waits for the end of a step."""
         if self._pending is not None and self._numbers is None:
             self._numbers = StepNumbers.of(self._pending.packed.numbers())
             if not self._numbers.finite and self.overflows + 1 == self._most_overflows:
-                self._reduced_fault = self.engine.reduced_fault()  # backward will overwrite them
+                self._reduced_fault = self.engine.reduced_fault()  # before backward overwrites the reduced gradients
 
     def _settle(self, *, complete: bool) -> None:
-        """Act on how the step issued last went, once.
+        """Act on the results of the pending step, once: count, log, save, validate, or raise.
 
         Args:
-            complete: no later one has begun; only then can its state be saved.
+            complete: no later step has begun; only then can the step's state be saved.
         """
         self._read()
         pending, numbers, self._pending, self._numbers = self._pending, self._numbers, None, None
@@ -241,10 +242,10 @@ class Trainer:
             if last:
                 self.summarise()
             self._save(done, row)
-        stops = self.reason is not None and done < self.schedule.steps  # then there is no time to validate
+        stops = self.reason is not None and done < self.schedule.steps  # an early end leaves no time to validate
         if row is not None:
             self._write(row, done, validates=self.validates(done) and not stops)
-        if self.owes and self.checkpoints.saved != done:  # whoever goes on from here validates the step
+        if self.owes and self.checkpoints.saved != done:  # save, so that the job that resumes here validates the step
             self.summarise()
             self._save(done, row)
 
@@ -253,11 +254,11 @@ class Trainer:
         return OVERFLOWS if self.engine.loss_scale.dynamic else 1
 
     def validates(self, done: int) -> bool:
-        """Return whether there is a validation after step `done`, counted from 1."""
+        """Return True if a validation follows step `done`, counted from 1."""
         return bool(self.validations) and self.schedule.validates(done)
 
     def _row(self, pending: _Pending, read: StepNumbers) -> dict[str, Value]:
-        """Return the row of a step, without a validation (docs/metrics.md says what each key means)."""
+        """Return a step's row of metrics, without validation results (docs/metrics.md explains each key)."""
         done = pending.step + 1
         consumed: dict[str, Value] = {"samples": self.loader.samples(done), "epoch": self.loader.epoch(done)}
         if (epochs := self.loader.epochs(done)) is not None:
@@ -271,7 +272,7 @@ class Trainer:
         self.recorder.write(row, {name: (score.loss, score.bits_per_byte) for name, score in scores.items()})
 
     def _save(self, done: int, row: Mapping[str, Value] | None = None) -> None:
-        from megazero.checkpoint.progress import Progress  # its checks need a package that no step needs
+        from megazero.checkpoint.progress import Progress  # imported here: it needs pydantic, which no step does
 
         self.now(done, "save")
         self.engine.flush_delayed()
@@ -291,7 +292,7 @@ class Trainer:
             self.checkpoints.save(done, progress)
 
     def _validate(self, done: int) -> dict[str, Score] | None:
-        """Return the scores after a step; None: they were broken off, and `reason` says why."""
+        """Return the validation scores after a step; None if it was interrupted for `reason`."""
         self.now(done, "validation")
         scores: dict[str, Score] = {}
         with self.recorder.paused(), torch.no_grad():
@@ -309,7 +310,7 @@ class Trainer:
         return self.reason is not None
 
     def _not_finite(self, pending: _Pending, numbers: StepNumbers) -> UserError:
-        """Return the error of a step that was not finite: of the rank at which it began, computed once more."""
+        """Return the error of a non-finite step: repeat it to find the rank where it began. Collective."""
         step = pending.step
         self.now(step + 1, "examination")
         again = "computed again" if self.engine.delayed is None else "with the parameters of the update after"

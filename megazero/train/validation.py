@@ -1,7 +1,7 @@
-"""Validation: the mean loss over held-out windows, and what it means per byte of text.
+"""Validate: compute the mean loss over held-out sequences, also in bits per byte of text.
 
-Nats per token depend on the tokenizer: a larger vocabulary has longer tokens. Bits per byte do not:
-total nats / (ln 2 x bytes of text that the scored tokens stand for).
+Nats per token depend on the tokenizer, because a larger vocabulary has longer tokens. Bits per byte do not:
+total nats / (ln 2 x bytes of the scored tokens' text).
 """
 
 import math
@@ -19,26 +19,27 @@ from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
 from megazero.data.batch import MicroBatch
 
-_AT_ONCE = 8  # batches for each of several stages of a pipeline: enough to fill it, few enough to hold
+_AT_ONCE = 8  # batches at once for each stage of a pipeline: enough to fill it, few enough for memory
 
 
 @dataclass(frozen=True)
 class Score:
-    """Mean loss in nats per valid token; bits per byte where the tokenizer is known."""
+    """Mean loss in nats per valid token; bits per byte if the tokenizer is known, else None."""
 
     loss: float
     bits_per_byte: float | None
 
 
 class Validation:
-    """A score of a model on the same batches every time.
+    """Scores a model on a fixed set of batches.
 
     Args:
-        batches: gives this rank's, from the first; as many on every rank.
-        losses: token losses [S, B] of some of them, without gradients or dropout; of none where the last stage is not.
-        token_bytes: int64 or float64 [vocab], the bytes of text each id stands for; None: there is no tokenizer.
-        axes: along which each rank has a part of the sums.
-        stages: ranks of the pipeline.
+        batches: returns this rank's batches, from the first; equally many on every rank.
+        losses: returns the token losses [S, B] of given batches, without gradients or dropout; [] on ranks without the
+            last stage.
+        token_bytes: int64 or float64 [vocab], the bytes of text of each id; None: there is no tokenizer.
+        axes: the axes over which the sums are reduced.
+        stages: number of pipeline ranks.
         device: of this rank.
     """
 
@@ -53,14 +54,14 @@ class Validation:
     ):
         self._batches, self._losses, self._axes, self._device = batches, losses, axes, device
         self._at_once = _AT_ONCE * stages if stages > 1 else 1
-        self._count = 0  # of the batches, once they have been checked
+        self._count = 0  # number of batches, known after `check`
         self._token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
 
     def check(self, where: str) -> None:
-        """Read every batch once, so that what is wrong with the data is known before the training, not after it.
+        """Read every batch once, so that faults in the data are found before training, not after it.
 
         Raises:
-            UserError: 205, an id outside the vocabulary; 112, one that the tokenizer does not have.
+            UserError: 205, an id is outside the vocabulary; 112, an id is unknown to the tokenizer.
         """
         self._count = 0
         with doing("checking the validation data"):
@@ -72,10 +73,10 @@ class Validation:
                     raise UserError(112, what, "give data.tokenizer that the data was made with", where=where)
 
     def score(self, stop: Callable[[], bool] = lambda: False) -> Score | None:
-        """Score the model in one pass over the batches. The loss is nan where no token counts.
+        """Score the model in one pass over the batches. The loss is NaN if no token is valid.
 
         Args:
-            stop: asked now and then, as often on every rank; True, on all of them: break off, and return None.
+            stop: called before each group of batches, equally often on all ranks; if True (on all): return None.
         """
         sums = [0.0, 0.0, 0.0]
         batches = iter(self._batches())
@@ -83,7 +84,7 @@ class Validation:
             while some := list(islice(batches, self._at_once)):
                 if stop():
                     return None
-                for batch, losses_SB in zip(some, self._losses(some), strict=False):  # of none, or of all
+                for batch, losses_SB in zip(some, self._losses(some), strict=False):  # no losses, or one per batch
                     sums[0] += losses_SB.sum(dtype=torch.float64).item()
                     sums[1] += int(batch.valid_SB.sum())
                     if self._token_bytes is not None:

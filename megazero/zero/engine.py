@@ -1,25 +1,25 @@
 """Run a step: begin it, gather and reduce around each micro-batch's forward and backward, clip and update.
 
 The loss of a step is the sum over the valid tokens of the global batch divided by their count. The count is known
-only after the last micro-batch, and backward does not wait for it: backward runs on sum / (global batch x sequence
-length), a constant, and the factor constant / count multiplies the unscaling that Adam does anyway. A step without a
+only after the last micro-batch, but backward does not wait for it: backward runs on sum / (global batch x sequence
+length), a constant, and the factor constant / count is multiplied into the unscaling in the update. A step without a
 valid token is skipped: it consumes its batch and changes nothing.
 
-The ranks of the data axis see other samples. Their gradients go to where the optimizer state is (`reduce.py`), and the
-updated parameters come from there (`gather.py`). Under sequence parallelism a rank of the tensor axis has seen only its
-own tokens of norms, biases and positions, which lie at the end of each unit (`tp_replicated`); one all-reduce of that
-part of the reduced gradients completes them. The ranks of the pipeline have other stages of the model, the last of them
-the loss. A weight that the first and the last stage share has a copy on both, each with the gradient of its own use:
-`reduce_tied` sums these, so that both copies are updated alike, and the norm counts the first.
+The ranks of the data axis see different samples. Their gradients are reduced to where the optimizer state is
+(`reduce.py`), and the updated parameters are gathered from there (`gather.py`). Under sequence parallelism, a tensor
+rank's gradients of norms, biases and positions, which are at the end of each unit (`tp_replicated`), cover only its own
+tokens; one all-reduce of that part of the reduced gradients completes them. Pipeline ranks have different stages of the
+model; the last stage computes the loss. A weight that the first and the last stage share has a copy on both, each with
+the gradient of its own use: `reduce_tied` sums these, so that both copies get the same update; the norm counts one.
 
-Nothing here makes the host wait. Whether a step went well is a flag on the device that suppresses the update there; the
-host reads it later (`StepResult`). Once loss or norm were not finite the flag stays set, so no later update can happen
-before the host has noticed. Only with a loss scale (fp16) is that an ordinary event, after which training goes on.
-All ranks have the same flag, even if one rank's copy of reduced gradients alone is not finite: its sum of squares is
-then in what they all sum.
+The host does not wait here, unless it does the update itself. A flag on the device suppresses the update of a step that
+failed; the host reads it later (`StepResult`). Once the loss or the norm is not finite, the flag stays set, so no later
+update can happen before the host has noticed. Only with a loss scale (fp16) is this an ordinary event, after which
+training goes on. All ranks have the same flag, even if only one rank's copy of the reduced gradients is not finite: the
+sum over all ranks then includes its sum of squares.
 
-What the ranks have to agree on in a step (`votes`) is summed together with the loss, before the update: after it the
-sum would wait for the gathers of parameters that follow each unit's update.
+The votes of the ranks in a step are summed together with the loss, before the update: a sum after the update would wait
+for the gathers of parameters that follow each unit's update.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -46,7 +46,7 @@ from megazero.zero.reduce import Reduction, sum_copies, sum_tails
 from megazero.zero.stage import StageGradients
 from megazero.zero.unit import Unit
 
-VOTES = 8  # that a rank has in a step, each on a question of its own
+VOTES = 8  # votes of a rank in a step, each on a question of its own
 
 
 class StepNumbers(NamedTuple):
@@ -61,7 +61,7 @@ class StepNumbers(NamedTuple):
 
     @classmethod
     def of(cls, packed: Sequence[float]) -> "StepNumbers":
-        """Return the numbers of a step from those of `StepResult.packed`."""
+        """Return the numbers of a step from the values of `StepResult.packed`."""
         loss, norm, scale, finite, skipped, *votes = packed
         return cls(loss, norm, scale, bool(finite), bool(skipped), votes)
 
@@ -71,15 +71,15 @@ class StepResult:
     """The results of a step, still on the device.
 
     Attributes:
-        loss: mean over valid tokens, nats; nan when there was none.
+        loss: mean over valid tokens, nats; nan if there was no valid token.
         grad_norm: norm of the gradient of that loss, before clipping.
-        skipped: True when the update was suppressed.
-        finite: False when loss or gradient norm were not finite although there were valid tokens.
+        skipped: True if the update was suppressed.
+        finite: False if loss or gradient norm were not finite although there were valid tokens.
         loss_scale: the scale with which the gradients were computed.
         squares: sum of squared (scaled) gradients of each unit, fp64 [units].
-        applied: what the update multiplied gradients by: the mean, the loss scale and clipping in one.
+        applied: the factor by which the update multiplied gradients: the mean, the loss scale and clipping in one.
         packed: loss, grad_norm, loss_scale, finite, skipped, and how many ranks cast each vote: fp64 [5 + VOTES], so
-            that one copy takes all of it to the host.
+            that one copy brings all of them to the host.
     """
 
     loss: Tensor
@@ -97,17 +97,17 @@ class Engine:
 
     Args:
         stages: the names of the units that each stage of this rank uses, in forward order.
-        units: all of them, in forward order.
+        units: all units of this rank, in forward order.
         order: the names of all units of the model, in forward order.
-        optimizer: over the same units.
-        clip: the largest global gradient norm let through; 0 for no clipping.
+        optimizer: updates these units.
+        clip: the largest allowed global gradient norm; 0 disables clipping.
         tokens_per_step: global batch x sequence length, the constant that losses are divided by.
         grid: the ranks that share the step.
         scaling: whether losses are scaled, as fp16 needs.
-        ops: the kernels to use, where the update is.
-        offload: the values that rest elsewhere than on the device; None: none.
-        extensions: those of the units.
-        halts: no step updates after one that was not finite; False: each is skipped by itself.
+        ops: the kernels to use, for the device that does the update.
+        offload: the values that do not rest on the device; None: all rest there.
+        extensions: the extensions of the units.
+        halts: after a step that is not finite, no step updates; False: only steps that are not finite are skipped.
         gather: how units are gathered; None: every rank gathers the same ones in the same order.
 
     Attributes:
@@ -149,7 +149,7 @@ class Engine:
             self.stages.append(StageGradients(used, Reduction(own, device), self.gather))
         places = [order.index(unit.layout.name) for unit in units]
         self._places = torch.tensor(places, device=device)
-        # The norm counts a unit of both ends of the pipeline once: on the first stage. The other one is a copy.
+        # The norm counts a unit of both ends of the pipeline once: on the first stage. The last stage has a copy.
         copies = {place for place, unit in zip(places, units, strict=True) if unit.axes.copies.rank > 0}
         self._counted = torch.tensor([place not in copies for place in range(len(order))], device=device)
         # Sum of losses, count of valid tokens, sum of squares if it is not finite, votes: one tensor, so that all are
@@ -169,10 +169,10 @@ class Engine:
         """Return the layers of one stage, each with hooks around it that gather and release its units.
 
         Args:
-            stage: of `stages`.
+            stage: one of `stages`.
             layers: in forward order.
-            names: of each layer, the units that it uses.
-            keep_last: the last layer's backward follows its forward, so its parameters stay.
+            names: for each layer, the names of the units that it uses.
+            keep_last: the last layer's backward follows its forward, so its parameters stay gathered.
             recomputed: the layers whose forward runs again in their backward.
         """
         units = [[self._units[name] for name in used] for used in names]
@@ -204,12 +204,12 @@ class Engine:
         sum_copies(self.units)
 
     def finish_step(self, lr: float, votes: Iterable[int] = (), beside: Tensor | None = None) -> StepResult:
-        """Sum what is still partial, clip, and update unless the step is to be skipped.
+        """Complete the partial sums, clip, and update unless the step is to be skipped.
 
         Args:
             lr: the learning rate of this update.
-            votes: this rank's, each in [0, VOTES).
-            beside: sum of squared gradients, over all ranks, of what is updated elsewhere, fp64: the norm has it.
+            votes: the votes of this rank, each in [0, VOTES).
+            beside: sum of squared gradients, over all ranks, of parameters updated elsewhere, fp64; part of the norm.
         """
         sum_tails(reversed(self.units))
         self._offload.settle()
@@ -238,12 +238,12 @@ class Engine:
 
         if self.delayed is not None:
             self.delayed.flush_delayed()
-            self._offload.settle()  # what is published has left the place where the next update writes
+            self._offload.settle()  # until published values have left the memory that the next update writes
             self.delayed.begin(self.units, update)
         else:
             for unit in self.units:
                 if unit.parameters.publishes:
-                    self.gather.unshard([unit])  # the gather of the update before still reads what this one writes
+                    self.gather.unshard([unit])  # an earlier update's gather may still read this memory
                 update(unit)
                 self.gather.publish(unit)
         flags = (x.to(torch.float64) for x in (loss, norm, loss_scale, finite, skipped))
@@ -251,13 +251,13 @@ class Engine:
         return StepResult(loss, norm, skipped, finite, loss_scale, squares, applied, packed)
 
     def _sum_totals(self, squares: Tensor, votes: Iterable[int]) -> Tensor:
-        """Return the sums over all ranks of what they add to the totals of a step; see `_totals`."""
+        """Return the totals of a step, summed over all ranks; see `_totals`."""
         totals, world = self._totals, self.grid["world"]
         if not self.grid.counts("loss"):
             only_odd(totals[:2])
         totals[2] = only_odd(squares)
         for vote in votes:
-            totals[3 + vote].fill_(1.0)  # by a kernel: a tensor of the host would have to be copied
+            totals[3 + vote].fill_(1.0)  # by a kernel: a tensor on the host would have to be copied
         return all_reduce(totals, world, "loss")
 
     def flush_delayed(self) -> None:
@@ -266,7 +266,7 @@ class Engine:
             self.delayed.flush_delayed()
 
     def forget_between_steps(self) -> None:
-        """Forget what extensions keep from step to step: a run that goes on from a checkpoint has none of it."""
+        """Drop the state that extensions keep from step to step: a run that resumes from a checkpoint has none."""
         for extension in self._extensions:
             extension.forget()
 
@@ -275,10 +275,10 @@ class Engine:
 
         Args:
             updates: the number of updates that they have seen.
-            loss_scale, good_steps: state of the loss scale; None where the saved run had none.
+            loss_scale, good_steps: state of the loss scale; None if the saved run had none.
         """
         self.forget_between_steps()
-        self.gather.unshard([unit for unit in self.units if unit.parameters.rest_whole])  # those of an earlier update
+        self.gather.unshard([unit for unit in self.units if unit.parameters.rest_whole])  # ends earlier gathers
         for unit in self.units:
             for step in self.optimizer.steps(unit):
                 step.fill_(updates)
@@ -292,15 +292,15 @@ class Engine:
         """Compute a step again without reducing or updating, and return which of this rank's gradients are not finite.
 
         A step that was not finite has changed nothing, so it can be repeated bit for bit (except with delayed updates,
-        where the update before it has been published since). This time each rank's own gradients are examined before
-        they would be summed with those of others. Every rank calls it.
+        where the previous update has been published since then). Here each rank's own gradients are examined, at the
+        point where they would be summed with those of others. Every rank calls it.
 
         Args:
             compute: runs forward and backward of all micro-batches of the step.
             loss_scale: the scale that the step had.
 
         Returns:
-            (index of this rank's stage, what is not finite), in the order in which it was found.
+            (index of this rank's stage, a text that names the gradient), in the order in which they were found.
         """
         faults: list[tuple[int, str]] = []
         self.loss_scale.scale.copy_(loss_scale)
@@ -323,8 +323,8 @@ class Engine:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (full name, values of this rank's part) of every parameter, in unit order; gather sharded ones.
 
-        Values are views that are valid until the next one is asked for. Every rank of the data axis has to go through
-        all of them.
+        Values are views that are valid until the next iteration. Every rank of the data axis must iterate over all of
+        them.
         """
         for unit in self.units:
             self.gather.unshard([unit])
@@ -333,7 +333,7 @@ class Engine:
             self.gather.reshard([unit])
 
     def reduced_fault(self) -> str | None:
-        """Return what is not finite in the reduced gradients that this rank updates with, until the next backward."""
+        """Name a reduced gradient of this rank's shard that is not finite, if any; valid until the next backward."""
         for unit in self.units:
             with unit.gradients.reduced_in_memory() as reduced:
                 for interval in unit.layout.intervals:

@@ -1,8 +1,8 @@
-"""Let extensions replace how the values of units go from rank to rank; zero knows none of them.
+"""Let extensions replace how the values of units are sent between ranks; this package depends on none of them.
 
 A unit gathers its parameters by a `Gathering` and sums its gradients by a `Summing`. The two classes here send values
-as they are between all ranks of the shard axis. An extension puts others in their place, unit by unit, and may wrap
-those of the extension before it. What rests elsewhere is no matter of extensions: a `Home` takes it (`comm/home.py`).
+unchanged between all ranks of the shard axis. An extension replaces them, unit by unit, and may wrap those of the
+extension before it. Offload is not an extension: a `Home` holds offloaded values (`comm/home.py`).
 
 The extensions of a run are listed in `extensions/registry.py`.
 """
@@ -20,11 +20,11 @@ from megazero.zero.placement import FlatBuffer, UnitAxes, redistribute
 
 
 class Gathering:
-    """Gather the parameters of one unit from the shards of all ranks, as they are.
+    """Gather the parameters of one unit from the shards of all ranks, unchanged.
 
     Attributes:
-        keep: called with the message of all ranks, one after the other, when it has come; None: it is not kept.
-        reads_shard: the next gather reads this rank's shard where it rests.
+        keep: called with the messages of all ranks, joined in rank order, when they have arrived; None: no call.
+        reads_shard: the next gather reads this rank's shard from where it rests.
         rounds: values arrive rounded.
     """
 
@@ -36,16 +36,16 @@ class Gathering:
         self.reads_shard = True
 
     def start(self, shard: FlatBuffer, whole: FlatBuffer) -> Pending:
-        """Start to fill `whole` from the shards of all ranks, of which `shard` is this one's."""
+        """Start to gather the shards of all ranks into `whole`; `shard` is this rank's."""
         pending = redistribute(shard, whole, "parameters")
         return pending if self.keep is None else pending.then(lambda: self._noted(whole.values))
 
     def message_bytes(self, numel: int) -> int:
-        """Return the bytes that all ranks together send of a unit of `numel` elements."""
+        """Return the bytes of the messages of all ranks for a unit of `numel` elements."""
         return numel * self._dtype.itemsize
 
     def message(self, whole: Tensor) -> Tensor:
-        """Return memory for the message of all ranks, to be filled for `arrive`."""
+        """Return memory for the messages of all ranks, to be filled for `arrive`."""
         return whole
 
     def arrive(self, message: Tensor, whole: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Gathering:
         return whole
 
     def forget(self) -> None:
-        """Note that the parameters have changed since the last gather."""
+        """Record that the parameters have changed since the last gather."""
 
     def _noted(self, message: Tensor) -> Tensor:
         if self.keep is not None:
@@ -62,14 +62,14 @@ class Gathering:
 
 
 class Summing:
-    """Sum the gradients of one unit over all ranks of the shard axis, as they are.
+    """Sum the gradients of one unit over all ranks of the shard axis, unchanged.
 
     Args:
-        through: buffers of the dtype in which the sum is taken; None: that of the gradients.
+        through: buffers of the dtype in which the sum is taken; None: the sum is taken in the gradients' dtype.
 
     Attributes:
         rounds: each rank's gradients arrive rounded.
-        hops: the two axes along which sums are taken one after the other; None: the shard axis at once.
+        hops: the two axes along which sums are taken one after the other; None: one sum over the shard axis.
     """
 
     rounds = False
@@ -79,10 +79,10 @@ class Summing:
         self._through = through
 
     def start(self, partial: FlatBuffer, own: FlatBuffer, *, accumulate: bool) -> Pending:
-        """Start the sum of all ranks' `partial`, of which `own` gets the part that this rank updates.
+        """Start to sum `partial` over all ranks; `own` gets the part that this rank updates.
 
         Args:
-            accumulate: earlier sums of this step are in `own`; this one is added.
+            accumulate: `own` holds earlier sums of this step; add this one.
         """
         return redistribute(partial, own, "gradients", accumulate=accumulate, through=self._through)
 
@@ -105,7 +105,7 @@ class Extension:
         return plain
 
     def end_step(self, skipped: Tensor, scale: Tensor, next_scale: Tensor) -> None:
-        """Note the end of a step: whether its update is skipped, its loss scale and the next one; all on the device."""
+        """Handle the end of a step: whether its update is skipped, its loss scale and the next; all on the device."""
 
     def forget(self) -> None:
-        """Forget what is kept from step to step: a run that goes on from a checkpoint has none of it either."""
+        """Drop the state kept from step to step: a run that resumes from a checkpoint has none either."""

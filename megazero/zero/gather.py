@@ -1,10 +1,10 @@
 """Gather parameters before they are needed, in parallel with the computation, and free them afterwards.
 
-Where parameters rest sharded (stage 3), a layer waits for its units before it runs and prefetches those of the next
-layer, whose gathering then runs in parallel with the computation; afterwards its own are released. At the end of a
-backward the next layer is the first one, if a forward follows. Where only the optimizer
-state is sharded (stages 1 and 2), the gathering of each unit's updated parameters starts right after its update, and
-the next forward waits for each unit when it gets there.
+If parameters rest sharded (stage 3), a layer waits for its units before it runs, prefetches the units of the next layer
+in parallel with its own computation, and then releases its own units. At the end of a backward the next layer is the
+first one, if a forward follows. If parameters rest whole but the optimizer state is sharded (stages 1 and 2), the
+gather of each unit's updated parameters starts right after its update, and the next forward waits for each unit when it
+needs it.
 """
 
 from contextlib import AbstractContextManager
@@ -17,11 +17,11 @@ from megazero.zero.unit import Unit
 
 
 class Gather:
-    """The gathering of parameters along the axes of their units, and which of them are on their way.
+    """Gather the parameters of units along their axes; keep track of the gathers under way.
 
     Attributes:
-        following: the units that the first layer of the forward after the backward under way uses; empty if another
-            backward or the update comes next.
+        following: the units of the first layer, during a backward that a forward follows; empty if another backward or
+            the update comes next.
     """
 
     def __init__(self, device: torch.device):
@@ -43,7 +43,7 @@ class Gather:
                 unit.parameters.expect()
 
     def unshard(self, units: list[Unit]) -> None:
-        """Wait for units that are needed now."""
+        """Gather units that are needed now, and wait for them."""
         self.prefetch(units)
         for unit in units:
             if unit not in self._coming:
@@ -59,12 +59,12 @@ class Gather:
     def publish(self, unit: Unit) -> None:
         """Start to send a unit's updated parameters to where they rest."""
         if unit in self._coming:
-            self.unshard([unit])  # of the update before, if nothing has needed it since
+            self.unshard([unit])  # an earlier update's gather that nothing has waited for
         unit.parameters.send_updated()
         if unit.parameters.publishes:
             with self._time(unit), self._stream.queued():
                 self._coming[unit] = unit.parameters.start_publish()
-            # Unread messages that wait for the next forward must not fill the room of operations before it.
+            # Messages that stay unread until the next forward must not take the room of operations before it.
             while sum(pending.unread for _, pending in self._coming.values()) > MOST_UNREAD // 2:
                 self.unshard([next(iter(self._coming))])
 
@@ -74,7 +74,7 @@ class Gather:
             unit.parameters.release()
 
     def reshard_all(self, units: list[Unit]) -> None:
-        """Free all units; end what is on its way, but to `following`: it would not be that of the update to come."""
+        """Free all units; end the gathers under way, except of `following`: the next update would make them stale."""
         self.unshard([u for u in self._coming if not u.parameters.rest_whole and u not in self.following])
         self.reshard(units)
 

@@ -3,11 +3,11 @@
 Each use of a parameter in forward is announced (`expect`), and each announced use delivers one gradient in backward.
 When as many gradients have been delivered as were announced, for all parameters of a unit and one micro-batch, the
 unit's gradients are complete. Nothing simpler works: a unit with integer input (the embedding) gets no gradient of its
-input; a tied weight's two gradients come at the beginning and at the end of backward; and where the computation of the
-weight gradients is split off, none comes while the input gradient is computed.
+input; a tied weight's two gradients arrive at the beginning and at the end of backward; and if weight gradients are
+computed separately (`stage.py`), none arrives while the input gradient is computed.
 
-The deliveries to each unit in each micro-batch are counted apart, so that a gradient that comes too late or too early
-is an error that names the parameter, and not a wrong sum.
+The deliveries to each unit in each micro-batch are counted separately, so that a gradient that arrives too late or too
+early is an error that names the parameter, and not a wrong sum.
 """
 
 from collections import defaultdict, deque
@@ -88,7 +88,7 @@ class DeliveryCounter:
         self._by_micro_batch.pop(self.micro_batch, None)
 
     def clear(self) -> None:
-        """Forget all micro-batches, also those whose forward never had a backward, and all deliveries of the step."""
+        """Forget all deliveries of the step and all micro-batches, including those whose forward had no backward."""
         self._by_micro_batch.clear()
         self._delivered.clear()
 
@@ -101,16 +101,16 @@ class GradientAccumulator:
     """The gradient of one parameter inside its unit's flat buffer (a `GradientSlot` of the model).
 
     The first delivery overwrites what the memory held, later ones (the next micro-batch, the other use of a tied
-    weight) add to it: the buffer is never zeroed in a pass of its own. Where the buffer is wider than the parameter
-    (fp32 for a 16-bit parameter), a gradient is computed narrow and widened as it is delivered, in one pass; a product
-    is wide from the start where the device has such a one (`kernels/products.py`).
+    weight) add to it: the buffer is never zeroed in a pass of its own. If the buffer is wider than the parameter (fp32
+    for a 16-bit parameter), a gradient is computed in the narrow dtype and widened as it is delivered, in one pass; a
+    matrix product is computed in the wide dtype if the device has a kernel for this (`kernels/products.py`).
 
     Args:
         open: makes sure that there is memory for the gradient, and that `view` is in it.
 
     Attributes:
         view: of the parameter's shape, in the unit's buffer.
-        fresh: nothing has been delivered since the last reduction, so the memory holds anything.
+        fresh: nothing has been delivered since the last reduction, so the memory is undefined.
     """
 
     def __init__(self, counter: DeliveryCounter, name: str, ops: Operations, open: Callable[[], None]):
@@ -120,7 +120,7 @@ class GradientAccumulator:
         self.count_with(counter)
 
     def count_with(self, counter: DeliveryCounter) -> None:
-        """Let a counter count uses and deliveries from now on."""
+        """Use this counter for uses and deliveries from now on."""
         self.counter = counter
         self.expect: Callable[[], None] = partial(counter.expect, self.name)  # announces a use in forward
 
@@ -133,7 +133,7 @@ class GradientAccumulator:
             self._defer(self.write, gradient)
 
     def add_sum(self, rows: Tensor) -> None:
-        """Deliver a gradient that is the sum of rows; where it is the first and of this dtype, without a copy."""
+        """Deliver a gradient that is the sum of rows; without a copy if it is the first and has the buffer's dtype."""
         if self.counter.deferred is None:
             self.open()
             if self.fresh and rows.dtype == self.view.dtype:
@@ -166,7 +166,7 @@ class GradientAccumulator:
             self.fresh = False
 
     def _defer(self, write: Callable[..., None], *tensors: Tensor) -> None:
-        """Let a gradient be written and counted later."""
+        """Defer the write and the count of a gradient."""
         assert self.counter.deferred is not None
         held = [tensor.detach() for tensor in tensors]  # the tensors themselves would hold the graph
 
@@ -177,7 +177,7 @@ class GradientAccumulator:
         self.counter.deferred.append(deliver)
 
     def write(self, gradient: Tensor) -> None:
-        """Write a gradient of the parameter's shape, or add it to those before."""
+        """Write a gradient of the parameter's shape, or add it to earlier ones."""
         self.open()
         view, same = self.view, gradient.dtype == self.view.dtype
         if self.fresh:
@@ -187,7 +187,7 @@ class GradientAccumulator:
             view.add_(gradient) if same else self._ops.accumulate_(view, gradient.contiguous())
 
     def write_product(self, left: Tensor, right: Tensor) -> None:
-        """Write the matrix product of two tensors, or add it."""
+        """Write the matrix product of two tensors, or add it to earlier gradients."""
         self.open()
         view = self.view
         if left.dtype == view.dtype:
@@ -199,7 +199,7 @@ class GradientAccumulator:
         self.fresh = False
 
     def write_rows(self, rows: Tensor, values: Tensor) -> None:
-        """Write zeros but for values[i] added to row rows[i], or add these."""
+        """Add values[i] to row rows[i], after zeroing the gradient if it is the first."""
         self.open()
         if self.fresh:
             self.view.zero_()

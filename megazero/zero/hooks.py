@@ -3,15 +3,15 @@
     pre_forward    a layer is about to run: wait for its units' parameters, prefetch those of the next layer
     post_forward   it has run: release sharded parameters (except the model's last layer's: its backward comes next)
     pre_backward   its output's gradient has arrived: wait for what its backward needs, prefetch for the layer before;
-                   where that is the first one and needs nothing (an embedding), for its next forward, if one follows
+                   if that is the first one and needs nothing (an embedding), for its next forward, if one follows
     post_backward  two moments: the last gradient of a unit has been delivered (`gradients.py`), which starts its
                    reduction; and the layer's whole backward has run, after which its parameters are released
 
-The backward events are hooks of autograd's nodes: one of the node of each layer's output, which ends the backward of
-the layer after it and begins its own, and one of the node that the first one's input came from, if there is one. So a
-layer with units has to return a tensor of its own, never its input. Of a sharded unit's parameters a layer saves places
-only (`saved.py`). A unit of which a layer saved nothing (the embedding's table) is not gathered for its backward. A
-layer that is recomputed in its backward saves nothing before that, and needs all its units.
+The backward events are hooks on autograd's nodes: one on the node of each layer's output, which ends the backward of
+the layer after it and begins its own, and one on the node that made the first layer's input, if there is one. So a
+layer with units must return a new tensor, never its input. For backward a layer saves only places in a sharded unit,
+not its parameters (`saved.py`). A unit in which a layer saved nothing (the embedding's table) is not gathered for its
+backward. A layer that is recomputed in its backward saves nothing before that, and needs all its units.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,10 +45,10 @@ class _Call:
     after: "_Call | None" = None
 
     def pre_backward(self, _: object = None) -> None:
-        """End the backward of the layer after; wait for what this one's needs, and prefetch for the layer before."""
+        """End the backward of the layer after; gather what this backward needs, and prefetch for the layer before."""
         if self.after is not None:
             self.after.post_backward()
-            self.after = None  # the two would hold each other
+            self.after = None  # breaks the reference cycle
         self.gather.unshard(self.needed)
         if self.before is not None:
             self.gather.prefetch(self.before.needed)
@@ -69,10 +69,10 @@ class ShardedLayer:
 
     Args:
         layer: takes the output of the layer before, and any further arguments.
-        units: whose parameters it uses.
-        before: its neighbour in forward order; None: it is the first.
+        units: the units whose parameters it uses.
+        before: the previous layer in forward order; None: this is the first.
         recomputed: its forward runs again in its backward, which then needs all its units.
-        rests_whole: so do the units of all layers around it; nothing is gathered or released.
+        rests_whole: the parameters of all layers of the stage rest whole; nothing is prefetched or released.
 
     Attributes:
         before, after: the neighbours in forward order.

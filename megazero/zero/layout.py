@@ -1,25 +1,25 @@
 """Lay out the parameters of a unit in its flat buffer.
 
-A unit (one block, or the embedding, or the head) holds one flat buffer. Inside it the parameters lie in groups that an
-optimizer treats alike, those that decay first; at the end of the last group lie the parameters that every rank of the
-tensor axis holds whole (norms, biases of row weights, learned positions), and last those of them that each rank uses on
-its own heads only:
+A unit (one block, or the embedding, or the head) has one flat buffer. Its parameters are in groups with one update rule
+each, those with weight decay first. At the end of the last group are the parameters that every rank of the tensor axis
+holds whole (norms, biases of row-parallel weights, learned positions); the last of these are the ones that each rank
+uses only on its own heads:
 
     | decayed | not decayed, split over the tensor axis | not decayed, whole: tp_replicated | tp_partial |
 
-(with a few elements of padding after each parameter, zero for ever and never saved)
+(with a few elements of padding after each parameter, always zero and never saved)
 
 so that
 
 - an optimizer makes at most one fused call for each group,
-- where a rank's gradients of the last part are sums over its own tokens only (sequence parallelism) or its own heads,
+- if a rank's gradients of the last part are sums over its own tokens only (sequence parallelism) or its own heads,
   one all-reduce of that part over the tensor axis completes them, and the norm counts them once,
 - collectives, norms and copies run on contiguous memory,
 - any part of any parameter is an interval (parameter, start, stop) of the buffer, and a checkpoint written on one
   grid is read on another by the overlap of intervals,
-- where values are quantised on their way (`zero.quantize`) each parameter begins with a block of its own: a bias has
-  not the scale of a norm's ones, and codes are the same on every rank that holds the parameter, and on any number of
-  data ranks.
+- if values are quantised for sending (`zero.quantize`), each parameter begins with a block of its own: a bias does not
+  share the scale of a norm's ones, and codes are equal on every rank that holds the parameter, for any number of data
+  ranks.
 """
 
 import math
@@ -31,12 +31,12 @@ from megazero.plan.placements import ALIGNMENT, aligned
 
 @dataclass(frozen=True)
 class Group:
-    """The update rule of parameters that lie together.
+    """The update rule of parameters that are next to each other.
 
     Attributes:
         decay: whether weight decay applies.
         lr_factor: multiplies the learning rate.
-        optimizer: the kind that updates them (`optim/optimizer.py`).
+        optimizer: the kind of optimizer that updates them (`optim/optimizer.py`).
     """
 
     decay: bool
@@ -50,11 +50,11 @@ class Entry:
 
     Attributes:
         name: the parameter's full name.
-        shape: of what this rank has.
+        shape: the shape of this rank's part.
         group: its update rule.
         split: it is split over the tensor axis.
         partial: it is whole, and each rank of the tensor axis has a part of its gradient.
-        first: the element of the parameter's flat order, over all ranks, at which it begins.
+        first: the element at which it begins in the flat order of the whole parameter, over all ranks.
     """
 
     name: str
@@ -81,14 +81,14 @@ class UnitLayout:
     """The flat buffer of one unit.
 
     Attributes:
-        name: of the unit, for messages and profiles.
+        name: the unit's name, for messages and profiles.
         intervals: every parameter once, in buffer order.
         groups: each with the element at which it begins; it ends where the next one begins, padding included.
         tp_replicated: elements [tp_replicated, numel) are whole on every rank of the tensor axis.
-        tp_partial: each of these ranks has a part of the gradient of elements [tp_partial, numel), without sequence
-            parallelism too; None: of no element.
-        aligned: elements with the padding after the last parameter.
-        alignment: every parameter begins at a multiple of so many elements, and every shard.
+        tp_partial: each of these ranks has a part of the gradient of elements [tp_partial, numel), even without
+            sequence parallelism; None: there are no such elements.
+        aligned: the number of elements, including the padding after the last parameter.
+        alignment: every parameter and every shard begins at a multiple of so many elements.
     """
 
     name: str
@@ -115,7 +115,7 @@ class UnitLayout:
         yield from (slice(a, b) for a, b in zip([0, *stops], [*starts, numel], strict=True) if a < b)
 
     def group_slices(self, elements: slice) -> Iterator[tuple[Group, slice]]:
-        """Yield each group that has some of `elements`, with these, counted from the first of `elements`."""
+        """Yield each group that overlaps `elements`, with the overlap, counted from the first of `elements`."""
         starts = [start for _, start in self.groups]
         for (group, start), end in zip(self.groups, [*starts[1:], elements.stop], strict=True):
             first, last = max(start, elements.start), min(end, elements.stop)
@@ -124,9 +124,9 @@ class UnitLayout:
 
 
 def lay_out(name: str, entries: list[Entry], alignment: int = ALIGNMENT) -> UnitLayout:
-    """Place the entries of one unit after each other: by group, those that decay first, then those that are split.
+    """Place the entries of one unit one after the other, group by group; groups that decay come first.
 
-    Those whose gradients are partial come last.
+    In a group, entries that are split come first, and entries whose gradients are partial come last.
 
     Args:
         alignment: a multiple of `ALIGNMENT`, in elements.

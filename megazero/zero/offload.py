@@ -1,16 +1,16 @@
-"""Keep masters, moments, gradients or parameter shards of a unit in another home: the host's memory, or a paged one.
+"""Keep masters, moments, gradients or parameter shards of a unit in another home: the host's memory, or a paged home.
 
-    zero.offload.optimizer     masters and moments, updated by the host; and, where they rest sharded, gradients
+    zero.offload.optimizer     masters and moments, updated by the host; and gradients, if they rest sharded
     zero.offload.parameters    the shards of stage 3
 
 (Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840; disks, and stage 3 parameters: Rajbhandari et al. 2021, ZeRO-Infinity,
 arXiv 2104.07857.)
 
-The reduced gradients of a unit are sent away while backward computes those of the unit before. With several
-micro-batches the accumulated sum comes back, and the next micro-batch's is added on the device, so sums are taken in
-the same place and order as without offload. After the update each unit's parameters are sent to the device while the
-host updates the next unit. From a paged home an update reads masters, moments and gradients window by window, and
-writes them back after it (`comm/home.py`). Results are the same bit for bit.
+The reduced gradients of a unit are sent to their home while backward computes those of the unit before. With several
+micro-batches the accumulated sum is brought back and the next micro-batch's is added on the device, so sums are taken
+in the same place and order as without offload. After the update each unit's parameters are sent to the device while the
+host updates the next unit. An update reads masters, moments and gradients from a paged home window by window, and
+writes each window back (`comm/home.py`). Results are equal to those without offload, bit for bit.
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ from megazero.plan.placements import Placement
 
 @dataclass(frozen=True, eq=False)
 class Offload:
-    """The choice of a unit's values that rest elsewhere than on the device.
+    """The homes of a unit's values that do not rest on the device.
 
     Attributes:
-        host: the host, if its memory is not the device's: values from a paged home to the device stop there.
-        optimizer, parameters: the home of these; None: the device.
+        host: the host, if its memory is not the device's: values between a paged home and the device stop there.
+        optimizer, parameters: the homes of optimizer state and of parameters; None: the device.
         delayed: updates run in parallel with the next step (`optim/delayed.py`).
     """
 
@@ -37,30 +37,30 @@ class Offload:
 
     @property
     def paged(self) -> PagedHome | None:
-        """Return the one of the two homes that is paged, if any."""
+        """Return the paged home among the two, if any."""
         return next((home for home in (self.optimizer, self.parameters) if isinstance(home, PagedHome)), None)
 
     def gradients(self, placement: Placement) -> Home | None:
-        """Return the home of reduced gradients between their reduction and the update, of a placement in the table.
+        """Return the home of reduced gradients, given their placement in the stage, until the update; None: the device.
 
-        The host updates what is in a paged home, and takes gradients that rest whole on the device from there.
+        The host updates values in a paged home; gradients that rest whole on the device go to host memory for this.
         """
         if not isinstance(self.optimizer, PagedHome) or placement is Placement.SHARD:
             return self.optimizer
         return self.host
 
     def join(self) -> None:
-        """Queue later work after all that was sent, whose memory may still be read."""
+        """Queue later work after all sends, which may still read their memory."""
         for home in self._homes():
             home.join()
 
     def settle(self) -> None:
-        """Wait until what an update reads has arrived, and what it writes is not on its way any more."""
+        """Wait until the values that an update reads have arrived, and no send still reads the memory it writes."""
         for home in self._homes():
             if home is not self.parameters or home is self.optimizer or isinstance(home, PagedHome):
                 home.settle()
 
     def _homes(self) -> list[Home]:
-        """Return the distinct places that something is sent to."""
+        """Return the distinct homes that values are sent to."""
         through = self.host if isinstance(self.optimizer, PagedHome) else None
         return [home for home in dict.fromkeys((self.optimizer, self.parameters, through)) if home is not None]

@@ -1,14 +1,14 @@
 """Describe where flat buffers rest, and move them: a communication is a change of placement.
 
-The table is in `plan/placements.py`; its rows are those along the axis over which a unit is sharded. Along the axis of
-its replicas (hybrid sharding, `zero.shard_ranks`) every stage has the row of stage 0: what a rank holds, those of the
-other shard groups hold too, and the reduced gradients of a shard are summed over them once a step.
+The table is in `plan/placements.py`; its rows are the placements along the axis over which a unit is sharded. Along the
+axis of its replicas (hybrid sharding, `zero.shard_ranks`) every stage has the row of stage 0: each shard group holds a
+copy of the values of the others, and the reduced gradients of a shard are summed over the groups once a step.
 
 Rajbhandari et al. 2019 (ZeRO), section 5: each data rank computes the gradients of its own samples (Partial: their
 value is the sum over the ranks). Partial gradients are accumulated over the micro-batches of a step and change their
-placement once, at its end; sharded ones are reduced into the shard after each micro-batch. Gradients go to where the
-optimizer state is; updated parameters come from there, and sharded ones are gathered wherever they are used. A rank's
-shard is one of `size` equal intervals of a unit's flat buffer.
+placement once, at its end; sharded ones are reduced into the shard after each micro-batch. Gradients are reduced to
+where the optimizer state is. Updated parameters come from there; sharded ones are gathered for each use. A rank's shard
+is one of `size` equal intervals of a unit's flat buffer.
 """
 
 from collections.abc import Mapping
@@ -31,10 +31,10 @@ class Precision:
     """The dtypes of a run.
 
     Attributes:
-        parameters: of the parameters that forward and backward compute with, and of activations.
-        gradients: of the gradients as they are accumulated.
-        reduced: of the gradients as they are summed over the data axis and the copies of a tied weight; None: as they
-            are accumulated.
+        parameters: the dtype of the parameters that forward and backward compute with, and of activations.
+        gradients: the dtype in which gradients are accumulated.
+        reduced: the dtype in which gradients are summed over the data axis and the copies of a tied weight; None: the
+            dtype of `gradients`.
     """
 
     parameters: torch.dtype = torch.float32
@@ -43,7 +43,7 @@ class Precision:
 
     @property
     def masters(self) -> torch.dtype:
-        """Return the dtype of what the optimizer updates, and of its state: fp32 with 16-bit parameters."""
+        """Return the dtype of master weights and optimizer state: fp32 with 16-bit parameters."""
         return wide_dtype(self.parameters)
 
 
@@ -53,11 +53,11 @@ class UnitAxes:
 
     Attributes:
         stage: the placements along `shard`.
-        shard: ranks with other samples, each with its own interval of what rests sharded.
-        replica: ranks with other samples that hold the same interval as this one.
-        tensor: ranks with other parts of the matrices.
-        sequence: gradients of what is whole over the tensor axis are partial there.
-        copies: ranks that have the unit too, and have seen another use of it (a tied weight on two pipeline stages).
+        shard: ranks with different samples, each with its own interval of the values that rest sharded.
+        replica: ranks with different samples that hold the same interval as this one.
+        tensor: ranks with different parts of the matrices.
+        sequence: gradients of parameters that are whole on every tensor rank are partial along `tensor`.
+        copies: ranks with a copy of the unit that has another use (a tied weight on two pipeline stages).
     """
 
     shard: Axis
@@ -70,11 +70,11 @@ class UnitAxes:
 
 @dataclass(frozen=True, eq=False)
 class FlatBuffer:
-    """The part of one kind of a unit's values that a rank holds.
+    """The part that a rank holds of one kind of a unit's values.
 
     Attributes:
         values: flat.
-        placements: along each axis; REPLICATE along those that are not named.
+        placements: along each axis; REPLICATE along axes that are not named.
         first: the element of the unit's whole flat buffer at which `values` begins.
         home: where the values are; None: in the device's memory.
     """
@@ -120,21 +120,21 @@ def shard_slice(numel: int, placement: Placement, axis: Axis) -> slice:
 def redistribute(
     source: FlatBuffer, target: FlatBuffer, purpose: str, *, accumulate: bool = False, through: Pool | None = None
 ) -> Pending:
-    """Start to bring the value of `source` to the placement of `target`: copy between host and device, gather, reduce.
+    """Start to bring the value of `source` to the placement of `target`: copy between homes, gather, reduce.
 
     | along an axis        | operation                                                     |
     |----------------------|---------------------------------------------------------------|
     | Shard -> Replicate   | all-gather; the rank's own elements are copied to their place |
-    | Partial -> Shard     | reduce-scatter; the memory of `source` may hold anything then |
+    | Partial -> Shard     | reduce-scatter; `source` is undefined afterwards              |
     | Partial -> Replicate | all-reduce, in the memory of `target`                         |
-    | the same, size 1     | nothing, or a copy where the memory is another                |
+    | equal, or size 1     | nothing, or a copy if the memory differs                      |
 
-    Along one axis at a time. This is the only place that starts any of these; extensions start others.
+    This changes one axis at a time. No other function here starts these operations; extensions start others.
 
     Args:
-        purpose: as the ledger and profiles name it.
-        accumulate: a reduce-scatter's sum is added to what `target` holds.
-        through: buffers of another dtype, in which a sum is taken: `source` is rounded to it and stays as it is.
+        purpose: its name in the ledger and in profiles.
+        accumulate: add the sum of a reduce-scatter to `target`.
+        through: buffers of another dtype, in which a sum is taken: a rounded copy of `source`, which stays unchanged.
     """
     change = _change(source, target)
     if change is None:
@@ -185,7 +185,7 @@ def _sum_through(
 def _copy(source: FlatBuffer, target: FlatBuffer, purpose: str) -> Pending:
     """Start to copy the elements of `source` to their place in `target`, rounded to its dtype, if they are not there.
 
-    What leaves a paged home is there when it has been waited for, all else for later work of the device.
+    Values from a paged home have arrived after the wait; other copies are ordered before later work of the device.
     """
     into = target.part(source.elements).values
     if same_place(source.values, into):

@@ -1,19 +1,19 @@
-"""Reduce gradients over the ranks with other samples, and over those that have seen other uses of a parameter.
+"""Reduce gradients over ranks with different samples, and over ranks with different uses of a parameter.
 
-A unit's reduction starts when its last gradient has arrived, and ends when the next one starts, next to the backward of
-the next unit. Reductions start in the reverse order of the forward, whatever the order in which units become complete.
-A unit that backward never reached is reduced as zeros at the end, because the other ranks wait for it.
+A unit's reduction starts when its last gradient has arrived, and ends when the next one starts; it runs in parallel
+with the backward of the next unit. Reductions start in the reverse order of the forward, whatever the order in which
+units become complete. A unit that backward never reached is reduced as zeros at the end, because the other ranks wait
+for it.
 
-    along           sum                                          when
-    shard           of other samples, to where the optimizer     stages 0, 1: once a step; 2, 3: each micro-batch
-                    state is
-    replica         of the other shard groups' samples,          once a step, `sum_replicas`
-                    of each rank's shard only
-    copies          of the other uses of a tied weight           once a step, `sum_copies`
-    tensor          of the tokens or heads of the other ranks,   once a step, `sum_tails`
-                    is whole on each (sequence parallelism)
+    along           sums over                                    when
+    shard           samples, to where the optimizer state is     stages 0, 1: once a step; 2, 3: each micro-batch
+    replica         the samples of all shard groups, for each    once a step, `sum_replicas`
+                    rank's shard only
+    copies          the uses of a tied weight                    once a step, `sum_copies`
+    tensor          tokens (sequence parallelism) or heads, for  once a step, `sum_tails`
+                    parameters that are whole on every rank
 
-The first three may be taken in another dtype (`zero.reduce_dtype`); the last, of few elements, stays in its own.
+The first three may be taken in another dtype (`zero.reduce_dtype`); the last, of few elements, uses the gradients'.
 """
 
 from collections import deque
@@ -48,7 +48,7 @@ class Reduction:
         self._reduced: set[Unit] = set()  # in this step
         # Called with each unit whose own gradients are complete; they are then dropped instead of reduced.
         self.inspect: Callable[[Unit], object] | None = None
-        self.follows: Reduction | None = None  # the reductions of this backward that start first
+        self.follows: Reduction | None = None  # the reduction of this backward that starts its units first
         for index, unit in enumerate(units):
             unit.gradients.deliveries.on_complete = lambda index=index: self._complete(index)
 
@@ -119,10 +119,10 @@ class Reduction:
 
 
 def sum_replicas(units: Iterable[Unit]) -> None:
-    """Sum the reduced gradients of each rank's shards over the groups that hold the same, once a step.
+    """Sum the reduced gradients of each rank's shards over the shard groups, once a step.
 
-    One after the other, when nothing else is open: where a shard group talks through shared memory and the groups
-    through sockets, a rank that waited on a socket meanwhile could be waited for by one that waits for free memory.
+    The sums run one after the other, while no other operation is open: if ranks use shared memory in a shard group and
+    sockets between groups, a rank that waits for a socket could block one that waits for a free slot in shared memory.
     """
     for unit in units:
         if unit.axes.replica.size > 1:
@@ -137,7 +137,7 @@ def sum_copies(units: Iterable[Unit]) -> None:
 
 
 def sum_tails(units: Iterable[Unit]) -> None:
-    """Sum the reduced gradients of parameters whole on every tensor rank where each has seen other tokens or heads."""
+    """Sum, over tensor ranks, the reduced gradients of whole parameters: each rank has those of its tokens or heads."""
     under_way = []
     for unit in units:
         tail = unit.layout.tp_replicated if unit.axes.sequence else unit.layout.tp_partial
@@ -151,7 +151,7 @@ def _sum(unit: Unit, axis: Axis, first: int, purpose: str, through: Pool | None 
     """Start to sum a shard's reduced gradients from element `first` on over an axis; return a function that ends it.
 
     Args:
-        through: as of `redistribute`.
+        through: see `redistribute`.
     """
     reduced = unit.gradients.take_reduced(first)
     buffer = FlatBuffer(reduced, {axis: Placement.PARTIAL})

@@ -1,9 +1,9 @@
-"""Hold the values of a unit that rest on this rank between steps, each kind in one flat buffer, once for the run.
+"""Hold the values of a unit that rest on this rank between steps, each kind in one flat buffer for the whole run.
 
     parameters   all, or this rank's shard, in the precision that forward and backward compute with
     gradients    all, or this rank's shard
-    masters      the elements that this rank updates, in the optimizer's precision: the same memory as `parameters`
-                 where that is the same
+    masters      the elements that this rank updates, in the optimizer's precision; in the memory of `parameters` if
+                 precision and home are equal and updates are not delayed
 
 Each rests on the device or in another home (`offload.py`).
 """
@@ -22,21 +22,21 @@ from megazero.zero.layout import UnitLayout
 from megazero.zero.offload import Offload
 from megazero.zero.placement import FlatBuffer, Placement, Precision, UnitAxes, shard_slice
 
-_INITIAL_PIECE = 1 << 20  # elements of initial values that are made at once
+_INITIAL_PIECE = 1 << 20  # initial values that are made at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Resources:
-    """The things that all units of a run with the same dtypes share.
+    """The resources that all units of a run with the same dtypes share.
 
     Attributes:
         precision: dtypes.
         device: the device that computes.
         wholes, partials: pools of whole parameters and of whole gradients.
-        reduction: buffers of another dtype in which gradients are summed over ranks; None: that of the gradients.
-        offload: the values that rest elsewhere than on the device.
-        ops: the kernels to use where gradients are wider than parameters.
-        extensions: of how values are sent between shard ranks.
+        reduction: buffers of another dtype in which gradients are summed over ranks; None: use the gradients' dtype.
+        offload: the homes of values that do not rest on the device.
+        ops: the kernels to use if gradients are wider than parameters.
+        extensions: change how values are sent between shard ranks.
     """
 
     precision: Precision
@@ -55,16 +55,16 @@ class RestingState:
     Args:
         layout: the place of each parameter in the flat buffer.
         axes: the ranks that share the unit, and the placements along them.
-        trainable: whether it has gradients and is updated. One that is not rests as the stage says, and no more.
+        trainable: it has gradients and is updated. If not, only its parameters rest here, placed by the stage.
 
     Attributes:
-        numel: elements of the whole flat buffer with its padding, which is zero and stays so.
+        numel: elements of the whole flat buffer, including its padding, which is always zero.
         shard: the elements that this rank updates.
         parameters, gradients, masters: see above.
         own_gradients: the part of `gradients` that receives the reduced ones; None: these rest elsewhere.
-        updated: where an update writes parameters in the precision of forward and backward.
-        offloaded_gradients: the reduced gradients of the shard, where they do not rest on the device.
-        paged: the home of values that have no data in memory (`comm/home.py`); None: all values have.
+        updated: the buffer where an update writes parameters in the precision of forward and backward.
+        offloaded_gradients: the reduced gradients of the shard, if they do not rest on the device.
+        paged: the home of values that have no data in memory (`comm/home.py`); None: all values are in memory.
     """
 
     def __init__(self, layout: UnitLayout, axes: UnitAxes, resources: Resources, *, trainable: bool):
@@ -77,7 +77,7 @@ class RestingState:
         self.shard = shard_slice(self.numel, stage.optimizer, axes.shard)
         elements = shard_slice(self.numel, stage.parameters, axes.shard)
         self.parameters = self._rest(elements, precision.parameters, "parameters", offload.parameters)
-        # A delayed update may not touch what the step in parallel with it sees.
+        # A delayed update must not write to parameters that the step in parallel with it reads.
         apart = trainable and (updater is not offload.parameters or offload.delayed)
         self.masters = self.own_parameters
         if apart or (trainable and precision.masters != precision.parameters):
@@ -93,7 +93,7 @@ class RestingState:
         self.updated = self._updated(precision) if apart else self.own_parameters
 
     def _rest(self, elements: slice, dtype: torch.dtype, category: str, home: Home | None) -> FlatBuffer:
-        """Return zeros for elements that rest here: in `home`, or, if that is None, on the device."""
+        """Return zeros for elements that rest here: in `home`, or on the device if that is None."""
         numel = elements.stop - elements.start
         placement = Placement.SHARD if numel < self.numel else Placement.REPLICATE
         if home is not None:
@@ -104,7 +104,7 @@ class RestingState:
         return FlatBuffer(values, {self._axes.shard: placement}, elements.start, home)
 
     def _updated(self, precision: Precision) -> FlatBuffer:
-        """Return the buffer for `updated` where the masters have memory of their own."""
+        """Return the buffer for `updated` if the masters have memory of their own."""
         offload, on_disks = self._offload, self.masters.values.is_meta
         if on_disks and (offload.parameters is not None or offload.host is None):
             return self.own_parameters
@@ -119,12 +119,12 @@ class RestingState:
         return self.parameters.part(self.shard, {self._axes.shard: self._axes.stage.optimizer})
 
     def new_state(self) -> Tensor:
-        """Return zeros for what an optimizer keeps of each element that this rank updates, where the masters are."""
+        """Return zeros for optimizer state, one value per element that this rank updates, where the masters are."""
         masters, home = self.masters.values, self._offload.optimizer
         if masters.is_meta or home is None:
             return self._rest(self.shard, masters.dtype, "optimizer", home).values
         self._axes.shard.comm.ledger.hold("host_optimizer", masters.nbytes)
-        return torch.zeros_like(masters)  # the host alone reads and writes it: pages that a GPU reads would be dearer
+        return torch.zeros_like(masters)  # only the host reads and writes it: pinned pages would cost more
 
     @property
     def updates_on(self) -> torch.device:
@@ -148,7 +148,7 @@ class RestingState:
             while start < end:
                 stop = min(first + ((start - first) // _INITIAL_PIECE + 1) * _INITIAL_PIECE, end)
                 values = initial(interval.name, start - interval.start, stop - interval.start)
-                # Rounded as an update rounds: one that is skipped changes nothing, and leaves `updated` as it is.
+                # Rounded as an update rounds, because a skipped update leaves `updated` as it is.
                 self.write(values.to(self.masters.values.dtype), start)
                 start = stop
         if self.paged is not None:
@@ -185,14 +185,14 @@ class RestingState:
         return max(self.numel, 1) if self.paged is None else self.paged.window
 
     def update_windows(self, state: Mapping[str, Tensor], skip: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Yield the elements that an update reads and writes of this rank's shard, some at a time.
+        """Yield the values of this rank's shard that an update reads and writes, window by window.
 
         Args:
-            state: what the optimizer keeps of each element.
-            skip: 0-dim; 1: nothing will change, so what is in a paged home is not even read.
+            state: the optimizer's state of each element, by name.
+            skip: 0-dim; 1: nothing will change, so values in a paged home are not even read.
 
         Yields:
-            (their place; masters, reduced gradients, each of the state, and `updated`, which may be the masters).
+            (slice of the shard; masters, reduced gradients, each state, and `updated`, which may be the masters).
         """
         flats: list[tuple[Tensor, Access]] = [(self.masters.values, "update"), (self.reduced_gradients, "read")]
         flats.extend((each, "update") for each in state.values())

@@ -1,8 +1,8 @@
-"""Keep places of sharded parameters instead of the parameters, where autograd saves them for backward.
+"""Save places of sharded parameters instead of the parameters when autograd saves tensors for backward.
 
 The buffers of sharded units rotate: when backward needs a parameter, it is in other memory than in forward. With
-torch's saved_tensors_hooks a saved view of a unit's gathered parameters is replaced by (unit, place), and looked up in
-the unit's current buffer in backward.
+torch's saved_tensors_hooks a saved view of a unit's gathered parameters is replaced by (unit, place), which backward
+looks up in the unit's current buffer.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,10 +18,10 @@ from megazero.zero.unit import Unit
 
 @dataclass(slots=True, eq=False)
 class SavedPlace:
-    """A place in a unit's parameters, which stands for a saved tensor; not frozen, because a layer makes many."""
+    """A place in a unit's parameters, which stands for a saved tensor; not frozen, for speed: a layer makes many."""
 
     unit: Unit
-    dtype: torch.dtype  # complex, where real parameters are viewed as complex ones
+    dtype: torch.dtype  # complex, if real parameters are viewed as complex ones
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
@@ -51,11 +51,11 @@ def saved_places(
     """Return the hooks of saved tensors for one call of a layer.
 
     Args:
-        gathered: the sharded units whose parameters are whole, by the storage (`_cdata`) that holds these.
-        needed: receives each unit of which something is saved.
-        need: called in backward before a unit's parameters are looked up; None: they are there.
-        keep: returns what is saved of other tensors. The tensor itself would hold the graph that holds it.
-        restore: returns the tensor of what `keep` has returned; None: `keep` returns tensors.
+        gathered: the sharded units whose parameters are whole, by the storage (`_cdata`) that holds the parameters.
+        needed: receives each unit with a saved parameter.
+        need: called in backward before a unit's parameters are looked up; None: they are gathered already.
+        keep: returns the object to save for any other tensor. The tensor itself would hold the graph that holds it.
+        restore: turns the result of `keep` back into the tensor; None: `keep` returns tensors.
     """
 
     def pack(x: Tensor) -> Any:
@@ -77,6 +77,6 @@ def saved_places(
 
 
 def before_backward(x: Tensor, event: Callable[[object], None]) -> None:
-    """Let autograd call `event` when the gradient of x has arrived, before it goes on; not if there will be none."""
+    """Make autograd call `event` when the gradient of x has arrived, before it goes on; nothing if x has no graph."""
     if x.grad_fn is not None:
         x.grad_fn.register_prehook(event)

@@ -21,11 +21,11 @@ class StageGradients:
     """The gradients of the units of one stage, from forward to reduction.
 
     Args:
-        units: all that the stage uses.
-        reduction: of those units whose gradients are complete when this stage's are.
+        units: all units that the stage uses.
+        reduction: reduces the units whose gradients are complete when this stage's are.
 
     Attributes:
-        first_units: those that its first layer uses, which a forward waits for.
+        first_units: the units that its first layer uses, for which a forward waits.
     """
 
     def __init__(self, units: list[Unit], reduction: Reduction, gather: Gather):
@@ -34,25 +34,25 @@ class StageGradients:
         self._deferred: dict[int, deque[Callable[[], None]]] = {}
 
     def clear(self) -> None:
-        """Forget what was under way."""
+        """Drop the deferred gradients and clear the reduction."""
         self._deferred.clear()
         self.reduction.clear()
 
     def forward(self, micro_batch: int) -> None:
-        """Begin the forward of a micro-batch (counted from 0): uses announced until the next call are its uses."""
+        """Begin the forward of a micro-batch (counted from 0): uses announced until the next call belong to it."""
         for unit in self.units:
             unit.gradients.deliveries.micro_batch = micro_batch
 
     def backward(
         self, micro_batch: int, begin: Callable[[], None], *, reduce: bool, last: bool, forward_follows: bool = False
     ) -> None:
-        """Compute the gradients of input and units; start to reduce each unit's when they are complete.
+        """Compute the gradients of input and units; start to reduce each unit's gradients when they are complete.
 
         Args:
             begin: runs autograd.
             reduce: whether gradients are reduced in this micro-batch.
             last: it is the last micro-batch of the step.
-            forward_follows: what this rank computes next, but for weight gradients, is a forward of this stage.
+            forward_follows: the next computation of this rank, apart from weight gradients, is a forward of this stage.
         """
         self._deliver(micro_batch, reduce, last)
         with self._gathering(forward_follows):
@@ -60,7 +60,7 @@ class StageGradients:
             self.reduction.end_backward()
 
     def backward_input(self, micro_batch: int, begin: Callable[[], None], *, forward_follows: bool = False) -> None:
-        """Compute the gradient of the input; defer those of the units. Arguments as of `backward`."""
+        """Compute the gradient of the input; defer those of the units. For the arguments see `backward`."""
         deferred = self._deferred[micro_batch] = deque()
         self.forward(micro_batch)
         for unit in self.units:
@@ -71,7 +71,7 @@ class StageGradients:
             unit.gradients.deliveries.deferred = None
 
     def backward_weight(self, micro_batch: int, *, reduce: bool, last: bool) -> None:
-        """Compute the gradients that `backward_input` has deferred; arguments as of `backward`."""
+        """Compute the gradients that `backward_input` has deferred. For the arguments see `backward`."""
         self._deliver(micro_batch, reduce, last)
         deferred = self._deferred.pop(micro_batch)
         with torch.no_grad():
@@ -85,7 +85,7 @@ class StageGradients:
 
     @contextmanager
     def _gathering(self, forward_follows: bool) -> Iterator[None]:
-        """Be around a backward, at whose end all units are freed but those of a forward that follows."""
+        """Enclose a backward; at its end free all units except those of a forward that follows."""
         self._gather.following = self.first_units if forward_follows else []
         yield
         self._gather.reshard_all(self.units)

@@ -12,19 +12,19 @@ _WORDS = {Placement.REPLICATE: "all", Placement.PARTIAL: "all", Placement.SHARD:
 
 
 class Unit:
-    """The parameters that are kept, moved and updated together.
+    """The parameters that are stored, communicated and updated together.
 
     Args:
         layout: the place of each parameter in the flat buffer.
         axes: the ranks that share the unit, and the placements along them.
         resources: dtypes, device, pools, homes and extensions, which it shares with other units.
-        trainable: whether it has gradients and is updated. One that is not rests as the stage says, and no more.
+        trainable: it has gradients and is updated. If not, only its parameters rest here, placed by the stage.
 
     Attributes:
         resting: the values that rest on this rank.
-        parameters: those that forward and backward use.
-        gradients: those that arrive in backward.
-        numel: elements of the whole flat buffer with its padding, which is zero and stays so.
+        parameters: the parameters that forward and backward use.
+        gradients: the gradients that arrive in backward.
+        numel: elements of the whole flat buffer, including its padding, which is always zero.
         shard: the elements that this rank updates.
         masters: the values that the optimizer updates, flat.
     """
@@ -39,18 +39,18 @@ class Unit:
 
     @property
     def visiting_bytes(self) -> int:
-        """Return the bytes of whole parameters and gradients that are here for a while, and do not rest here."""
+        """Return the bytes of whole parameters and gradients that are here temporarily and do not rest here."""
         whole = None if self.parameters.rest_whole else self.parameters.whole
         partial = None if self.gradients.rest_whole else self.gradients.partial
         return sum(values.nbytes for values in (whole, partial) if values is not None)
 
     def listen(self, listener: Callable[[str], object]) -> None:
-        """Let `listener` be called with "gather", "gathered", "released", "reduce", "reduced" when these happen."""
+        """Register a listener, which is called with "gather", "gathered", "released", "reduce", "reduced"."""
         self.parameters.on_event = self.gradients.on_event = listener
 
 
 def resting_table(units: list[Unit]) -> str:
-    """Return three lines: the bytes of parameters, gradients and optimizer state here, in all and per parameter.
+    """Return lines of text: bytes of parameters, gradients and optimizer state here, in all and per parameter.
 
     The parameters counted are those of this rank's part of the model, without padding.
     """

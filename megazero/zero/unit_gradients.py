@@ -1,6 +1,6 @@
 """Collect the gradients of a unit, and reduce them to where its optimizer state is.
 
-Gradients that do not rest whole are whole for a while in a buffer of the pool: those of one micro-batch, from the first
+If gradients do not rest whole, a buffer of the pool holds the whole gradients of one micro-batch, from the first
 delivery until they are reduced.
 """
 
@@ -25,11 +25,11 @@ class UnitGradients:
     Attributes:
         rest_whole: all of them rest on the device.
         partial: this rank's gradients of all parameters, flat, while it has them; else None.
-        deliveries: counts them.
+        deliveries: counts the deliveries of gradients.
         views: the accumulator of each parameter, in buffer order.
         summing: how they are summed over the shard axis.
-        reduction: buffers of another dtype in which they are summed over other axes; None: as they are.
-        wait: returns when an update under way does not read offloaded gradients any more.
+        reduction: buffers of another dtype in which they are summed over other axes; None: in their own dtype.
+        wait: waits until no update under way reads offloaded gradients.
         on_event: called with "reduce" and "reduced" when these happen.
     """
 
@@ -45,11 +45,11 @@ class UnitGradients:
             self.summing = extension.summing(self.summing, resting.shard, axes)
         self._away, self._shares = resting.offloaded_gradients, len(resting.masters) < resting.numel
         self._share: Tensor | None = None
-        self._begun = False  # offloaded gradients of this step are there
+        self._begun = False  # there are offloaded gradients of this step
         self.wait: Callable[[], object] = lambda: None
-        self._ends_of_sum: tuple[FlatBuffer, FlatBuffer] | None = None  # of the reduction, where both rest here
+        self._ends_of_sum: tuple[FlatBuffer, FlatBuffer] | None = None  # of the reduction, if both rest here
         self._padding = list(layout.padding(resting.numel))
-        self._places: dict[int, list[Tensor]] = {}  # in each buffer that the pool has given, by its storage
+        self._places: dict[int, list[Tensor]] = {}  # views in each buffer of the pool, by its storage
         self.deliveries = DeliveryCounter(layout.name)
         names, ops = [interval.name for interval in layout.intervals], resources.ops
         self.views = {name: GradientAccumulator(self.deliveries, name, ops, self.open) for name in names}
@@ -76,7 +76,7 @@ class UnitGradients:
 
     @contextmanager
     def reduced_in_memory(self) -> Iterator[Tensor]:
-        """Hold the reduced gradients in memory: those in a paged home are brought to that of the host."""
+        """Hold the reduced gradients in memory; copy them to host memory if they rest in a paged home."""
         if self._away is None or not self.reduced.is_meta:
             yield self.reduced
             return
@@ -88,7 +88,7 @@ class UnitGradients:
             self._pool.give(found)
 
     def send(self, reduced: Tensor, at: int = 0) -> None:
-        """Copy reduced gradients from the device to elements [at, ...) of those that are offloaded."""
+        """Copy reduced gradients from the device to elements [at, ...) of the offloaded gradients."""
         assert self._away is not None, f"the gradients of unit {self._layout.name} are on the device"
         self.wait()
         redistribute(FlatBuffer(reduced, {}, at), self._away, "gradients")
@@ -113,12 +113,12 @@ class UnitGradients:
         self._show(self.partial)
         self._offload.join()
         if self._begun and not self._shares:
-            self._bring(self.partial)  # with one shard rank gradients are accumulated here alone
+            self._bring(self.partial)  # without shards, gradients are accumulated in this buffer
             for view in self.views.values():
                 view.fresh = False
 
     def close(self) -> None:
-        """Write zeros to padding, where quantised blocks leave NaN, and for parameters without a delivery."""
+        """Write zeros to the padding, where quantised blocks leave NaN, and for parameters without a delivery."""
         self.open()
         assert self.partial is not None
         for elements in self._padding:
@@ -131,7 +131,7 @@ class UnitGradients:
         """Start to reduce the partial gradients over the shard axis, to where the optimizer state is.
 
         Args:
-            accumulate: earlier ones of this step have been reduced; these are added.
+            accumulate: add to the gradients of this step that have been reduced before.
         """
         self.on_event("reduce")
         resting = self._resting
@@ -159,7 +159,7 @@ class UnitGradients:
         self.on_event("reduced")
 
     def take_reduced(self, first: int) -> Tensor:
-        """Return reduced gradients from element `first` of the shard on; `put_reduced` has to follow."""
+        """Return reduced gradients from element `first` of the shard on; call `put_reduced` afterwards."""
         if self._away is None:
             return self.own[first:]
         reduced = self._pool.take(len(self._resting.masters) - first)
@@ -180,14 +180,14 @@ class UnitGradients:
         self.forget()
 
     def forget(self) -> None:
-        """Let the next delivery to each parameter be the first."""
+        """Make the next delivery to each parameter the first, which overwrites."""
         for view in self.views.values():
             view.fresh = True
 
     def keep_own(self) -> None:
-        """Let another sum over the ranks count gradients that rest whole and have been reduced once.
+        """Prepare gradients that rest whole and have been reduced for another sum over the ranks: each counts once.
 
-        Each keeps what it updates; where all update everything, the first does.
+        Each rank keeps the elements that it updates and zeros the rest; if all update everything, the first keeps all.
         """
         if not self.rest_whole:
             return

@@ -1,7 +1,7 @@
 """Gather the parameters of a unit, show them to the model, and free them.
 
-Parameters that do not rest whole are whole for a while in a buffer of the pool, between `install` and `release`. The
-model's parameters are views of that memory. In between they are empty tensors.
+If parameters do not rest whole, a buffer of the pool holds them between `install` and `release`, and the model's
+parameters are views of this buffer. At other times they are empty tensors.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -23,7 +23,7 @@ class UnitParameters:
     """The parameters of one unit, as forward and backward use them.
 
     Args:
-        slots: receive the gradients of each parameter.
+        slots: receive the gradients, one for each parameter.
 
     Attributes:
         rest_whole: all of them rest on the device.
@@ -34,7 +34,7 @@ class UnitParameters:
 
     def __init__(self, layout: UnitLayout, axes: UnitAxes, resting: RestingState, resources: Resources, slots: Slots):
         self._layout, self._resting, self._slots = layout, resting, slots
-        # A stage 3 shard on the host that is the whole, with one shard rank, still has to come.
+        # With one shard rank an offloaded stage 3 shard is the whole unit, but must still be copied to the device.
         self.rest_whole = len(resting.parameters) == resting.numel and resources.offload.parameters is None
         self.gathering = Gathering(resources.precision.parameters)
         for extension in () if self.rest_whole else resources.extensions:
@@ -44,12 +44,12 @@ class UnitParameters:
         self.on_event: Callable[[str], object] = lambda event: None
         self.whole: Tensor | None = resting.parameters.values if self.rest_whole else None
         self._members: list[nn.Parameter] = []  # in buffer order
-        self._views: dict[int, list[Tensor]] = {}  # in each buffer that the pool has given, by its storage
+        self._views: dict[int, list[Tensor]] = {}  # views in each buffer of the pool, by its storage
         self._nothing = torch.empty(0, dtype=resources.precision.parameters, device=resources.device)
 
     @property
     def version(self) -> int:
-        """Return a count of the changes in place of parameters that are whole here, by their views or as parameters."""
+        """Return a count of in-place changes of parameters that are whole here, by the buffer or as parameters."""
         return self._there()._version + sum(parameter._version for parameter in self._members)
 
     def make(self) -> dict[str, nn.Parameter]:
@@ -57,7 +57,7 @@ class UnitParameters:
         return self.move_to([nn.Parameter(self._nothing, requires_grad=self._resting.trainable) for _ in self._slots])
 
     def move_to(self, parameters: list[nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Let these parameters, in buffer order, be the views of this unit's memory; return them by name."""
+        """Make these parameters, in buffer order, the views of this unit's memory; return them by name."""
         self._members = parameters
         for parameter, slot in zip(parameters, self._slots.values(), strict=True):
             parameter.gradient_slot = slot  # type: ignore[attr-defined]
@@ -65,15 +65,15 @@ class UnitParameters:
         return dict(zip(self._slots, parameters, strict=True))
 
     def _show(self, values: Iterable[Tensor]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # parameters may watch what others do with them
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass may watch what others do with parameters
             for parameter, own in zip(self._members, values, strict=True):
                 parameter.data = own
 
     def start_gather(self) -> tuple[Tensor, Pending]:
-        """Start to gather all parameters into a buffer of the pool; `install` it when they have come."""
+        """Start to gather all parameters into a buffer of the pool; `install` it when they have arrived."""
         self.on_event("gather")
         if self._one_pool:
-            self._offload.join()  # gradients may still be read there
+            self._offload.join()  # a send may still read gradients in the buffer
         whole = FlatBuffer(self._pool.take(self._resting.numel), {})
         return whole.values, self.gathering.start(self._resting.parameters, whole)
 
@@ -84,14 +84,14 @@ class UnitParameters:
             self._resting.paged.expect(shard)
 
     def install(self, whole: Tensor) -> None:
-        """Show the model its parameters in this buffer, of `start_gather`."""
+        """Make the model's parameters views of this buffer, which is from `start_gather`."""
         assert self.whole is None, f"unit {self._layout.name} is there already"
         self.whole = whole
         self._show(views_of(whole, self._layout, self._views))
         self.on_event("gathered")
 
     def release(self) -> None:
-        """Free the gathered parameters; whoever touches one then sees an empty tensor."""
+        """Free the gathered parameters; the model's parameters become empty tensors."""
         if self.rest_whole or self.whole is None:
             return
         self._pool.give(self.whole)
@@ -110,7 +110,7 @@ class UnitParameters:
         return self.rest_whole and len(self._resting.masters) < self._resting.numel
 
     def start_publish(self) -> tuple[Tensor, Pending]:
-        """Start to gather the updated parameters into the memory where all of them rest; return that too."""
+        """Start to gather the updated parameters into the memory where all of them rest; return this memory, too."""
         parameters = self._resting.parameters
         return parameters.values, redistribute(self._resting.own_parameters, parameters, "parameters")
 
@@ -123,7 +123,7 @@ class UnitParameters:
         return view(self._there(), next(i for i in self._layout.intervals if i.name == name))
 
     def keep_changes(self, names: Collection[str]) -> None:
-        """Let parameters rest as they are now in a unit that is whole here, where the caller has changed them."""
+        """Write parameters that the caller has changed, in a unit that is whole here, to the memory where they rest."""
         whole = self._there()
         for interval in self._layout.intervals:
             if interval.name in names:
@@ -137,7 +137,7 @@ class UnitParameters:
 
 
 def views_of(flat: Tensor, layout: UnitLayout, known: dict[int, list[Tensor]]) -> list[Tensor]:
-    """Return each parameter's place in a buffer, by a table of those already made: a pool's buffers come again."""
+    """Return each parameter's view in a buffer; `known` caches the views, because a pool reuses its buffers."""
     key = flat.untyped_storage()._cdata
     if key not in known:
         known[key] = [view(flat, interval) for interval in layout.intervals]
@@ -145,5 +145,5 @@ def views_of(flat: Tensor, layout: UnitLayout, known: dict[int, list[Tensor]]) -
 
 
 def view(flat: Tensor, interval: Interval) -> Tensor:
-    """Return the place of a parameter in a unit's whole flat buffer."""
+    """Return the view of a parameter in a unit's whole flat buffer."""
     return flat[interval.start : interval.stop].view(interval.shape)

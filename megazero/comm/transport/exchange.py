@@ -1,10 +1,10 @@
 """Exchange messages between all ranks of an axis: the basis of all collectives on gloo.
 
-The data goes through shared memory where all ranks of the axis are on one host (`shared_memory.py`), else through
+The data goes through shared memory if all ranks of the axis are on one host (`shared_memory.py`), else through
 gloo's sockets. A long message goes in pieces, so that the memory between sender and receiver has a constant size (the
 constant buffers of the ZeRO paper, section 6.2): a slot of the outbox, or two received pieces.
 
-Received messages are passed to `consume`, piece by piece, without a copy: none is kept.
+Received messages are passed to `consume`, piece by piece, without a copy; they are not stored.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +26,10 @@ _LINE = 64  # bytes; pieces are multiples of a cache line
 
 
 class CollectiveError(RuntimeError):
-    """An error for an operation on `axis` that did not end: a rank died, does not come, or called another one.
+    """An error for an operation on `axis` that did not end: a rank died, did not take part, or called another one.
 
     Attributes:
-        rank: of the world, which is known to have called another operation; None: no such rank is known.
+        rank: the global rank that is known to have called another operation; None: no such rank is known.
     """
 
     def __init__(self, axis: str, reason: str, rank: int | None = None):
@@ -38,11 +38,11 @@ class CollectiveError(RuntimeError):
 
 
 def swap(axis: Axis, tag: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> "Exchange":
-    """Return the round in which each rank gets what every other has for it.
+    """Return the exchange of an all-to-all, or of an all-gather, not started.
 
     Args:
-        outgoing: one message for all, or for each rank its own; flat and of equal length. To itself nothing is sent.
-        incoming: by rank: where what comes from it goes.
+        outgoing: one message for all ranks, or one for each, by rank; flat, of equal length. None goes to itself.
+        incoming: by rank, the flat tensor that receives the rank's message.
     """
     targets = [incoming[k] for k in others(axis)]
 
@@ -56,22 +56,22 @@ def swap(axis: Axis, tag: int, outgoing: Sequence[Tensor], incoming: Sequence[Te
 
 
 def others(axis: Axis) -> list[int]:
-    """Return the other ranks of an axis, beginning after this one, so that not all ranks send to rank 0 first."""
+    """Return the other ranks of an axis, starting after this one, so that not all ranks send to rank 0 first."""
     return [(axis.rank + i) % axis.size for i in range(1, axis.size)]
 
 
 class Exchange:
-    """One round of messages; `start` sends, `wait` returns when all have come and been consumed.
+    """One round of messages; `start` sends, `wait` returns when all have arrived and been consumed.
 
     Args:
         axis: the axis of the ranks that take part.
-        tag: the same on all ranks, and mostly different for every round under way.
-        sends: flat tensors of equal length: one message for all, or one for each of `others`, in their order. Not to
-            be changed before the end, but by `consume`.
-        consume: called once for each piece: which elements of the messages, and these elements of the others', in the
-            order of `others`. May be called in any wait of this thread, from `start` on.
-        into: flat tensors, one for each of `others`, that sockets receive messages into: nothing is staged, and
-            `consume` finds it there.
+        tag: the same on all ranks, and almost always different for every round under way.
+        sends: flat tensors of equal length: one message for all, or one for each of `others`, in their order. Only
+            `consume` may change them before the end.
+        consume: called once for each piece with its slice of the messages, and that slice of the received messages, in
+            the order of `others`. It may be called in any wait of this thread after `start`.
+        into: flat tensors, one for each of `others`, into which sockets receive the messages without staging;
+            `consume` gets slices of them.
     """
 
     def __init__(
@@ -92,29 +92,29 @@ class Exchange:
 
     @property
     def unread(self) -> int:
-        """Return how many messages stay in this rank's outbox until the others take them."""
+        """Return how many messages stay in this rank's outbox until the others have read them."""
         return len(self._cuts) if self._shared_memory is not None else 0
 
     def start(self) -> "Exchange":
         """Send the first pieces; return this exchange.
 
         Raises:
-            CollectiveError: a connection is gone, or no rank reads.
+            CollectiveError: the connection broke, or the readers make no room.
         """
         try:
             if self._shared_memory is not None:
                 self._post(self._shared_memory)
             else:
                 self._works = [self._send_piece(cut) for cut in self._cuts[:_WINDOW]]
-        except (RuntimeError, TimeoutError) as error:  # the connection is gone, or no rank reads
+        except (RuntimeError, TimeoutError) as error:  # TimeoutError: the readers make no room
             raise CollectiveError(self._axis.name, str(error)) from None
         return self
 
     def wait(self) -> None:
-        """Wait until all messages have come and been consumed.
+        """Wait until all messages have arrived and been consumed.
 
         Raises:
-            CollectiveError: a message did not come within the axis' timeout, the connection broke, or another rank of
+            CollectiveError: a message did not arrive within the axis' timeout, the connection broke, or another rank of
                 this host has called another operation.
         """
         try:
@@ -133,7 +133,7 @@ class Exchange:
         room, readers = self._piece * sends[0].element_size(), [axis.ranks[k] for k in others(axis)]
         starts = [((axis.rank - k) % axis.size - 1) * room if len(sends) > 1 else 0 for k in others(axis)]
 
-        def consume(messages: list[Message], cut: slice) -> None:  # it does not hold the exchange, which holds it
+        def consume(messages: list[Message], cut: slice) -> None:  # it has no reference to the exchange, which holds it
             like = sends[0][cut]
             use(cut, [shared_memory.view(message, at, like) for message, at in zip(messages, starts, strict=True)])
 
@@ -162,9 +162,9 @@ class Exchange:
     def _receive_pieces(self) -> None:
         """Receive and consume the pieces through gloo, which pairs messages of one tag in the order they were sent in.
 
-        Nothing is taken in from shared memory meanwhile: where ranks share one axis through memory and another through
-        sockets, no socket operation may be waited for between the start and the end of one in memory that has more
-        pieces than there are slots, or four ranks could wait in a circle.
+        This reads no messages from shared memory meanwhile. If ranks use shared memory on one axis and sockets on
+        another, do not wait for a socket operation between the start and the end of a shared-memory operation that has
+        more pieces than there are slots: four ranks could wait in a circle.
         """
         for number, cut in enumerate(self._cuts):
             received, works = self._works[number]
@@ -189,7 +189,7 @@ class _Round:
     done: bool = False
 
     def take_in(self) -> None:
-        """Consume the others' messages if all have come: another sender needs the room."""
+        """Consume the others' messages if all have arrived, to make room in their outboxes."""
         if not self.done and all(self.shared_memory.find(rank, self.axis, self.label) for rank in self.senders):
             self.finish()
 

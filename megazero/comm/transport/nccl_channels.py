@@ -1,4 +1,4 @@
-"""Send messages from one rank to one other through NCCL, a communicator for each channel."""
+"""Send messages from one rank to one other through NCCL, with a communicator for each channel."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ from megazero.comm.nccl import synchronize
 class NcclChannels:
     """Messages through NCCL, a communicator for each channel: the two ends queue the same messages in the same order.
 
-    Every rank of the world calls each split, in one order. One split makes the communicators of several channels.
+    Every rank of the world calls each split, in the same order. One split makes the communicators of several channels.
     """
 
     def __init__(self, axis: Axis, channels: list[Channel], everyone: Sequence[Channel], device: torch.device):
         self._groups: dict[int, dist.ProcessGroup] = {}
-        self._works: deque[dist.Work] = deque()  # sends: each keeps its message
+        self._works: deque[dist.Work] = deque()  # sends under way: each keeps its message alive
         self._device = device
         for some in _rounds(everyone):
             world = axis.size * axis.stride  # a pipeline is the slowest axis
@@ -38,9 +38,9 @@ class NcclChannels:
     def _connect(self, axis: Axis, channel: Channel) -> None:
         """Send one element through a channel and wait for it.
 
-        The first message blocks both hosts until both have come to it. Every rank goes through its channels in the
-        order of their index. So both ranks of the first one that is not connected come to it, and no rank waits in a
-        circle; in the order of a schedule they may (tests/comm/test_connect.py).
+        The first message blocks both hosts until both have called it. Every rank connects its channels in the order of
+        their index. So both ranks of the first unconnected channel reach it, and ranks never wait in a circle; in the
+        order of a schedule they could (tests/comm/test_connect.py).
         """
         sends, x = axis.rank == channel.source, torch.zeros(1, device=self._device)
         peer = axis.ranks[channel.target if sends else channel.source]
@@ -77,13 +77,13 @@ class NcclChannels:
         return finish, lambda: True
 
     def finish(self) -> None:
-        """Let the stream wait for all messages that were sent."""
+        """Make the stream wait for all messages that were sent."""
         while self._works:
             self._works.popleft().wait()
 
 
 def _rounds(everyone: Sequence[Channel]) -> list[list[Channel]]:
-    """Share out channels to few splits: in each a rank has one channel at most."""
+    """Divide the channels among few splits, in each of which a rank has at most one channel."""
     rounds: list[list[Channel]] = []
     for channel in everyone:
         ends = {channel.source, channel.target}

@@ -1,12 +1,12 @@
 """Send messages from one rank to one other, as a pipeline needs them.
 
-A message is named by a channel (from which stage to which) and its number there: both sides know the name, so neither
-sends shapes or asks for the next one. Sending never waits: a message that finds no room is kept, and sent whenever this
-rank waits for something. A receive is posted before the message is needed, into memory of its own.
+A message is identified by its channel (source and target stage) and its number there. Both sides know these, so no
+shape and no request is sent. Sending never waits: a message without room is kept, and sent when this rank next waits
+for something. A receive is posted before the message is needed, into memory of its own.
 
-On one host messages go through shared memory (`shared_memory.py`), else through gloo's sockets; those of a device that
-gloo cannot send from are copied to the host first, and on arrival to the device (`host_staging.py`). On NCCL each
-channel has a communicator of its own, because its messages have no names: the first sent is the first received.
+On one host messages go through shared memory (`shared_memory.py`), else through gloo's sockets; messages on a device
+that gloo cannot send from are copied to the host first, and on arrival to the device (`host_staging.py`). On NCCL each
+channel has a communicator of its own, because NCCL's messages have no tags: the first sent is the first received.
 """
 
 import zlib
@@ -25,7 +25,7 @@ from megazero.comm.transport.host_staging import NOTHING, HostStaging
 from megazero.comm.transport.nccl_channels import NcclChannels
 from megazero.comm.transport.shared_memory import SLOT_BYTES, SharedMemoryTransport
 
-_NUMBER_BITS, _PIECE_BITS = 36, 12  # of a message's key; the rest is the channel's
+_NUMBER_BITS, _PIECE_BITS = 36, 12  # of a message's key; the other bits are the channel's
 
 
 class Receipt:
@@ -38,7 +38,7 @@ class Receipt:
         """Wait for the message and return it.
 
         Raises:
-            CollectiveError: it did not come within the axis' timeout, or the connection broke.
+            CollectiveError: it did not arrive within the axis' timeout, or the connection broke.
         """
         with _broken_is_collective():
             if self._came():
@@ -65,14 +65,14 @@ class PointToPoint:
 
     Args:
         everyone: all channels of the axis, in order of their index; the same on all its ranks. Every rank of the world
-            makes its messages at the same point.
-        device: where the messages are.
+            makes its `PointToPoint` at the same point.
+        device: the device of the messages.
     """
 
     def __init__(self, axis: Axis, everyone: Sequence[Channel], device: torch.device):
         self._axis = axis
         self._carrier = _carrier(axis, everyone, device)
-        self._sent: list[HostStaging] = []  # whose memory is the carrier's until it has sent all
+        self._sent: list[HostStaging] = []  # the carrier uses their memory until it has sent all
 
     def send(self, channel: Channel, x: Tensor) -> None:
         """Send the next message of a channel. x is contiguous, and must not be written to until `finish`.
@@ -112,7 +112,7 @@ class PointToPoint:
         """Wait until all messages have been sent.
 
         Raises:
-            CollectiveError: a rank does not take one within the axis' timeout, or the connection broke.
+            CollectiveError: a rank does not receive one within the axis' timeout, or the connection broke.
         """
         with _broken_is_collective():
             rank, status_slot = self._carrier.unsent, self._axis.comm.status_slot
@@ -125,7 +125,7 @@ class PointToPoint:
             status_slot.end(P2P)
 
     def _number(self, channel: Channel, end: str) -> int:
-        """Return the next number of a channel's end, counted by the context, so that no two messages have one name."""
+        """Return the next number at a channel's end; the context counts, so that no two messages share a name."""
         return self._axis.comm.reserve(f"{self._axis.name} {channel.index} {end}", 1)
 
 
@@ -169,7 +169,7 @@ class _SharedMemory:
         self.take_in()
 
     def take_in(self) -> None:
-        """Send what there is room for, and receive what has come."""
+        """Send the messages that find room, and receive those that have arrived."""
         while self._outgoing and self._shared_memory.send(*self._outgoing[0]):
             self._outgoing.popleft()
         for sender in self._sources:
@@ -215,7 +215,7 @@ class _Sockets:
 
     def __init__(self, axis: Axis):
         self._axis = axis
-        self._sent: deque[tuple[int, dist.Work | None, Tensor]] = deque()  # to whom, what is kept until it is there
+        self._sent: deque[tuple[int, dist.Work | None, Tensor]] = deque()  # target, work, message to keep alive
 
     @property
     def unsent(self) -> int | None:
@@ -247,6 +247,6 @@ def _tag(channel: Channel, number: int, x: Tensor) -> int:
     return zlib.crc32(f"{channel} {number} {x.dtype} {list(x.shape)}".encode()) & 0x7FFFFFFF
 
 
-# `unsent` is the global rank that does not take the next message to be sent; None: nothing waits. `post` returns a
-# function that waits for the message and returns it, and one that says whether it has come.
+# `unsent` is the global rank for which the next unsent message is; None: no message waits. `post` returns a function
+# that waits for the message and returns it, and one that returns whether it has arrived.
 _Carrier = NcclChannels | _SharedMemory | _Sockets

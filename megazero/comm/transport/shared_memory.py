@@ -1,22 +1,22 @@
 """Send messages between ranks of one host through shared memory.
 
-Through a socket a message is copied four times and handled by four threads, in processor time that is taken from the
-matrix products in parallel with them. Here the sender copies it once, into a slot of its
-*outbox*, a piece of memory that the other ranks of the host have mapped, and then writes a label for it: tag, number,
-place. Readers poll for the label they expect, read the message in the slot, and acknowledge it with one number; the
-sender uses a slot again when all its readers have.
+A socket copies a message four times, in four threads, which take processor time from the matrix products that run in
+parallel. Here the sender copies it once, into a slot of its *outbox*, memory that the other ranks of the host have
+mapped, and then writes a label for it: tag, number, place. Readers poll for the label they expect, read the message in
+the slot, and acknowledge it with one number; the sender reuses a slot when all its readers have acknowledged it.
 
-Labels are indexed by axis and by the operation's number there, so a reader polls one number, and carry the operation's
-tag: a rank that called something else writes another tag, and never finds a reader.
+Labels are indexed by axis and by the operation's number there, so a reader polls one number. They carry the operation's
+tag: a rank that calls another operation writes another tag, which no reader expects.
 
-A rank that waits, for a message or for a free slot, takes in what has come for its other rounds meanwhile, so that any
-number of operations may be under way: no two ranks wait for each other.
+A rank that waits for a message or for a free slot meanwhile consumes the messages that have arrived for its other
+rounds. So any number of operations may be under way, and no two ranks wait for each other.
 
 Messages from one rank to one other (`p2p.py`) have slots of their own, so that neither kind ever waits for the other to
-be read. A sender that finds none free keeps the message and goes on; a reader that waits takes whatever is for it,
-expected or not, so that no message blocks those after it.
+be read. A sender that finds none free keeps the message and goes on; a reader that waits takes every message for it,
+expected or not, so that no message blocks later ones.
 
-The memory has no name: a file descriptor that others open through /proc. It is gone with the last process that has it.
+The memory has no name: other ranks open its file descriptor through /proc. It is freed with the last process that has
+it.
 """
 
 import mmap
@@ -37,29 +37,30 @@ from megazero.comm.axes import LANES
 T = TypeVar("T")
 SLOTS, SLOT_BYTES = 8, 8 << 20
 P2P_SLOTS = 4  # slots for messages to one rank
-LABELS = 64  # of each axis; more than operations can be under way
+LABELS = 64  # of each axis; more than the operations that can be under way
 _LABEL_WORDS = 3  # key, number, slot
-_P2P_WORDS = 4  # key, key of what was read last, for whom, bytes
-_SPINS = 300  # looks before sleeping between them
-_NAP = 20e-6  # seconds; the kernel makes it some 70e-6
-_SHORT_NAPS, _LONG_NAP = 200, 500e-6  # whoever waits for long need not look so often: others may need the core
-_BETWEEN_ROLLS = 0.3  # seconds between looks at whether the others still live
+_P2P_WORDS = 4  # key, key of the last message read, target, bytes
+_SPINS = 300  # polls without sleep, at first
+_NAP = 20e-6  # seconds; the kernel sleeps for about 70e-6
+_SHORT_NAPS, _LONG_NAP = 200, 500e-6  # a long wait polls less often, as others may need the core
+_BETWEEN_ROLLS = 0.3  # seconds between checks that the others are alive
 
 
 def supported() -> bool:
     """Return whether this system is Linux on x86.
 
-    Linux has descriptors one can open through /proc; x86 keeps a read before a later write, as readers need.
+    Linux lets a process open another's descriptors through /proc; x86 keeps a read before a later write, as readers
+    need.
     """
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
 class Outbox:
-    """An outbox in shared memory: slots for messages, labels of their content, and what each reader has read.
+    """An outbox in shared memory: slots for messages, their labels, and the acknowledgements of each reader.
 
     Args:
-        memory: of `size(readers)` bytes, zero at first.
-        readers: ranks that may read.
+        memory: `size(readers)` bytes, zero at first.
+        readers: the number of ranks that may read.
     """
 
     def __init__(self, memory: mmap.mmap, readers: int):
@@ -89,7 +90,7 @@ class Label:
     """The name of one round of messages on an axis.
 
     Attributes:
-        place: which round of the axis it is.
+        place: the number of the round on the axis.
         tag: 31 bits that stand for the operation.
     """
 
@@ -98,11 +99,11 @@ class Label:
 
     @property
     def key(self) -> int:
-        """Return a number that is never 0, which an empty entry holds, and never that of another round."""
+        """Return a number that differs from 0, which marks an empty entry, and from the keys of other rounds."""
         return self.place << 31 | self.tag
 
     def contradicts(self, key: int) -> bool:
-        """Return whether an entry of this key is of another operation in the same round; an empty one is of none."""
+        """Return whether an entry with this key is of another operation of the same round; False if it is empty."""
         return key not in (0, self.key) and key >> 31 == self.place
 
 
@@ -116,7 +117,7 @@ class Message:
 
 
 class OtherOperationError(RuntimeError):
-    """An error for a rank whose message is of another operation than the one that was waited for."""
+    """An error for a rank whose message belongs to another operation than the expected one."""
 
     def __init__(self, rank: int):
         super().__init__(f"rank {rank} has called another operation")
@@ -131,10 +132,10 @@ class SharedMemoryTransport:
         timeout: how long to wait for a message, or for readers to make room.
 
     Attributes:
-        descriptor: of this rank's outbox.
+        descriptor: the file descriptor of this rank's outbox.
 
     Raises:
-        OSError: the system allows no memory without a name.
+        OSError: the system allows no memory without a name (memfd).
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta):
@@ -146,8 +147,8 @@ class SharedMemoryTransport:
         self._pids: dict[int, int] = {}
         self._number = 0
         self._awaited: list[tuple[int, Sequence[int]]] = [(0, ())] * SLOTS  # (number, readers) of each slot's message
-        self.rounds: list[Callable[[], None]] = []  # each uses and acknowledges its messages if all have come
-        # Messages for this rank alone, by sender and key: where one belongs, and what came before anybody expected it.
+        self.rounds: list[Callable[[], None]] = []  # each consumes and acknowledges its messages if all are there
+        # Point-to-point messages for this rank by (sender, key): where expected ones go, and those that came too early.
         self.expected: dict[tuple[int, int], Tensor] = {}
         self.early: dict[tuple[int, int], Tensor] = {}
         self.reached: frozenset[int] = frozenset((rank,))
@@ -165,7 +166,7 @@ class SharedMemoryTransport:
         """Write contiguous messages, one every `room` bytes, where `readers` find them under (axis, label).
 
         Raises:
-            TimeoutError: no reader makes room.
+            TimeoutError: the readers make no room.
         """
         row = self._own.labels[LANES.index(axis), label.place % LABELS]
         slot = self._wait(lambda: self._free_slot(int(row[1])), [k for _, waiting in self._awaited for k in waiting])
@@ -174,7 +175,7 @@ class SharedMemoryTransport:
         for i, message in enumerate(messages):
             view_of(self._own.slots[slot], i * room, message).copy_(message)
         row[1], row[2] = self._number, slot
-        row[0] = label.key  # last: whoever sees it sees the rest
+        row[0] = label.key  # last: a reader that sees it sees the rest
 
     def find(self, sender: int, axis: str, label: Label) -> Message | None:
         """Return the message that `sender` has posted under (axis, label); None: not yet."""
@@ -185,8 +186,8 @@ class SharedMemoryTransport:
         """Wait for the message that `sender` posts under (axis, label).
 
         Raises:
-            TimeoutError: it does not come, or the sender has died.
-            OtherOperationError: the sender has posted something else in its place.
+            TimeoutError: it does not arrive, or the sender has died.
+            OtherOperationError: the sender has posted a message of another operation in its place.
         """
         row = self._outboxes[sender].labels[LANES.index(axis), label.place % LABELS]
 
@@ -208,7 +209,7 @@ class SharedMemoryTransport:
         """Write a flat message where rank `target` finds it under `key`; return False if there is no room.
 
         Args:
-            key: never 0, and never that of another message of this rank.
+            key: not 0, and different from the key of every other message of this rank.
         """
         p2p = self._own.p2p
         free = next((i for i in range(P2P_SLOTS) if p2p[i, 0] == p2p[i, 1]), None)
@@ -216,11 +217,11 @@ class SharedMemoryTransport:
             return False
         view_of(self._own.slots[SLOTS + free], 0, message).copy_(message)
         p2p[free, 2], p2p[free, 3] = target, message.nbytes
-        p2p[free, 0] = key  # last: whoever sees it sees the rest
+        p2p[free, 0] = key  # last: a reader that sees it sees the rest
         return True
 
     def collect(self, sender: int) -> None:
-        """Take the messages that `sender` has for this rank, whether expected or not, and make room."""
+        """Take the messages that `sender` has for this rank, expected or not, and free their slots."""
         outbox = self._outboxes[sender]
         for i, (key, read, target, size) in enumerate(outbox.p2p.tolist()):
             if key == read or target != self.rank:
@@ -234,7 +235,7 @@ class SharedMemoryTransport:
             outbox.p2p[i, 1] = key
 
     def expect(self, sender: int, key: int, into: Tensor) -> None:
-        """Set the flat tensor that receives what `sender` hands over under `key`."""
+        """Set the flat tensor that receives the message that `sender` sends under `key`."""
         early = self.early.pop((sender, key), None)
         if early is None:
             self.expected[sender, key] = into
@@ -242,17 +243,17 @@ class SharedMemoryTransport:
             into.copy_(early.view(into.dtype))
 
     def wait_until(self, ready: Callable[[], bool], sender: int) -> None:
-        """Wait until `ready` is true, which needs `sender` to have done something.
+        """Wait until `ready` is true, which depends on an action of `sender`.
 
         Raises:
-            TimeoutError: `sender` has not done it in time, or has died.
+            TimeoutError: `sender` has not acted in time, or has died.
         """
         self._wait(lambda: ready() or None, (sender,))
 
     def _free_slot(self, before: int) -> int | None:
-        """Return the first slot that every reader has read: mostly one whose memory is still in the cache.
+        """Return the first slot that all its readers have read; its memory is mostly still in the cache.
 
-        None as long as message number `before` has not been read, whose label is to be written over.
+        Return None if there is none, or as long as message `before`, whose label will be overwritten, is unread.
         """
         free = None
         for slot, (number, readers) in enumerate(self._awaited):
@@ -266,10 +267,10 @@ class SharedMemoryTransport:
     def _wait(
         self, ready: Callable[[], T | None], ranks: Sequence[int], look: Callable[[], object] = lambda: None
     ) -> T:
-        """Return the result of `ready` once it has one; TimeoutError when one of the ranks is gone or time is up.
+        """Return the result of `ready` once it has one. Raises TimeoutError: one of the ranks is gone, or time is up.
 
         Args:
-            look: called now and then; raises an error where waiting is in vain.
+            look: called now and then; raises an error if the wait cannot succeed.
         """
         for _ in range(_SPINS):
             if (found := ready()) is not None:
@@ -286,7 +287,7 @@ class SharedMemoryTransport:
                 rolled = now
                 gone = [rank for rank in ranks if not os.path.exists(f"/proc/{self._pids[rank]}")]
                 late = now - began > self._timeout
-                if (gone or late) and (found := ready()) is not None:  # its last message, just before it left
+                if (gone or late) and (found := ready()) is not None:  # a message sent just before the end
                     return found
                 if gone:
                     raise TimeoutError(f"rank {gone[0]} is gone")

@@ -1,4 +1,4 @@
-"""The base class of tokenizers, and what all kinds do alike: read a file, and refuse it in one line."""
+"""The base class of tokenizers, and what is common to all kinds: read a file, or refuse it with a one-line error."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -15,11 +15,11 @@ from megazero.base.this_copy import here
 
 FILE_BYTES = 64 << 20  # of a tokenizer's file; the largest published ones have 35 MB
 CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # next to a file, as transformers writes them
-BESIDE_BYTES = 4 << 20  # of each of these
-MOST_IDS = 1 << 24  # a table of this many sizes is made, however few ids the file really has
-SPACE_MARK = "\u2581"  # SentencePiece's picture of a space inside pieces
+BESIDE_BYTES = 4 << 20  # the largest size of each of these
+MOST_IDS = 1 << 24  # bounds the table of sizes, which reaches to the largest id, even if the file has few ids
+SPACE_MARK = "\u2581"  # stands for a space in SentencePiece's pieces
 _IN_USE = ("its library fails", "repair the tokenizer, or leave that text out")
-# All that a lossy tokenizer is known to change: spaces, line ends, the mark, what Unicode's normal forms compose.
+# Has all that lossy tokenizers are known to change: spaces, line ends, the mark, characters that Unicode normalises.
 _PROBE = "  a\r\n\tB  \u2581 \u00e9\u4e2d\U0001f600\x00 e\u0301 \ufb01 <s> C "
 
 
@@ -28,14 +28,14 @@ class Tokenizer(ABC):
 
     Attributes:
         path: the file.
-        vocab_size: ids lie in [0, vocab_size).
+        vocab_size: ids are in [0, vocab_size).
         eod: the id that ends a document.
-        bos: the id that begins a text; eod where there is none.
-        specials: the names of special ids, with those of eod and bos; in a text they are text.
-        lossless: each text comes back from its ids; also the bytes of ids add up to those of their text.
+        bos: the id that begins a text; eod if there is none.
+        specials: special ids by their names, including eod and bos; these names in a text are plain text.
+        lossless: decoding the ids of a text gives the same text, and the bytes of the ids add up to those of the text.
         cuts_after_newline: a text may be cut after any newline: its ids are those of its parts, end to end.
         fingerprint: 16 hex digits of the content; equal fingerprints mean equal ids.
-        files: names and contents from which the same tokenizer can be opened in another folder.
+        files: names and contents of files from which the same tokenizer can be opened in another folder.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class Tokenizer(ABC):
         """Return the ids of a text, without end-of-document.
 
         Raises:
-            UserError: 212, half a surrogate pair, which is no text; 209, the library fails over the text.
+            UserError: 212, the text has half a surrogate pair; 209, the library fails on the text.
         """
         try:
             text.encode()
@@ -64,10 +64,10 @@ class Tokenizer(ABC):
             return self._encode(text)
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, without special ids; bytes that are not UTF-8 come as U+FFFD.
+        """Return the text of ids, without special ids; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
-            UserError: 209, the library fails over the ids.
+            UserError: 209, the library fails on the ids.
         """
         with guarded(self.path, *_IN_USE):
             return self._decode(ids)
@@ -75,8 +75,8 @@ class Tokenizer(ABC):
     def token_bytes(self) -> np.ndarray:
         """Return the UTF-8 bytes of text that each id stands for, int64 [vocab_size]; 0 for special ids.
 
-        Of a lossless tokenizer token_bytes()[encode(text)].sum() == len(text.encode()), so the mean loss of a text in
-        bits per byte is sum(loss in nats) / ln 2 / sum(token_bytes of its targets).
+        If the tokenizer is lossless, token_bytes()[encode(text)].sum() == len(text.encode()), so the mean loss of a
+        text in bits per byte is sum(loss in nats) / ln 2 / sum(token_bytes of its targets).
         """
         return self._sizes
 
@@ -87,12 +87,12 @@ class Tokenizer(ABC):
     def _decode(self, ids: list[int]) -> str: ...
 
     def _gives_back(self) -> bool:
-        """Return whether a text comes back from its ids, and whether their bytes add up to the text's."""
+        """Return whether decoding the ids of a test text gives the text, and their bytes add up to the text's."""
         ids = self.encode(_PROBE)
         return self.decode(ids) == _PROBE and int(self._sizes[ids].sum()) == len(_PROBE.encode())
 
     def _require_size(self) -> None:
-        """Refuse ids that no vocabulary has. Raises UserError 209."""
+        """Refuse a number of ids that no vocabulary has. Raises UserError 209."""
         if not 0 < self.vocab_size <= MOST_IDS:
             what = f"expected 1 to {MOST_IDS:,} ids, got {self.vocab_size:,}"
             raise UserError(209, what, "give a whole tokenizer", where=self.path)
@@ -100,7 +100,7 @@ class Tokenizer(ABC):
 
 @contextmanager
 def guarded(path: Path, what: str, do: str) -> Iterator[None]:
-    """Turn an exception of a library, or its Rust panic, over a tokenizer's file into UserError 209."""
+    """Turn an exception or a Rust panic of a tokenizer's library into UserError 209."""
     try:
         yield
     except (UserError, MemoryError):
@@ -113,7 +113,7 @@ def guarded(path: Path, what: str, do: str) -> Iterator[None]:
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """Return the content of a tokenizer's file. Raises UserError 209: there is none, or it is too large."""
+    """Return the content of a tokenizer's file. Raises UserError 209: it is missing, empty or too large."""
     try:
         content = read_file(path, FILE_BYTES)
     except OSError as error:
@@ -125,7 +125,7 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def config_beside(path: Path) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json next to a file, {} where there is none. Raises UserError 209."""
+    """Return the content of tokenizer_config.json next to a file, or {} if it is missing. Raises UserError 209."""
     beside = path.with_name(CONFIG)
     if not beside.exists():
         return {}
@@ -136,7 +136,7 @@ def config_beside(path: Path) -> dict[str, Any]:
 
 
 def how_to_make(path: Path) -> str:
-    """Return which command makes the tokenizer that is not there."""
+    """Return the advice that names the command to make a missing tokenizer."""
     train = "run `megazero tokenizer --input TEXT --vocab N --output MODEL`"
     if "data/quickstart" in path.as_posix():
         return here("run `make data`", f"{train}, and give data.tokenizer=MODEL")

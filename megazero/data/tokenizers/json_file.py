@@ -1,8 +1,8 @@
-"""Files of the tokenizers library: tokenizer.json, as published models have it.
+"""Read files of the tokenizers library: tokenizer.json, as published models have it.
 
-The file says how text becomes ids. Which id ends a document it does not say: that is the eos_token of the
-tokenizer_config.json next to it, or the one known name among the special tokens. A special token that stands in a text
-is text here, as everything in it; nothing is put before or after it.
+The file defines how text becomes ids, but not which id ends a document: this is the eos_token of the
+tokenizer_config.json next to it, or the one known name among the special tokens. The name of a special token in a text
+is encoded as plain text, and no id is put before or after a text.
 """
 
 import json
@@ -27,7 +27,7 @@ from megazero.data.tokenizers.common import (
 )
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-_CARRIED = ("chat_template", "model_max_length", "padding_side")  # what else of tokenizer_config.json stays
+_CARRIED = ("chat_template", "model_max_length", "padding_side")  # further keys of tokenizer_config.json that are kept
 _WHOLE = "give a whole tokenizer.json, as the tokenizers library writes it"
 
 
@@ -35,7 +35,7 @@ class JsonFile(Tokenizer):
     """A tokenizer.json.
 
     Raises:
-        UserError: 162 the library is not installed, 209 no such file or not such a file, 210 nothing ends a document.
+        UserError: 162 the library is not installed, 209 a missing or invalid file, 210 no token that ends a document.
     """
 
     def __init__(self, path: str | Path):
@@ -64,7 +64,7 @@ class JsonFile(Tokenizer):
         roles = self._roles(beside, special, vocabulary)
         self.bos, self.eod = (vocabulary[roles[role]] for role in ("bos_token", "eos_token"))
         self.specials = special | {name: vocabulary[name] for role, name in roles.items() if role != "unk_token"}
-        by_bytes = '"ByteLevel"' in json.dumps(described.get("decoder"))  # it, or one of a sequence
+        by_bytes = '"ByteLevel"' in json.dumps(described.get("decoder"))  # alone, or in a sequence
         self._sizes = np.zeros(self.vocab_size, np.int64)
         for token, i in vocabulary.items():
             if token not in special:
@@ -86,14 +86,14 @@ class JsonFile(Tokenizer):
         return self._library.decode(ids, skip_special_tokens=True)
 
     def _require_no_text(self, end: str) -> None:
-        """Refuse an end of documents that ordinary text gives as well. Raises UserError 209."""
+        """Refuse an end-of-document id that ordinary text gives as well. Raises UserError 209."""
         text = self._library.decode([self.eod], skip_special_tokens=False)
         if self._sizes[self.eod] == 1 or self.eod in self.encode(text):
             what = f"{end!r:.40} (id {self.eod}) ends a document, but text gives it as well"
             raise UserError(209, what, f"name a special token as eos_token in {CONFIG}", where=self.path)
 
     def _roles(self, told: dict[str, Any], special: dict[str, int], vocabulary: dict[str, int]) -> dict[str, str]:
-        """Return the token of each role: what begins a text, ends a document, and what else is told. Raises 210."""
+        """Return the token of each role: bos_token, eos_token, and others that the config names. Raises 210."""
         found = {role: told.get(role) for role in ("bos_token", "eos_token", "pad_token", "unk_token")}
         found = {role: value.get("content") if isinstance(value, dict) else value for role, value in found.items()}
         named = {role: name for role, name in found.items() if isinstance(name, str) and name in vocabulary}
@@ -109,7 +109,7 @@ def _piece_bytes(piece: str, *, by_bytes: bool) -> int:
     """Return the bytes of text that a piece of the model stands for.
 
     Args:
-        by_bytes: each of its characters is the picture of one byte.
+        by_bytes: each of its characters stands for one byte.
     """
     if by_bytes:
         return len(piece)

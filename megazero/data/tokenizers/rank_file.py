@@ -1,11 +1,11 @@
-"""Rank files, as tiktoken reads them: one line for each token, its bytes in base64 and its rank.
+"""Read rank files, in tiktoken's format: one line for each token, its bytes in base64 and its rank.
 
-Such a file holds the byte pairs in the order in which they are merged, and neither the pattern that splits text into
-words before, nor the special tokens. Both are in a file next to it, NAME.tiktoken.json:
+Such a file holds the byte pairs in the order of their merges, but neither the pattern that first splits text into
+words nor the special tokens. Both are in a file next to it, NAME.tiktoken.json:
 
     {"pattern": "\\\\s+|\\\\S+", "special_tokens": {"<|endoftext|>": 100257}, "eod": "<|endoftext|>"}
 
-For two published vocabularies, which are known by the names of their files, that is written down here.
+For two published vocabularies, recognised by the names of their files, both are in this module.
 """
 
 import base64
@@ -33,8 +33,8 @@ class RankFile(Tokenizer):
     """A rank file.
 
     Raises:
-        UserError: 162 tiktoken is not installed, 209 no such file or not such a file, 210 nothing says how it splits
-            text or which id ends a document.
+        UserError: 162 tiktoken is not installed, 209 a missing or invalid file, 210 the pattern and the end-of-document
+            id are unknown.
     """
 
     def __init__(self, path: str | Path):
@@ -78,7 +78,7 @@ class RankFile(Tokenizer):
         """Return the pattern, the special tokens and the name of the one that ends a document.
 
         Raises:
-            UserError: 209, the file next to it is wrong; 210, there is none.
+            UserError: 209, the file next to it is invalid; 210, it is missing.
         """
         beside = self.path.with_name(f"{self.path.name}.json")
         if not beside.exists():

@@ -1,15 +1,14 @@
-"""SentencePiece models.
+"""Read SentencePiece models.
 
-Such a model writes a space as U+2581 inside its pieces and falls back to 256 byte pieces for characters it has no piece
-for. With identity normalisation, no dummy prefix and all white space kept, decode(encode(text)) == text for every text
-but one kind: text that itself contains U+2581 comes back with a space. That character is therefore spelt in its three
-UTF-8 bytes here, which SentencePiece decodes faithfully. Models made otherwise (Llama 2's has a dummy prefix) are
-lossy.
+Such a model writes a space as U+2581 inside its pieces and falls back to 256 byte pieces for characters without a
+piece. With identity normalisation, no dummy prefix and all white space kept, decode(encode(text)) == text, except that
+a U+2581 in the text becomes a space. So this character is encoded as its three UTF-8 bytes here, which SentencePiece
+decodes correctly. Models with other settings (Llama 2's has a dummy prefix) are lossy.
 
-A lossless BPE model none of whose pieces reaches over the beginning of a word is asked for each word once. Merges are
-made in the order of their scores, and of their places where those are equal; none joins two words, so those of a word
-do not depend on what stands around it: the ids of a text are those of its words, end to end. The shorter the words, the
-more of them have been there: where the pieces allow it, they are letters and digits, or signs ("self", ".", "name").
+If no piece of a lossless BPE model spans the beginning of a word, the model encodes each word once, and a cache keeps
+its ids. Merges are made in the order of their scores, and at equal scores of their places. None joins two words, so the
+merges of a word do not depend on the text around it: the ids of a text are those of its words, end to end. Shorter
+words recur more often: if the pieces allow it, a word is letters and digits, or signs ("self", ".", "name").
 """
 
 import re
@@ -25,14 +24,15 @@ from sentencepiece import sentencepiece_model_pb2
 from megazero.base.errors import UserError
 from megazero.data.tokenizers.common import SPACE_MARK, Tokenizer, guarded, how_to_make, read_tokenizer
 
-ModelProto = sentencepiece_model_pb2.ModelProto  # pyright: ignore[reportAttributeAccessIssue] - made when it is imported
+ModelProto = sentencepiece_model_pb2.ModelProto  # pyright: ignore[reportAttributeAccessIssue] - made at import
 
-# What a text is divided into, shortest first: the spaces of a word are before it; line ends and tabs stand alone.
+# How a text is divided into words, shortest words first: spaces belong to the word after them; line ends and tabs are
+# words of their own.
 _WORDS = (
     re.compile(r" *+(?:[^\W_]++|(?:_|[^\w \n\t])++)| ++|[\n\t]"),  # letters and digits, or signs
-    re.compile(r" *+[^ \n\t]++| ++|[\n\t]"),  # either
+    re.compile(r" *+[^ \n\t]++| ++|[\n\t]"),  # both together
 )
-_MOST, _MOST_CHARACTERS = 1 << 18, 64  # words that are remembered, with their ids: some 40 MB of English
+_MOST, _MOST_CHARACTERS = 1 << 18, 64  # words in the cache, and their length: some 40 MB for English
 BPE, CHAR = 2, 4  # ModelProto.trainer_spec.model_type
 USER_DEFINED = 4  # ModelProto.SentencePiece.type
 
@@ -92,8 +92,8 @@ class SentencePiece(Tokenizer):
         return self._model.decode(ids)
 
     def _remembered(self) -> "_Remembered | None":
-        """Return what remembers the ids of words; None where a piece reaches over the beginning of one."""
-        if any(self._model.is_unused(i) for i in range(self.vocab_size)):  # such a piece is taken apart afterwards
+        """Return a cache of the ids of words; None if a piece spans the beginning of a word."""
+        if any(self._model.is_unused(i) for i in range(self.vocab_size)):  # such a piece is split again after merging
             return None
         ids = [i for i in range(self.vocab_size) if self._sizes[i] > 1]
         pieces = [self._model.id_to_piece(i).replace(SPACE_MARK, " ") for i in ids]
@@ -107,7 +107,7 @@ class SentencePiece(Tokenizer):
 
 
 class _Remembered(dict[str, bytes]):
-    """The ids, int32, of words, which are asked for once; of the first ones, and not of very long ones."""
+    """A cache of the int32 ids of words; it keeps the first words it meets, except very long ones."""
 
     def __init__(self, model: sentencepiece.SentencePieceProcessor, word: re.Pattern[str]):
         super().__init__()

@@ -1,9 +1,9 @@
-"""Certify that every layout computes the model that one process does, and one process the model of a reference.
+"""Certify that every layout computes the same model as one process, and one process the same model as a reference.
 
 Each layout (`layouts.py`) trains the same model on the same data, and is compared with one process parameter by
 parameter (`comparison.py`): initial weights, the first step's gradients, weights after all steps, loss, gradient norm,
-and what is held. One process, and what any layout sends as integers, is compared with the independent reference
-(`reference.py`), because a fault in code that both sides run is the same on both.
+and the states that ranks hold. One process, and the values that any layout sends as integers, are compared with the
+independent reference (`reference.py`), because a fault in shared code would be equal on both sides.
 
 Tolerances and the measure are in `tolerances.py`; docs/numerics.md says what must be equal to what, and how exactly.
 """
@@ -36,7 +36,7 @@ from megazero.tools.certify.rank import Results, load_results, write_results
 from megazero.tools.certify.tolerances import Tolerance, tolerance_of
 from megazero.tools.certify.training import Plant, follow_rank, nothing, settings, train_rank
 
-_HOST_MB = 256  # for what is on its way to disks
+_HOST_MB = 256  # host memory for transfers to and from disks
 
 
 @dataclass(frozen=True)
@@ -47,37 +47,37 @@ class Row(Compared):
 
     @property
     def summary(self) -> str:
-        """Return in a few words how near the layout is to one process."""
+        """Return a short text of how near the layout is to one process."""
         worst, times = max(self.times.items(), key=lambda item: item[1])
         return "bitwise equal" if self.bitwise else f"at most {times:.2g} of a tolerance ({worst})"
 
 
 class Certificate:
-    """The layouts of one config, each compared with one process that trains once.
+    """The layouts of one config, each compared with one process, which trains only once.
 
     Args:
-        steps: steps of training.
+        steps: number of training steps.
 
     Attributes:
-        alone: the config's job on one process, of which a layout is a variant.
+        alone: the config's job on one process; layouts are variants of it.
     """
 
     def __init__(self, config: Config, steps: int):
         self._config, self._steps = settings(config), steps
         self.alone = alone_of(config)
         self._kept: dict[tuple[str, bool], Results] = {}
-        torch.set_num_threads(1)  # here, so that nothing waits for threads that a fork does not copy
+        torch.set_num_threads(1)  # before forks, which do not copy threads
 
     def row(self, layout: Job, plant: Plant = nothing) -> Row:
-        """Compare what a layout computes with one process, and one process with the independent reference.
+        """Compare a layout with one process, or if it is one process with the independent reference.
 
-        What is sent as integers is compared with that reference in any layout.
+        Values sent as integers are compared with the reference in every layout.
 
         Args:
-            plant: what is changed on the layout's ranks before they begin.
+            plant: changes the layout's ranks before they begin.
 
         Raises:
-            UserError: 303, one process does not get through.
+            UserError: 303, one process failed to train.
             SystemExit: a signal came while ranks trained.
         """
         is_one_process = layout.ranks == 1 and plant is nothing
@@ -92,10 +92,10 @@ class Certificate:
         return Row(layout=layout, **vars(found))
 
     def one_process(self, delayed: bool) -> Results:
-        """Return the results of one process, which is delayed as the layouts are that are compared with it.
+        """Return the results of one process, with delayed updates if the compared layouts have them.
 
         Raises:
-            UserError: 303, it does not get through.
+            UserError: 303, it failed to train.
         """
         layout = one_process(self.alone, delayed=delayed)
         return self._once("one process", delayed, lambda: self._trained(layout, nothing))
@@ -124,13 +124,13 @@ class Certificate:
         return self._results(layout.ranks, train)
 
     def _results(self, size: int, work: Callable[[CommContext, World, Path], Results]) -> list[Results] | str:
-        """Return the results of all ranks of a work, which is given a folder for its disks; or why there are none."""
+        """Run `work` on `size` ranks, with a folder for its disks; return all ranks' results, or why there are none."""
         lines = list[str]()
         with doing("training layouts"), TemporaryDirectory(prefix="megazero-certify-") as name:
             folder, timeout = Path(name), timedelta(seconds=self._config.parallel.timeout)
 
             def be(place: RankContext) -> None:
-                torch.set_num_threads(1)  # sums do not depend on how many there are
+                torch.set_num_threads(1)  # so that sums do not depend on the number of threads
                 comm = connect(place, timeout=timeout, fingerprint="", bucket=bucket_of(self._config))
                 write_results(work(comm, place.world, folder), folder, place.world.rank)
                 disconnect()
@@ -143,19 +143,19 @@ class Certificate:
 
 
 def end_by(number: int, frame: object = None) -> None:
-    """End the command, because a signal came."""
+    """End the command because of a signal."""
     tell(ended_by(number))
     raise SystemExit(128 + number)
 
 
 def certify(config: Config, layouts: Sequence[Job], steps: int) -> Iterator[Row]:
-    """Yield a row for each layout, those of fewest ranks first; raises what `Certificate.row` raises."""
+    """Yield a row for each layout, fewest ranks first; raises the errors of `Certificate.row`."""
     certificate = Certificate(config, steps)
     return map(certificate.row, sorted(layouts, key=lambda layout: layout.ranks))
 
 
 def tolerance_for(config: Config, layout: Job | None = None) -> Tolerance:
-    """Return the tolerances of a layout; None: of layouts that send nothing as integers."""
+    """Return the tolerances of a layout; None: those of layouts that send nothing as integers."""
     job = layout or alone_of(config)
     bits = {"parameter_bits": job.parameter_bits, "gradient_bits": job.gradient_bits}
     summed = layout is None or layout.ranks > 1  # one process sums nothing

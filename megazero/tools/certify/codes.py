@@ -1,7 +1,7 @@
-"""Record what is sent as integers and what comes of it, and compare that with the independent reference.
+"""Record values that are sent as integers and the results, and compare these with the independent reference.
 
-Of each unit on each rank: the shard that it has of the first gather, and what that gather brings; its own gradients
-before the first reductions, and its part of their sums.
+For each unit on each rank, record its shard before the first gather and the gathered values, its own gradients before
+the first reductions, and its part of their sums.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,24 +16,24 @@ from megazero.tools.certify.reference import Sent, codes_meaning, reduced_sums
 from megazero.tools.certify.tolerances import ARRIVED, difference
 from megazero.zero.unit import Unit
 
-_REDUCTIONS = 3  # of each unit: what the first has lost comes with the second, what both have with the third
+_REDUCTIONS = 3  # of each unit: the second adds the residual of the first, the third that of both
 
 
 def call_before(holder: object, method: str, other: Callable[..., object]) -> None:
-    """Let an object call `other(*arguments)` before each call of its method."""
+    """Make an object call `other(*arguments)` before each call of its method."""
     right = getattr(holder, method)
 
     def both(*given: Any, **options: Any) -> Any:
         other(*given, **options)
         return right(*given, **options)
 
-    object.__setattr__(holder, method, both)  # a frozen one too
+    object.__setattr__(holder, method, both)  # works on frozen objects too
 
 
 def record_codes(units: Sequence[Unit], results: Results) -> None:
-    """Begin to record what of the units is sent as integers.
+    """Start to record the values of units that are sent as integers.
 
-    It is stored by "shard/UNIT", "gathered/UNIT", "sent/NUMBER/UNIT" and "summed/NUMBER/UNIT".
+    They are stored under "shard/UNIT", "gathered/UNIT", "sent/NUMBER/UNIT" and "summed/NUMBER/UNIT".
     """
     for unit in units:
         shard, summing = unit.axes.shard, unit.gradients.summing
@@ -66,7 +66,7 @@ def _record_sums(unit: Unit, stored: dict[str, Tensor], flags: list[bool]) -> No
             stored[f"sent/{len(flags)}/{name}"] = unit.gradients.partial.clone()
             flags.append(accumulate)
 
-    def note_sum() -> None:  # of the reduction that ends: the next has not begun
+    def note_sum() -> None:  # the sum of the reduction that ends: the next has not begun
         stored.setdefault(f"summed/{len(flags) - 1}/{name}", unit.gradients.own.clone())
 
     call_before(unit.gradients, "start_reduce", note_own)
@@ -76,7 +76,7 @@ def _record_sums(unit: Unit, stored: dict[str, Tensor], flags: list[bool]) -> No
 def codes_apart(
     ranks: Sequence[Results], parameter_bits: int | None, gradient_bits: int | None, *, feedback: bool
 ) -> Iterator[Difference]:
-    """Yield how far what came of each unit on each rank is from the reference."""
+    """Yield the difference between each rank's result for each unit and the reference."""
     for number, results in enumerate(ranks):
         for unit, how in results.coded.items():
             if number != how["ranks"][0]:
@@ -96,13 +96,13 @@ def codes_apart(
 
 
 def _sent(own: Sequence[Results], unit: str) -> list[list[Sent]]:
-    """Return what each rank had before each reduction of a unit."""
+    """Return each rank's gradients before each reduction of a unit: [reduction][rank]."""
     numbers = range(len(own[0].coded[unit]["accumulate"]))
     return [[Sent(each.stored[f"sent/{k}/{unit}"], each.coded[unit]["accumulate"][k]) for each in own] for k in numbers]
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:
-    """Return the difference of what is finite; infinity if something else is finite."""
+    """Return the difference of the finite values; infinity if other values are finite than expected."""
     expected = expected.to(found.dtype)
     finite = expected.isfinite()
     if not torch.equal(finite, found.isfinite()):

@@ -1,14 +1,14 @@
-"""Compare what the ranks of a layout computed and hold with one process, parameter by parameter.
+"""Compare the results and states of a layout's ranks with one process, parameter by parameter.
 
-    samples      of each step, each sample once over the data axis, and alike on all ranks that share a data rank
-    skipped      of each step whether it changed nothing, and the loss scale after it
+    samples      of each step: each sample once over the data axis, and equal on all ranks that share a data rank
+    skipped      of each step: whether it changed nothing, and the loss scale after it
     computed     losses, gradient norms, the first step's gradients, the weights before and after each step
-    held once    what the ranks would save is every element of every parameter, each exactly once
+    held once    the ranks would save every element of every parameter exactly once
     replicas     the weights that every rank computes with are those that would be saved, in its dtype
-    held         both moments of Adam, and the update (the weights after all steps less the first ones, in the
+    held         both moments of Adam, and the update (the weights after all steps minus the first ones, in the
                  optimizer's precision): each parameter as a whole; and the size of the update of all matrices, and of
                  all vectors
-    codes        what was sent as integers (`codes.py`)
+    codes        values sent as integers (`codes.py`)
 
 Samples, skipped steps, held once and replicas are exact. `tolerances.py` has the measure of the others.
 """
@@ -29,23 +29,23 @@ from megazero.tools.certify.tolerances import (
     weight_differences,
 )
 
-Heads = tuple[int, int]  # the model's: of queries, of keys and values
-State = Mapping[str, Mapping[str, Tensor]]  # of each kind of tensor every parameter, flat
+Heads = tuple[int, int]  # the model's numbers of query heads and of key-value heads
+State = Mapping[str, Mapping[str, Tensor]]  # [kind of tensor][parameter], flat
 _KINDS = ("first", "weight", "exp_avg", "exp_avg_sq")
-_EARLIER = "earlier weights"  # not held alone: they say where a weight began to differ
+_EARLIER = "earlier weights"  # no fault by themselves: they show where a weight began to differ
 _NOTED = {"initial": ("initial weights", "initial "), "gradient": ("first gradients", "gradient of ")}
 _ORDER = ("initial weights", "loss", "first gradients", "gradient norm", "later norms", _EARLIER, "weights")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far something is from what it should be.
+    """The difference between a value and its expected value.
 
     Attributes:
         measure: what is compared, in words.
         what: where it was found, in words.
-        step, rank: of what was computed.
-        name: of the parameter, if it is one.
+        step, rank: where the value was computed.
+        name: name of the parameter, if it is one.
     """
 
     measure: str
@@ -58,12 +58,12 @@ class Difference:
 
     @property
     def beyond(self) -> bool:
-        """Return whether it is beyond its tolerance, as everything is that is not a number."""
+        """Return whether the difference exceeds its tolerance; NaN always does."""
         return not self.value <= self.tolerance
 
     @property
     def times(self) -> float:
-        """Return how many times its tolerance it is; infinity where nothing may differ."""
+        """Return the difference over its tolerance; infinity where nothing may differ and something does."""
         if self.value <= self.tolerance:
             return self.value / self.tolerance if self.tolerance else 0.0
         return self.value / self.tolerance if self.tolerance and self.value == self.value else math.inf
@@ -80,9 +80,9 @@ class Compared:
 
     Attributes:
         bitwise: everything is equal bit for bit.
-        fault: the first thing that is wrong, if one is.
-        worst: of each measure the largest relative difference.
-        times: of each measure, how many times its tolerance was found; infinite where nothing may differ.
+        fault: the first fault, if there is one.
+        worst: the largest relative difference of each measure.
+        times: the difference of each measure over its tolerance; infinite where nothing may differ and something does.
     """
 
     bitwise: bool = False
@@ -94,10 +94,10 @@ class Compared:
 def compare(
     ranks: Sequence[Results], alone: Results, heads: Heads, tolerance: Tolerance, codes: Iterable[Difference] = ()
 ) -> Compared:
-    """Compare all ranks with one process, whose every tensor is whole.
+    """Compare all ranks with one process, which has every tensor whole.
 
     Args:
-        codes: the differences of what was sent as integers.
+        codes: the differences of values that were sent as integers.
     """
     found = list(_computed(ranks, alone, heads, tolerance))
     exact = {"samples": wrong_sample(ranks, alone), "skipped steps": wrong_skip(ranks, alone)}
@@ -113,7 +113,7 @@ def compare(
     worst: dict[str, Difference] = {}
     for each in found:
         before = worst.setdefault(each.measure, each)
-        if (each.times, each.value) > (before.times, before.value):  # where all is allowed, times are 0
+        if (each.times, each.value) > (before.times, before.value):  # times are 0 with an infinite tolerance
             worst[each.measure] = each
     bitwise = all(each.value == 0 for each in found) and not any(exact.values())
     worst.pop(_EARLIER, None)
@@ -124,7 +124,7 @@ def compare(
 
 
 def _first_beyond(computed: Sequence[Difference]) -> str | None:
-    """Return where something first left its tolerance; of weights, those of earlier steps tell where it began."""
+    """Return the first difference beyond its tolerance; for weights, where the difference began in earlier steps."""
     beyond = [each for each in computed if each.beyond]
     last = {each.name for each in beyond if each.measure != _EARLIER}
     counted = [each for each in beyond if each.measure != _EARLIER or each.name in last]
@@ -133,7 +133,7 @@ def _first_beyond(computed: Sequence[Difference]) -> str | None:
 
 
 def _computed(ranks: Sequence[Results], alone: Results, heads: Heads, tolerance: Tolerance) -> Iterator[Difference]:
-    """Yield the differences of what each rank computed."""
+    """Yield the differences of the values that each rank computed."""
     limits = {"initial weights": 0.0, "loss": tolerance.loss, "gradient norm": tolerance.norm}
     limits |= {"first gradients": tolerance.gradients}
 
@@ -145,9 +145,9 @@ def _computed(ranks: Sequence[Results], alone: Results, heads: Heads, tolerance:
     for number, rank in enumerate(ranks):
         for step, (loss, norm) in enumerate(zip(alone.losses, alone.norms, strict=True)):
             yield found("loss", difference([rank.losses[step]], [loss]), "loss", step, number)
-            skipped = alone.skips[step][0] and rank.skips[step][0]  # the norm of neither is a number
+            skipped = alone.skips[step][0] and rank.skips[step][0]  # neither norm is finite
             apart = 0.0 if skipped else difference([rank.norms[step]], [norm])
-            # From the second step on it is the norm at weights that have gone apart themselves.
+            # From the second step on, norms are computed at weights that differ already.
             yield found("later norms" if step else "gradient norm", apart, "gradient norm", step, number)
         for kind, step, theirs in snapshots:
             mine = {name: _in_place(part, theirs[name], rank.rows.get(name)) for name, part in rank.tensors(kind)}
@@ -158,7 +158,7 @@ def _computed(ranks: Sequence[Results], alone: Results, heads: Heads, tolerance:
 
 
 def _in_place(part: Tensor, whole: Tensor, rows: Sequence[int] | None) -> Tensor:
-    """Return one process' tensor with a rank's part of it in its place, to measure it on the scale of the whole."""
+    """Return one process's tensor with a rank's part put in place, to measure the part on the scale of the whole."""
     if rows is None:
         return part
     mine = whole.clone()
@@ -167,7 +167,7 @@ def _in_place(part: Tensor, whole: Tensor, rows: Sequence[int] | None) -> Tensor
 
 
 def wrong_skip(ranks: Sequence[Results], alone: Results) -> str | None:
-    """Return the first step that a rank skipped and one process did not, or after which their loss scales differ."""
+    """Return the first step that only the rank or only one process skipped, or after which loss scales differ."""
     for step, expected in enumerate(alone.skips):
         for number, rank in enumerate(ranks):
             if rank.skips[step] != expected:
@@ -178,7 +178,7 @@ def wrong_skip(ranks: Sequence[Results], alone: Results) -> str | None:
 
 
 def wrong_sample(ranks: Sequence[Results], alone: Results) -> str | None:
-    """Return the first step whose samples are not those of one process, each read by one data rank."""
+    """Return the first step whose samples are not those of one process, each read by exactly one data rank."""
     for step, expected in enumerate(alone.samples):
         readers: dict[int, list[tuple[int, str]]] = {}
         for number, rank in enumerate(ranks):
@@ -194,7 +194,7 @@ def wrong_sample(ranks: Sequence[Results], alone: Results) -> str | None:
 
 
 def not_held_once(ranks: Sequence[Results]) -> str | None:
-    """Return the first element that no rank would save, or more than one."""
+    """Return the first element that no rank would save, or that more than one would."""
     for name, shape in ranks[0].shapes.items():
         held = [(*piece[1:], number) for number, rank in enumerate(ranks) for piece in rank.held if piece[0] == name]
         end, before, numel = 0, 0, math.prod(shape)
@@ -211,7 +211,7 @@ def not_held_once(ranks: Sequence[Results]) -> str | None:
 
 
 def stale_replica(ranks: Sequence[Results], weights: Mapping[str, Tensor]) -> str | None:
-    """Return the first weight that a rank computes with and that is not what would be saved."""
+    """Return the first weight whose value on a rank is not the one that would be saved."""
     last = len(ranks[0].losses) - 1
     for number, rank in enumerate(ranks):
         for name, mine in rank.tensors(f"weight/{last}"):
@@ -223,7 +223,7 @@ def stale_replica(ranks: Sequence[Results], weights: Mapping[str, Tensor]) -> st
 
 
 def _assembled(ranks: Sequence[Results]) -> State:
-    """Return what all ranks hold, as whole tensors; each element is held once."""
+    """Assemble the states of all ranks into whole tensors; each element must be held once."""
     state: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
     for rank in ranks:
         for number, (name, start, stop) in enumerate(rank.held):

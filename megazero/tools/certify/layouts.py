@@ -1,7 +1,7 @@
 """Choose layouts of a config to certify.
 
 layouts_of   returns all layouts of up to N ranks that the config's model admits
-sample_of    returns some of them: first those in which most values go together for the first time
+sample_of    returns some of them: first those with the most new pairs of option values
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ OFFLOADS = [
 CODES = [{"quantize_parameters": "int8"}, {"quantize_gradients": "int8"}]
 CODES += [{"quantize_parameters": "int8", "quantize_gradients": "int4"}]
 CODES += [{"quantize_gradients": "int8", "error_feedback": True}]
-# In a sample every two values of these that go together occur.
+# The cover contains every pair of values of these options that occurs in any layout.
 _PAIRED = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
 _PAIRED += ("schedule", "recompute", "offloaded", "delayed", "parameter_bits", "gradient_bits", "error_feedback")
 
@@ -47,7 +47,7 @@ def layouts_of(config: Config, max_ranks: int) -> list[Job]:
     for tensor, pipeline, data in grids:
         groups = [None, *(n for n in range(1, data) if data % n == 0)]
         sharded: list[dict[str, Any]] = [{"stage": 1}]
-        if data > 1:  # it shares with data ranks
+        if data > 1:  # there are ranks to shard over
             sharded = [{"stage": stage, "shard_ranks": n} for stage, n in product(STAGES, groups)]
             sharded += [{"stage": 3, "secondary_ranks": n} for n in range(2, data + 1) if data % n == 0]
         split, schedules = TENSOR if tensor > 1 else TENSOR[:1], SCHEDULES if pipeline > 1 else SCHEDULES[:1]
@@ -69,9 +69,9 @@ def alone_of(config: Config) -> Job:
 
 
 def sample_of(layouts: Sequence[Job], number: int) -> list[Job]:
-    """Return `number` of them: first a cover of every pair of values, then evenly spread over the rest.
+    """Return `number` of the layouts: first a cover of every pair of values, then evenly spaced ones of the rest.
 
-    Of fewer layouts all are returned; a number smaller than the cover's gives those of it that have most pairs.
+    If there are fewer layouts, return all. If the cover has more layouts, return those with the most pairs.
     """
     if len(layouts) <= number:
         return list(layouts)
@@ -83,10 +83,10 @@ def sample_of(layouts: Sequence[Job], number: int) -> list[Job]:
 
 
 def cover_of(layouts: Sequence[Job]) -> list[Job]:
-    """Return layouts in which every two values go together that do so in any; those with most new pairs come first."""
+    """Return layouts that together contain every pair of values in `layouts`, those with the most new pairs first."""
     pairs = [_pairs(layout) for layout in layouts]
     missing, chosen = set().union(*pairs), []
-    best_first = sorted((-len(own), k) for k, own in enumerate(pairs))  # a heap; new pairs only become fewer
+    best_first = sorted((-len(own), k) for k, own in enumerate(pairs))  # a heap; numbers of new pairs only fall
     while missing:
         _, k = heappop(best_first)
         gain = (-len(pairs[k] & missing), k)
@@ -99,7 +99,7 @@ def cover_of(layouts: Sequence[Job]) -> list[Job]:
 
 
 def pairs_missed(layouts: Sequence[Job], chosen: Sequence[Job]) -> tuple[int, int]:
-    """Return how many pairs of values go together in no chosen layout, and in how many do in some layout."""
+    """Return the number of pairs of values that no chosen layout contains, and of pairs in all layouts."""
     every, covered = (set().union(*map(_pairs, some)) for some in (layouts, chosen))
     return len(every - covered), len(every)
 
@@ -110,13 +110,13 @@ def one_process(alone: Job, *, delayed: bool) -> Job:
 
 
 def with_one_process(layouts: Sequence[Job]) -> list[Job]:
-    """Return layouts of one config with the processes alone in front that they are compared with."""
+    """Return the layouts, preceded by the one-process layouts that they are compared with."""
     delays = dict.fromkeys(layout.delayed for layout in layouts)
     return [*(one_process(layouts[0].alone, delayed=delayed) for delayed in sorted(delays)), *layouts]
 
 
 def admission(config: Config) -> Callable[[Job], bool]:
-    """Return a function that says whether a config can be trained in a layout."""
+    """Return a function that returns whether a config can be trained in a layout."""
     allowed = allowed_by_rules(config)
 
     def admits(layout: Job) -> bool:

@@ -1,7 +1,7 @@
-"""Plant a fault by changing what a rank has built: a value, or a method, which calls something else.
+"""Plant a fault by changing a rank's objects: replace a value, or a method by another function.
 
-A plant names it by objects of the rig (`itself`, `units`, `block`) and the path from each of them. A path that is not
-there is an error: the layout does not have it.
+A plant names the value by objects of the rig (`itself`, `units`, `block`) and an attribute path from each of them. A
+path that does not exist is an error: the layout has no such object.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,19 +32,19 @@ def block(rig: Rig) -> list[Unit]:
 
 
 def _put(where: Where, path: str, other: Callable[[Any, Any], object]) -> Plant:
-    """Return the fault that puts `other(holder, value)` in the place of a value."""
+    """Return the fault that replaces a value by `other(holder, value)`."""
     way, _, name = path.rpartition(".")
 
     def plant(rig: Rig) -> None:
         for each in where(rig):
             holder = attrgetter(way)(each) if way else each
-            object.__setattr__(holder, name, other(holder, getattr(holder, name)))  # of frozen ones too
+            object.__setattr__(holder, name, other(holder, getattr(holder, name)))  # works on frozen objects too
 
     return plant
 
 
 def changed(where: Where, path: str, change: Callable[[Any], object]) -> Plant:
-    """Return the fault that puts `change(value)` in the place of a value."""
+    """Return the fault that replaces a value by `change(value)`."""
     return _put(where, path, lambda _, value: change(value))
 
 
@@ -75,7 +75,7 @@ def after(where: Where, path: str, wrong: Callable[..., Any]) -> Plant:
 
 
 def in_codes(path: str, operation: str, wrong: Callable[..., None]) -> Plant:
-    """Return the fault that calls `wrong(right, *arguments)` instead of an operation of what makes a block's codes."""
+    """Return the fault that calls `wrong(right, *arguments)` instead of an operation on the first block's codes."""
 
     def with_wrong(ops: Any) -> Any:
         return replace(ops, **{operation: partial(wrong, getattr(ops, operation))})

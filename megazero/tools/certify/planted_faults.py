@@ -1,8 +1,8 @@
 """Faults that the certificate has to find: each small, realistic, and planted into a layout's ranks.
 
-A fault changes what has been built on a rank (`Rig`), on every rank or on one, and nothing of the program. Each names
-the layout that it is planted into; that layout must pass without it. Most faults call something else in place of a
-method: `planted_calls.py` has the ways to do so, and the objects whose methods these are.
+A fault changes the objects of a rank (`Rig`), on every rank or on one, but not the program's code. Each names the
+layout that it is planted into; that layout must pass without the fault. Most faults replace a method by another
+function: `planted_calls.py` has the helpers, and the objects whose methods are replaced.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ from megazero.zero.unit_gradients import UnitGradients
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 _ADAM, _QUANTIZE = "built.engine.optimizer", "gradients.summing._quantize"
 _UPDATE = f"{_ADAM}.update"
-Variant = Callable[[Job], Job]  # of a job on one process
-ALONE: Variant = replace  # the reference alone can find what is on both sides of a comparison with it
+Variant = Callable[[Job], Job]  # makes a layout of a job on one process
+ALONE: Variant = replace  # for faults that one process has too, which only the reference can find
 DATA: Variant = partial(replace, data=2, stage=1)
 SHARDED: Variant = partial(replace, data=2, stage=3)
 PIPELINE: Variant = partial(replace, pipeline=2)
@@ -55,9 +55,9 @@ class Fault:
     Attributes:
         what: what is wrong, in a few words.
         layout: the layout that it is planted into.
-        least: how many times its tolerance some measure has to be.
-        overflows: it can only be where gradients overflow, in fp16.
-        tails: it can only be where tensor ranks have parts of the gradients of what all of them hold.
+        least: factor by which some measure has to exceed its tolerance.
+        overflows: it needs gradients that overflow, as in fp16.
+        tails: it needs parameters that are whole on all tensor ranks but have partial gradients there.
     """
 
     name: str
@@ -69,11 +69,11 @@ class Fault:
     tails: bool = False
 
     def can_be(self, alone: Job, dtype: str, *, summed: bool) -> bool:
-        """Return whether it can be planted into a config in a precision.
+        """Return whether the fault can be planted into a config in a precision.
 
         Args:
             alone: the config's job on one process.
-            summed: sums over ranks are in a dtype of their own, which those of codes cannot be.
+            summed: sums over ranks have their own dtype, which quantised sums do not support.
         """
         layout = self.layout(alone)
         refused = (layout.error_feedback and dtype == "fp16") or (layout.gradient_bits and summed)
@@ -88,7 +88,7 @@ def _of_one_rank(plant: Plant) -> Plant:
 
 
 def _pieces(change: Callable[[Any], dict[str, float]]) -> Plant:
-    """Return the fault that changes the settings of what AdamW updates at once."""
+    """Return the fault that changes the settings of the pieces that AdamW updates at once."""
 
     def of_all(of: dict[Unit, list[Any]]) -> dict[Unit, list[Any]]:
         return {unit: [replace(each, **change(each)) for each in pieces] for unit, pieces in of.items()}
@@ -97,7 +97,7 @@ def _pieces(change: Callable[[Any], dict[str, float]]) -> Plant:
 
 
 def _scaled(where: Where) -> Plant:
-    """Return the fault that multiplies the gradients of some units when they have been reduced."""
+    """Return the fault that multiplies the gradients of some units by 1.04 after their reduction."""
     return before(where, "gradients.end_reduce", lambda gradients: gradients.own.mul_(1.04))
 
 
@@ -141,7 +141,7 @@ def _round_to_two_bits(gradients: UnitGradients) -> None:
 
 
 def _fed(wrong: Callable[[Any], Any]) -> Plant:
-    """Return the fault that gives the stages something else of each micro-batch."""
+    """Return the fault that changes each micro-batch's inputs of the stages."""
     return instead(itself, "feed", lambda rig, feed, *batch: wrong(feed(*batch)))
 
 
@@ -179,7 +179,7 @@ def _arenas(rig: Rig) -> list[Any]:
 
 
 def _keep_the_one_before(arena: Any, put: Callable[[Tensor], Tensor], flat: Tensor) -> Tensor:
-    """Keep the input that came before this one, as if it left before it was copied."""
+    """Store the previous input in place of this one, as if it was sent before it was copied."""
     before, arena.seen = getattr(arena, "seen", flat), flat.clone()
     return put(before)
 
@@ -213,7 +213,7 @@ def _swap_scales(dequantize_: Callable[..., None], into: Tensor, codes: Tensor, 
 
 
 def _held_otherwise(wrong: Callable[[ShardState], Any]) -> Plant:
-    """Return the fault that holds other pieces of the second unit."""
+    """Return the fault that changes the pieces that are held of the second unit."""
 
     def held(rig: Rig, holdings: Callable[[], list[ShardState]]) -> list[ShardState]:
         first, second, *rest = holdings()

@@ -1,8 +1,8 @@
-"""Test what the certificate finds of planted faults: every one of `planted_faults.py` in every precision.
+"""Test that the certificate finds planted faults: every fault of `planted_faults.py` in every precision.
 
 The faults are planted into a model of the config's shape with dropout and tied embeddings, on a batch of four
-micro-batches. A fault is found where something is beyond its tolerance; of those for which the certificate's settings
-were chosen, ten times beyond it.
+micro-batches. A fault is found if a measure exceeds its tolerance; faults for which the certificate's settings were
+chosen must exceed it ten times.
 """
 
 import math
@@ -28,9 +28,9 @@ class Planted:
 
     Attributes:
         what, layout: those of the fault.
-        measure: by which it shows most; "" for none.
-        times: its tolerance; infinite where nothing may differ.
-        right: all that had to be found was found, and nothing else.
+        measure: the measure by which it shows most.
+        times: the difference over its tolerance; infinite where nothing may differ.
+        right: True if the certificate found the fault, or found nothing where none was planted.
     """
 
     fault: str
@@ -53,15 +53,16 @@ def plant(
     """Yield the finding of every chosen fault in every precision.
 
     Args:
-        faults: of which those that are chosen are planted.
+        chosen: names of the faults to plant.
+        faults: all faults; their layouts also run without a fault for the name "nothing".
 
     Raises:
-        UserError: 106, the config does not admit a layout; 303, one process does not get through.
+        UserError: 106, the config does not admit a layout; 303, one process failed to train.
     """
     config = changed(config, _SUITED | {"model.dropout": config.model.dropout or 0.1})
     alone = alone_of(config)
     for dtype in dtypes:
-        # Sums over ranks are in a dtype of their own only where they can be.
+        # `zero.reduce_dtype` is kept only in the dtypes that support it.
         reduced = {} if dtype in ("fp32", "bf16") else {"zero.reduce_dtype": None}
         own = changed(config, {"precision.dtype": dtype} | reduced)
         admits, summed = admission(own), own.zero.reduce_dtype is not None
@@ -78,7 +79,7 @@ def plant(
 
 
 def _nothing(rows: Sequence[Row], dtype: str) -> Planted:
-    """Return the finding of the layouts as they are, which must be nothing."""
+    """Return the finding of the layouts without a fault, which must be nothing."""
     measure, times = max((_most(row) for row in rows), key=lambda most: most[1])
     right = not any(row.fault for row in rows)
     return Planted(NOTHING, "the same layouts as they are", "all below", dtype, measure, times, right)
@@ -91,7 +92,7 @@ def _found(fault: Fault, row: Row, dtype: str) -> Planted:
 
 
 def _most(row: Row) -> tuple[str, float]:
-    """Return the measure that is furthest beyond its tolerance, the first of several without any."""
+    """Return the measure that most exceeds its tolerance, and the ratio; of several infinite ones the first."""
     if not row.times:
         return f"does not run: {row.fault}", math.inf
     return max(row.times.items(), key=lambda item: item[1])
@@ -121,6 +122,6 @@ def _cell(found: Planted) -> str:
 
 
 def as_json(found: Sequence[Planted], steps: int) -> dict[str, Any]:
-    """Return the values with null for infinity, which JSON has not."""
+    """Return the values for JSON, with null for infinity."""
     rows = [asdict(each) | {"times": each.times if math.isfinite(each.times) else None} for each in found]
     return {"steps": steps, "planted": rows}

@@ -1,4 +1,4 @@
-"""Record what one rank computes in a few steps of training, in a file to compare with others."""
+"""Record the results of one rank in a few steps of training, in a file for comparison."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,9 +20,9 @@ from megazero.zero.placement import FlatBuffer, redistribute
 
 
 class Coded(TypedDict):
-    """How a unit is sent as integers: among which ranks, how many of them are neighbours.
+    """How a unit is sent as integers: its ranks, and how many of them are neighbours.
 
-    `accumulate` has of each recorded reduction whether its sum was added to the one before.
+    `accumulate` tells for each recorded reduction whether its sum was added to the one before.
     """
 
     ranks: list[int]
@@ -30,7 +30,7 @@ class Coded(TypedDict):
     accumulate: list[bool]
 
 
-# With fp16 the second step overflows: its loss is scaled by so much more. The loss scale begins at `SCALE`.
+# With fp16 the second step overflows, because its loss is also scaled by `_MORE`. The loss scale starts at `SCALE`.
 OVERFLOW, _MORE, SCALE = 1, 2.0**40, 2.0**16
 
 
@@ -39,16 +39,16 @@ class Results:
     """The results of one rank.
 
     Attributes:
-        losses, norms: those of each step.
+        losses, norms: of each step.
         skips: for each step whether it changed nothing, and the loss scale after it.
-        rows: of each parameter that is split the first row that this rank has, and how many, padding left out.
-        stored: its parts of all tensors, by "initial/NAME", "gradient/NAME", "weight/STEP/NAME"; and of what it
-            would save at the beginning and after all steps, by "KIND/NUMBER": first, weight, exp_avg, exp_avg_sq.
-        held: (parameter, first element, one past the last) of each NUMBER of these.
+        rows: for each split parameter this rank's first row and number of rows, without padding.
+        stored: this rank's parts of all tensors, under "initial/NAME", "gradient/NAME", "weight/STEP/NAME"; the pieces
+            that it would save are under "KIND/NUMBER": first (before training), weight, exp_avg, exp_avg_sq.
+        held: (parameter, first element, one past the last) of the piece of each NUMBER.
         shapes: the whole shape of every parameter of the model.
-        data_rank: its number on the data axis.
-        samples: for each step the samples that were computed with, and a digest of the tokens of each.
-        coded: of each unit that is sent as integers how it is (`codes.py`).
+        data_rank: number of the rank on the data axis.
+        samples: for each step the samples used, with a digest of the tokens of each.
+        coded: how each unit that is sent as integers is sent (`codes.py`).
     """
 
     losses: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Results:
     coded: dict[str, Coded] = field(default_factory=dict)
 
     def tensors(self, kind: str) -> list[tuple[str, Tensor]]:
-        """Return (name, this rank's part) of each of a kind."""
+        """Return (name, this rank's part) of each tensor of a kind."""
         return [(name[len(kind) + 1 :], t) for name, t in self.stored.items() if name.startswith(kind + "/")]
 
     def snapshots(self) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
@@ -73,7 +73,7 @@ class Results:
 
 
 def load_results(folder: Path, rank: int) -> Results | None:
-    """Return what a rank wrote into a folder; None if it has not written all of it."""
+    """Return the results that a rank wrote into a folder; None if they are incomplete."""
     path = folder / f"{rank}.json"
     if not path.exists():
         return None
@@ -85,11 +85,11 @@ def write_results(results: Results, folder: Path, rank: int) -> None:
     save_file(results.stored, folder / f"{rank}.safetensors")
     numbers = {name: value for name, value in vars(results).items() if name != "stored"}
     (folder / f"{rank}.part").write_text(json.dumps(numbers))
-    (folder / f"{rank}.part").rename(folder / f"{rank}.json")  # last: where it is, all is there
+    (folder / f"{rank}.part").rename(folder / f"{rank}.json")  # last: it marks the results as complete
 
 
 def digest_of(tokens_S: Tensor, targets_S: Tensor, valid_S: Tensor) -> str:
-    """Return a digest of what is read and scored of a sample."""
+    """Return a digest of a sample's tokens, targets and validity."""
     columns = torch.stack((tokens_S, targets_S, valid_S.to(torch.int64))).contiguous()
     return xxhash.xxh3_64_hexdigest(columns.numpy().tobytes())
 
@@ -97,12 +97,12 @@ def digest_of(tokens_S: Tensor, targets_S: Tensor, valid_S: Tensor) -> str:
 def record(
     results: Results, built: Built, passes: Callable[[int], object], steps: int, lr: float, clip: float, overflow: int
 ) -> None:
-    """Train, and record what this rank computes; after the last step no update is delayed.
+    """Train, and record this rank's results; finish a delayed update after the last step.
 
     Args:
         passes: runs forward and backward of a step.
-        clip: the config's.
-        overflow: the step whose loss is scaled by so much more that gradients overflow; -1: none.
+        clip: the clip norm of the config.
+        overflow: the step whose loss is scaled so that gradients overflow; -1: none.
     """
     engine, rows = built.engine, results.rows
     for name, d in declarations_by_name(built.model.named_parameters()).items():
@@ -132,7 +132,7 @@ def record(
 
 
 def parameters_as_they_rest(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yield this tensor rank's part of all parameters: where passes gather them rounded, what is rounded."""
+    """Yield this tensor rank's part of all parameters; if gathers quantise them, the values before quantisation."""
     if not any(unit.parameters.gathering.rounds for unit in engine.units):
         yield from engine.named_parameters()
         return
@@ -147,11 +147,11 @@ def reduced_gradients(engine: Engine, applied: Tensor, clipped: Tensor) -> Itera
     """Yield this tensor rank's part of the reduced gradients after an update, without its clip factor.
 
     Args:
-        applied: what the update multiplied gradients in memory by; those that rest on disks are as they were.
-        clipped: the clip factor within it, which depends on all gradients.
+        applied: factor by which the update multiplied gradients in memory; gradients on disks are unchanged.
+        clipped: the clip factor in it, which depends on all gradients.
     """
     for unit in engine.units:
-        unit.gradients.wait()  # an update under way changes those that are offloaded
+        unit.gradients.wait()  # an update under way changes offloaded gradients
         factor = clipped / applied if unit.gradients.reduced.is_meta else clipped
         with unit.gradients.reduced_in_memory() as own:
             flat = own if len(own) == unit.numel else all_gather(own.contiguous(), unit.axes.shard, "examination")

@@ -1,14 +1,14 @@
-"""Compute a few steps of training once more, apart from the product: what one process is compared with.
+"""Compute a few training steps independently of the package, as a reference for one process.
 
-Every layout and the one process run the same model, optimizer, clipping and quantisation, so a fault in these is the
-same on both sides of a comparison. This file imports none of them. It is plain torch in fp64: forward and AdamW
+Every layout and the one process run the same model, optimizer, clipping and quantisation, so a fault in these is equal
+on both sides of a comparison. This file imports none of them. It is plain torch in fp64: forward and AdamW
 written from the papers (`torch.optim` would import a compiler in every rank), autograd, and torch's clipping. It shares
 the random numbers (`kernels/counter.py`, with vectors in docs/numerics.md) and the text, which it reads as tokens with
-the number of each one's document.
+each token's document number.
 
     follow          trains the config's model
-    reduced_sums    sums gradients that are sent as integers, from what each rank had before (docs/zero.md)
-    codes_meaning   quantises values and returns what their codes mean
+    reduced_sums    sums gradients that are sent as integers, from each rank's gradients before (docs/zero.md)
+    codes_meaning   quantises values and dequantises their codes
 
 Shapes: B samples, S sequence, D hidden, G key-value heads, Q query heads of each, d head dim, V vocabulary.
 """
@@ -33,7 +33,7 @@ _BLOCK = 256  # values that share a scale
 
 
 class _Text(NamedTuple):
-    """Samples: ids [B]; tokens, targets and validity [B, S]; positions in documents; who sees whom [B, S, S]."""
+    """Samples: ids [B]; tokens, targets, validity and positions in documents [B, S]; attention mask [B, S, S]."""
 
     ids: Tensor
     tokens: Tensor
@@ -44,7 +44,7 @@ class _Text(NamedTuple):
 
 
 def _read(mixture: Mixture, ids: np.ndarray, documents: bool) -> _Text:
-    """Read samples; with `documents` attention, positions and targets stay within the document of a token."""
+    """Read samples; with `documents`, a token's attention, position and target stay within its document."""
     reads = [mixture.sources[k].windows.read(int(window)) for k, window in zip(*mixture.locate(ids), strict=True)]
     tokens = torch.tensor(np.stack([read.tokens for read in reads]))
     of = torch.tensor(np.stack([read.ordinals for read in reads])) if documents else torch.zeros_like(tokens)
@@ -53,12 +53,12 @@ def _read(mixture: Mixture, ids: np.ndarray, documents: bool) -> _Text:
         row &= torch.tensor(read.scored[1:])
     of = of[:, :-1]
     same = of[:, :, None] == of[:, None, :]
-    positions = torch.arange(of.shape[1]) - same.int().argmax(-1)  # less the first token of the document
+    positions = torch.arange(of.shape[1]) - same.int().argmax(-1)  # minus the position of the document's first token
     return _Text(torch.tensor(ids), tokens[:, :-1], tokens[:, 1:], valid, positions, same.tril())
 
 
 def _initial(config: Config) -> dict[str, Tensor]:
-    """Return the initial weights in fp64: normal ones of GPT-2's size, ones for norms, zeros for biases."""
+    """Return the initial weights in fp64: normal with GPT-2's deviations, ones for norms, zeros for biases."""
     m = config.model
     assert m.kv_heads is not None and m.ffn is not None, "a resolved config"
     wide, head = m.hidden, m.hidden // m.heads
@@ -89,7 +89,7 @@ def _losses(w: Mapping[str, Tensor], m: Any, text: _Text, dropped: Callable[[Ten
     """Return -log softmax(logits)[target], [B, S], of GPT-2 (Radford et al. 2019) or Llama (Touvron et al. 2023).
 
     Args:
-        m: the config's section of the model.
+        m: the config's section `model`.
         dropped: (x, layer, site) -> x with dropout.
     """
 
@@ -124,10 +124,10 @@ def _losses(w: Mapping[str, Tensor], m: Any, text: _Text, dropped: Callable[[Ten
 
 
 def _attention(qkv: Tensor, m: Any, text: _Text, norms: Sequence[Tensor | None]) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v over the tokens that each one sees: [B, S, D].
+    """Return softmax(q k^T / sqrt(d)) v over the tokens that each token attends to: [B, S, D].
 
     Args:
-        norms: weights [d] of the RMS norms of queries and of keys; None: they have none.
+        norms: weights [d] of the RMS norms of queries and of keys; None: no norm.
     """
     size = m.hidden // m.heads
     parts = qkv.unflatten(-1, (m.kv_heads, m.heads // m.kv_heads + 2, size))  # [B, S, G, Q + 2, d]
@@ -147,13 +147,13 @@ def _attention(qkv: Tensor, m: Any, text: _Text, norms: Sequence[Tensor | None])
 
 
 def follow(config: Config, mixture: Mixture, steps: int, *, late: bool) -> Results:
-    """Train with the certificate's settings, and return what one process should have computed.
+    """Train with the certificate's settings, and return the expected results of one process.
 
-    Weights are rounded to the precision in which they rest, and to the config's dtype where forward and backward see
-    them. All else is fp64.
+    Weights are rounded to the precision in which they rest, and to the config's dtype for forward and backward. All
+    else is fp64.
 
     Args:
-        late: forward sees the weights of one update less (`zero.offload.delayed`).
+        late: forward uses weights that lack the last update (`zero.offload.delayed`).
     """
     dtype, size = _DTYPES[config.precision.dtype], config.batch.global_
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -180,7 +180,7 @@ def follow(config: Config, mixture: Mixture, steps: int, *, late: bool) -> Resul
         if step == 0:
             note("gradient", {name: value.grad for name, value in masters.items() if value.grad is not None})
         norm = torch.nn.utils.clip_grad_norm_(masters.values(), CLIP).item()
-        published = rounded()  # what a late update does not change yet
+        published = rounded()  # the next forward uses these if updates are late
         skipped = dtype == torch.float16 and step == OVERFLOW
         if skipped:
             scale /= 2
@@ -205,7 +205,7 @@ def follow(config: Config, mixture: Mixture, steps: int, *, late: bool) -> Resul
 
 
 def _decays(name: str, value: Tensor) -> bool:
-    """Return whether a parameter decays: matrices do, learned positions do not."""
+    """Return whether a parameter has weight decay: matrices have, except learned positions."""
     return value.dim() == 2 and "positions" not in name
 
 
@@ -213,8 +213,8 @@ def _adamw(weight: Tensor, first: Tensor, second: Tensor, updates: int, eps: flo
     """Update a weight and its moments by its gradient (Kingma and Ba 2015; Loshchilov and Hutter 2019).
 
     Args:
-        updates: their number, with this one.
-        decays: else there is no decay, and the learning rate is that of `VECTORS`.
+        updates: number of updates, this one included.
+        decays: apply weight decay; if False, there is none, and the learning rate is `VECTORS` times LR.
     """
     assert weight.grad is not None, "backward has reached every parameter"
     rate = LR * (1.0 if decays else VECTORS)
@@ -226,7 +226,7 @@ def _adamw(weight: Tensor, first: Tensor, second: Tensor, updates: int, eps: flo
 
 
 def _backward(seen: Mapping[str, Tensor], config: Config, text: _Text, step: int) -> float:
-    """Add the gradients of the mean over valid targets, a few samples at a time; return that mean."""
+    """Accumulate the gradients of the mean loss over valid targets, a few samples at a time; return the mean loss."""
     m, total, positions = config.model, 0.0, torch.arange(text.tokens.shape[1])
     for rows in torch.arange(len(text.ids)).split(config.batch.micro or 1):
         part = _Text(*(each[rows] for each in text))
@@ -245,33 +245,34 @@ def _backward(seen: Mapping[str, Tensor], config: Config, text: _Text, step: int
 
 
 def codes_meaning(x: Tensor, bits: int) -> Tensor:
-    """Return what the codes of flat values mean: in each block the nearest of 2^bits - 1 multiples of a scale, fp32.
+    """Quantise and dequantise flat values: in each block, the nearest of 2^bits - 1 multiples of a scale, in fp32.
 
-    The scale is the largest magnitude of the block by 2^(bits - 1) - 1. A block that is not finite means NaN.
+    The scale is the largest magnitude of the block over 2^(bits - 1) - 1. A block with infinities or NaN becomes NaN.
     """
     most_code, blocks = 2.0 ** (bits - 1) - 1, F.pad(x.float(), (0, -len(x) % _BLOCK)).view(-1, _BLOCK)
     most = blocks.abs().amax(1, keepdim=True)
-    inverse = torch.full_like(most, most_code) / most  # torch would round a number by a tensor twice
+    inverse = torch.full_like(most, most_code) / most  # torch rounds a Python number divided by a tensor twice
     codes = torch.where(most < 1e-35, 0.0, (blocks * inverse).round())
     return (codes * torch.where(most.isinf(), torch.nan, most / most_code)).flatten()[: len(x)]
 
 
 class Sent(NamedTuple):
-    """One reduction of a unit on one rank: its own gradients, flat; whether the sum was added to the one before."""
+    """One reduction of a unit on one rank: its own flat gradients; whether the sum was added to the one before."""
 
     gradients: Tensor
     accumulate: bool
 
 
 def reduced_sums(sent: Sequence[Sequence[Sent]], bits: int, near: int, feedback: bool) -> Iterator[list[Tensor]]:
-    """Yield for each reduction what each rank has of its sum, from what all of them had before.
+    """Yield for each reduction each rank's part of the sum, computed from all ranks' gradients.
 
-    A rank adds to its own summand what the codes of the others mean, in rank order, in the dtype of the gradients.
+    A rank adds to its own summand the dequantised codes of the others, in rank order, in the dtype of the gradients.
 
     Args:
-        sent: of each reduction what each rank had.
-        near: ranks that are neighbours: where they are fewer than all, sums are sent among them, then between these.
-        feedback: what codes do not mean is added to what is sent next.
+        sent: each rank's gradients for each reduction: [reduction][rank].
+        near: number of neighbouring ranks: if fewer than all, sums are exchanged among neighbours first, then between
+            groups of neighbours.
+        feedback: quantisation errors are added to the next values that are sent.
     """
     ranks, lost = len(sent[0]), dict[tuple[int, ...], Tensor]()
     sums: list[Tensor] = []

@@ -9,7 +9,7 @@ from megazero.base.terminal import WIDEST_TABLE, wrapped
 from megazero.config.schema import Config
 from megazero.tools.certify.certify import Row, tolerance_for
 
-# Of each column of numbers: its name, its measures, its tolerance.
+# For each column of numbers: its name, its measures, its tolerance.
 _COLUMNS = (
     ("loss", ("loss",), "loss"),
     ("norm", ("gradient norm",), "norm"),
@@ -21,12 +21,12 @@ _COLUMNS = (
 )
 _SHOWN = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
 _SHOWN += ("schedule", "chunks", "recompute", "partition", "parameter_bits", "gradient_bits", "error_feedback")
-_SHOWN += ("delayed",)  # of a layout in JSON
+_SHOWN += ("delayed",)  # fields of a layout in JSON
 _AWAY = {"cpu": "host", "nvme": "disk"}  # where kept block inputs rest, in JSON
 
 
 def table(rows: Sequence[Row], config: Config, steps: int) -> str:
-    """Return the rows as text: under each layout its numbers, in 60 columns."""
+    """Return the rows as text in 60 columns, with the numbers of each layout below it."""
     number, most = sum(row.layout.ranks > 1 for row in rows), tolerance_for(config)
     said = f"{number} layouts, {steps} steps in {config.precision.dtype}, against one process, and this against an "
     said += "independent reference: relative differences"
@@ -44,7 +44,7 @@ def table(rows: Sequence[Row], config: Config, steps: int) -> str:
 
 
 def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
-    """Return the rows for programs."""
+    """Return the rows as a JSON object."""
     tolerance = asdict(tolerance_for(config))
     return {"steps": steps, "dtype": config.precision.dtype, "tolerance": tolerance, "rows": list(map(_values, rows))}
 
@@ -52,7 +52,7 @@ def as_json(rows: Sequence[Row], config: Config, steps: int) -> dict[str, Any]:
 def _values(row: Row) -> dict[str, Any]:
     options = {name: getattr(row.layout, name) for name in _SHOWN}
     options |= {"offload": row.layout.offloaded, "inputs_away": _AWAY.get(row.layout.offload)}
-    times = {measure: times if math.isfinite(times) else None for measure, times in row.times.items()}  # as JSON can
+    times = {measure: times if math.isfinite(times) else None for measure, times in row.times.items()}  # for JSON
     said = {"bitwise": row.bitwise, "fault": row.fault, "times": times, "layout": options, "name": str(row.layout)}
     return {**said, "ranks": row.layout.ranks, **_numbers(row)}
 

@@ -1,64 +1,66 @@
-"""The tolerances: how far two computations of the same thing may be apart, and why.
+"""The tolerances: how far two computations of the same value may differ, and why.
 
 They are never widened to make a test pass.
 
 The measure is max|a - b| / max|b|, over one parameter or one column of numbers. The key rows of a QKV tensor have a
-mathematically zero gradient in their bias (softmax does not see it), so a tensor is measured as a whole, never by its
-rows: relative to themselves those rows are noise.
+mathematically zero gradient in their bias (softmax does not depend on it), so a tensor is measured as a whole, never by
+its rows: relative to themselves those rows are noise.
 
-What rounding does, with eps = 1.1e-16 in fp64 and 6e-8 in fp32: a loss or a gradient is a sum of some 1e2 to 1e4
+The effect of rounding, with eps = 1.1e-16 in fp64 and 6e-8 in fp32: a loss or a gradient is a sum of some 1e2 to 1e4
 products whose order depends on micro-batches and ranks. The error of such a sum grows like the square root of its
 length, a few hundred eps at most.
 
-    LOSS, GRADIENT   one step: that error, times the handful of layers it passes through.
+    LOSS, GRADIENT   one step: that error, times the number of layers that it passes through.
     WEIGHTS          after at most 20 AdamW steps at lr <= 1e-3. Adam divides by the root of the second moment, so an
                      element whose gradient is near zero turns its absolute rounding error into a relative one: about
                      1e2 times more than a gradient's.
-    ..._16_BITS      a run with 16-bit parameters and activations against one in fp32: each number is off by up to half
-                     a unit of bf16, 2^-9; a loss is the mean over some 1e2 tokens of errors of both signs, a norm the
-                     root of a sum of squares, which the error of the larger ones does not leave.
-    STATES_..., SIZES_... one 16-bit run against another of the same dtype, with r the rounding of one number (2^-9 in
-                     bf16, 2^-12 in fp16) and the optimizer's settings below. A gradient has passed through some tens
-                     of roundings a layer, forward and back, in all about a thousand, whose errors add up like a root:
-                     32 r, of a parameter as a whole (|a - b| / |b|, norms), for its moments and for its update. In the
-                     size of the update of all matrices, or of all vectors, errors of both signs cancel: r / 2.
-    REDUCED          gradients that are summed over ranks in bf16 and wider otherwise (`zero.reduce_dtype`), against one
-                     process, which sums nothing. Each rank's part and each partial sum is off by up to r = 2^-8 of
-                     itself, and parts of both signs are larger than their sum: together a typical error is that of one
-                     or two roundings, and the largest of some 1e4 is four times a typical one. 8 r of a single element
-                     of a gradient; 4 r of a parameter as a whole, for its moments (the second one doubles an error) and
-                     its update. Errors of both signs cancel: r / 2 of a norm, r / 4 of a size. In the steps of a
-                     certificate updates change a loss by less than an eighth of it, and r of that is off. A weight is
-                     not held alone, as in 16 bits: of a sum near zero not one bit need be right.
+    ..._16_BITS      a run with 16-bit parameters and activations, compared with one in fp32: each number is off by up
+                     to half a unit of bf16, 2^-9. A loss is a mean over some 1e2 tokens, whose errors have both signs.
+                     A norm is the root of a sum of squares, so its error stays within that of the larger elements.
+    STATES_..., SIZES_... one 16-bit run compared with another of the same dtype, with r the rounding of one number
+                     (2^-9 in bf16, 2^-12 in fp16) and the optimizer's settings below. A gradient passes through some
+                     tens of roundings a layer in forward and backward, in all about a thousand, whose errors add up
+                     like a root: 32 r for the moments and the update of a parameter as a whole (|a - b| / |b|, norms).
+                     In the size of the update of all matrices, or of all vectors, errors of both signs cancel: r / 2.
+    REDUCED          gradients that are summed over ranks in bf16 but are wider otherwise (`zero.reduce_dtype`), against
+                     one process, which sums nothing over ranks. Each rank's part and each partial sum has a relative
+                     error of up to r = 2^-8, and parts of both signs are larger than their sum. So a typical error is
+                     that of one or two roundings, and the largest of some 1e4 errors is four times a typical one. That
+                     is 8 r for a single element of a gradient, and 4 r for the moments (the second one doubles an
+                     error) and the update of a parameter as a whole. Errors of both signs cancel: r / 2 for a norm,
+                     r / 4 for a size. In the certificate's steps updates change a loss by less than an eighth of it,
+                     and r is the error of this change. As in 16 bits, a single weight has no tolerance: in a sum near
+                     zero no bit need be right.
 
-    CODES            what is sent between shard ranks as integers (`zero.quantize`), likewise. A code is off by up to
-                     half a step of its block's largest value, three typical ones: r = 3 / (127 sqrt 12), 2^-7, of a
-                     typical value with 8 bits, 2^-3 with 4. Gradients: a parameter has blocks of its own, so an error
-                     is that of its own values, of each sender and hop; in the rows of an embedding most values of a
-                     block are near zero, but for a few. As with REDUCED 8 r of a single element and 4 r of a parameter
-                     as a whole, but with 4 bits not more than half of it; a norm adds errors as a square: r / 2 is
-                     much, and of the size of an update too. Parameters: in each layer forward and backward some dozens
-                     of products see weights that are off by r, which adds up like a root to 2^-4 of a gradient, and
-                     twice that of a second moment; half of it of the size of an update; a loss, at its beginning near
-                     the entropy of the vocabulary, depends on all of them, with both signs: r / 2.
+    CODES            values that are sent between shard ranks as integers (`zero.quantize`), compared in the same way.
+                     A code is off by up to half a step, which depends on the block's largest value, about three typical
+                     ones: r = 3 / (127 sqrt 12) = 2^-7 of a typical value with 8 bits, 2^-3 with 4. Gradients: each
+                     parameter has its own blocks, so its error comes from its own values, once for each sender and hop;
+                     in the rows of an embedding most values of a block are near zero, except a few. As with REDUCED,
+                     8 r for a single element and 4 r for a parameter as a whole, but with 4 bits at most half of the
+                     value; errors enter a norm as squares, so r / 2 is ample for it and for the size of an update.
+                     Parameters: in each layer's forward and backward some dozens of products use weights that are off
+                     by r. This adds up like a root to 2^-4 of a gradient, to twice that for a second moment, and to
+                     half of it for the size of an update. A loss, at first near the entropy of the vocabulary, depends
+                     on all weights, with both signs: r / 2.
 
-    ARRIVED          what comes of values that are sent as integers, against the independent reference, which starts
-                     from what each rank had before: codes are functions of values, and sums are taken in one order
-                     and dtype, so nothing may differ but the rounding of additions. In fp64 and fp32 as a gradient;
-                     in 16 bits one unit in the last place.
+    ARRIVED          results of transfers as integers, compared with the independent reference, which starts from each
+                     rank's values before the transfer. Codes are functions of values, and both sides add in one order
+                     and dtype, so only the rounding of additions may differ: as in a gradient in fp64 and fp32, by one
+                     unit in the last place in 16 bits.
 
-The certificate trains with settings of its own, so that a wrong one shows ten times over:
+The certificate trains with its own settings, so that an error in one of them exceeds its tolerance ten times:
 
-    LR        the largest that WEIGHTS is made for: an update is large compared with the rounding of its weight.
-    EPS       Adam's, of the size of a typical gradient, CLIP / sqrt(elements): an element whose gradient is noise
-              around zero moves by noise, not by the learning rate in either direction, and an update differs about as
-              much as the gradients do. An element with a larger gradient moves as ever.
-    DECAY     LR * DECAY is 2.5e-2 of a weight in each step: 50 times WEIGHTS_FP32, and as much of a matrix' update as
-              Adam's part. Where it is dropped or misplaced, sizes change by more than a tenth.
-    CLIP      a tenth or less of a gradient norm at the beginning: it acts in every step, and the moments show it.
-    VECTORS   what does not decay learns at this times the rate, no faster than LR: where the factor is lost, the size
-              of its update doubles.
-    LR again  2 % of it are 2 % of every size: 20 times SIZES_BF16, 40 times WEIGHTS_FP32.
+    LR        the largest that WEIGHTS allows: an update is large compared with the rounding of its weight.
+    EPS       Adam's eps has the size of a typical gradient, CLIP / sqrt(elements). So an element whose gradient is
+              noise around zero moves by that noise, not by the learning rate in either direction, and updates differ
+              about as much as gradients do. An element with a larger gradient moves as usual.
+    DECAY     LR * DECAY is 2.5e-2 of a weight in each step: 50 times WEIGHTS_FP32, and as large a part of a matrix's
+              update as Adam's. If it is dropped or misplaced, sizes change by more than a tenth.
+    CLIP      a tenth or less of the initial gradient norm, so that it acts in every step and shows in the moments.
+    VECTORS   factor on the learning rate of parameters without decay, no faster than LR: if it is lost, the size of
+              their update doubles.
+    LR again  an error of 2 % in it changes every size by 2 %: 20 times SIZES_BF16, 40 times WEIGHTS_FP32.
 """
 
 import math
@@ -85,12 +87,12 @@ VECTORS = 0.5
 
 
 def eps_of(numel: int) -> float:
-    """Return Adam's eps in the certificate of a model with so many elements."""
+    """Return Adam's eps in the certificate of a model with `numel` elements."""
     return CLIP / math.sqrt(numel)
 
 
 def difference(a: Tensor | Sequence[float], b: Tensor | Sequence[float]) -> float:
-    """Return max|a - b| / max|b|, in fp64; nan where either holds one, so that no comparison passes on it."""
+    """Return max|a - b| / max|b| in fp64; NaN if either holds NaN, so that no comparison passes."""
     a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
     assert a.shape == b.shape and a.numel(), f"{tuple(a.shape)} against {tuple(b.shape)}"
     apart = (a - b).abs().max()
@@ -100,10 +102,10 @@ def difference(a: Tensor | Sequence[float], b: Tensor | Sequence[float]) -> floa
 def weight_differences(
     a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, heads: int, kv_heads: int
 ) -> dict[str, float]:
-    """Return `difference` of each weight (or gradient), the key bias rows on the scale of the QKV weight.
+    """Return `difference` of each weight (or gradient), with key bias rows on the scale of the QKV weight.
 
-    Softmax does not see a constant added to every score, so the key bias has a mathematically zero gradient: what is
-    there is rounding noise, and Adam divides it by its own size.
+    Softmax does not depend on a constant added to every score, so the key bias has a mathematically zero gradient: its
+    computed gradient is rounding noise, which Adam divides by its own size.
     """
 
     def noise(mine: Tensor, theirs: Tensor, weight: Tensor) -> float:
@@ -113,7 +115,7 @@ def weight_differences(
 
 
 def state_distances(a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, heads: int, kv_heads: int) -> dict[str, float]:
-    """Return |a - b| / |b| of each flat moment or update, the key bias rows on the scale of the QKV weight."""
+    """Return |a - b| / |b| of each flat moment or update, with key bias rows on the scale of the QKV weight."""
 
     def noise(mine: Tensor, theirs: Tensor, weight: Tensor) -> float:
         typical = weight.norm() * math.sqrt(mine.numel() / weight.numel())
@@ -130,7 +132,7 @@ def _by_parameter(
     measure: Callable[[Tensor, Tensor], float],
     noise: Callable[[Tensor, Tensor, Tensor], float],
 ) -> dict[str, float]:
-    """Return a measure of each parameter; of a QKV bias that of queries and values, or the noise of keys if it is more.
+    """Return a measure of each parameter; for a QKV bias the larger of `measure` (queries, values) and `noise` (keys).
 
     Args:
         noise: (keys of a, keys of b, the QKV weight of b) -> their difference.
@@ -149,7 +151,7 @@ def _by_parameter(
 
 
 def size_difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    """Return the relative difference of the norms of all of them together."""
+    """Return the relative difference between the norm of all tensors of `a` together and that of `b`."""
     mine, theirs = (torch.stack([tensor.norm() for tensor in tensors]).norm() for tensors in (a, b))
     return _ratio((mine - theirs).abs(), theirs)
 
@@ -168,9 +170,9 @@ class Tolerance:
     """The tolerances of one dtype.
 
     Attributes:
-        weights: of weights, and of every number computed from weights that have been updated.
-        states: of moments and updates, each parameter as a whole.
-        sizes: of the update of all matrices, and of all vectors.
+        weights: for weights, and for every number computed from updated weights.
+        states: for moments and updates, each parameter as a whole.
+        sizes: for the size of the update of all matrices, and of all vectors.
     """
 
     loss: float
@@ -194,11 +196,11 @@ def tolerance_of(
 ) -> Tolerance:
     """Return the tolerances of a dtype.
 
-    In 16 bits no single element is held: of a gradient near zero not one bit need be right.
+    In 16 bits single elements have no tolerance: in a gradient near zero no bit need be right.
 
     Args:
-        reduced: gradients are summed over ranks in 16 bits, and wider otherwise: what that adds comes on top.
-        parameter_bits, gradient_bits: of what is sent between shard ranks as integers: the same.
+        reduced: gradients are summed over ranks in 16 bits, and wider otherwise; this adds `REDUCED`.
+        parameter_bits, gradient_bits: bits of values sent between shard ranks as integers; these add their tolerances.
     """
     own = {
         "fp64": Tolerance(LOSS_FP64, GRADIENT_FP64, GRADIENT_FP64, WEIGHTS_FP64, WEIGHTS_FP64, WEIGHTS_FP64),

@@ -1,4 +1,4 @@
-"""Train one rank with the certificate's own settings, and keep all that has to be compared."""
+"""Train one rank with the certificate's own settings, and keep everything that is compared."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,12 +38,12 @@ from megazero.zero.engine import Engine
 
 @dataclass
 class Rig:
-    """The parts that train on one rank, built and not begun: a planted fault changes a part of it.
+    """The objects that train on one rank, built but not started; a planted fault changes one of them.
 
     Attributes:
         batches: step -> this rank's micro-batches.
-        feed: (micro-batch, step, training) -> what the stages get of it.
-        holdings: what this rank would save.
+        feed: (micro-batch, step, training) -> the inputs of the stages.
+        holdings: returns the states that this rank would save.
     """
 
     grid: Grid
@@ -61,7 +61,7 @@ def nothing(rig: Rig) -> None:
 
 
 def settings(config: Config) -> Config:
-    """Return the config with the optimizer's settings of the certificate (`tools/certify/tolerances.py` says why)."""
+    """Return the config with the certificate's optimizer settings (`tools/certify/tolerances.py` has the reasons)."""
     eps = eps_of(parameters(model_shape(config)))
     chosen = {"lr": LR, "betas": BETAS, "eps": eps, "weight_decay": DECAY, "clip": CLIP}
     return changed(config, {f"optimizer.{name}": value for name, value in chosen.items()})
@@ -71,11 +71,11 @@ def train_rank(comm: CommContext, world: World, config: Config, steps: int, plan
     """Train, and return this rank's results.
 
     Args:
-        config: with the `settings` of the certificate.
+        config: has the `settings` of the certificate.
         plant: changes something before the first step.
     """
     grid, device = grid_of(config, comm, world), torch.device("cpu")
-    host = Host(device, comm.ledger, apart=True)  # or nothing would be offloaded
+    host = Host(device, comm.ledger, apart=True)  # otherwise nothing would be offloaded
     ops = choose(config.precision.kernels, device, DTYPES[config.precision.dtype])
     disks = open_disks(HOMES, config, device, comm.ledger)
     built = build(config, grid, device, ops, host, homes={"nvme": disks} if disks else {})
@@ -96,16 +96,16 @@ def follow_rank(config: Config, steps: int, *, late: bool) -> Results:
     """Train the independent reference, and return its results.
 
     Args:
-        late: forward sees the weights of one update less.
+        late: forward uses weights that lack the last update.
     """
     data, _ = _opened(config)
     return follow(config, data.mixture, steps, late=late)
 
 
 def _opened(config: Config) -> tuple[RunData, Part]:
-    """Return the data of a certificate, which is of one set of options, and the part of a run that reads it.
+    """Return the data of a certificate, and the single part of its run that reads it (stages are ignored).
 
-    Every other window has documents of a third of its length or less, for text may have no short ones.
+    Every other window is cut into documents of at most a third of its length, because the text may have no short ones.
     """
     course = Course(config.model_copy(update={"stages": None}))
     data = open_data(config, course)
@@ -124,7 +124,7 @@ def _with_more_ends(read: Callable[[int], WindowTokens]) -> Callable[[int], Wind
 
 
 def _slow_vectors(engine: Engine, config: Config, ops: Operations) -> None:
-    """Give what does not decay a learning rate of its own, as a group of a user's has."""
+    """Give parameters without decay their own learning rate, as a user's parameter group may have."""
     for unit in engine.units:
         groups = [(replace(group, lr_factor=1.0 if group.decay else VECTORS), at) for group, at in unit.layout.groups]
         unit.layout = replace(unit.layout, groups=tuple(groups))
@@ -137,7 +137,7 @@ def _recorded(rig: Rig, config: Config, steps: int) -> Results:
     results = Results(shapes=whole_shapes(rig.built.model), data_rank=rig.grid["data"].rank)
 
     def passes(step: int) -> None:
-        seen: dict[int, MicroBatch] = {}  # a rank that has two stages asks twice
+        seen: dict[int, MicroBatch] = {}  # a rank with two stages feeds a micro-batch twice
 
         def feed(batch: MicroBatch) -> StageInputs:
             seen[id(batch)] = batch
@@ -158,7 +158,7 @@ def _recorded(rig: Rig, config: Config, steps: int) -> Results:
 
 
 def _held(rig: Rig) -> list[tuple[Piece, dict[str, Tensor]]]:
-    """Return each piece that this rank would save, with its elements of each kind of tensor."""
+    """Return each piece that this rank would save, with its elements in each kind of tensor."""
     return [
         (piece, {kind: _values(holding, flat, piece) for kind, flat in holding.tensors.items()})
         for holding in rig.holdings()
@@ -167,7 +167,7 @@ def _held(rig: Rig) -> list[tuple[Piece, dict[str, Tensor]]]:
 
 
 def _values(holding: ShardState, flat: Tensor, piece: Piece) -> Tensor:
-    """Return the elements of a piece, from a disk in memory of their own."""
+    """Return the elements of a piece; those on a disk are copied to new memory."""
     there = flat[piece.at : piece.at + piece.stop - piece.start]
     if holding.disks is None:
         return there
@@ -177,6 +177,6 @@ def _values(holding: ShardState, flat: Tensor, piece: Piece) -> Tensor:
 
 
 def _samples(batch: MicroBatch) -> list[tuple[int, str]]:
-    """Return the number of each sample, and a digest of what is read and scored of it."""
+    """Return the id of each sample, and a digest of its tokens, targets and validity."""
     columns = zip(batch.tokens_SB.T, batch.targets_SB.T, batch.valid_SB.T, strict=True)
     return [(id_, digest_of(*column)) for id_, column in zip(batch.sample_ids_B.tolist(), columns, strict=True)]

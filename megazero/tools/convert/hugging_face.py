@@ -1,9 +1,9 @@
 """Map names, layouts and options of transformers' GPT-2 and Llama to ours, in both directions, by a table of families.
 
-A row says which of their tensors one of our parameters is made of, and how. Ours: row weights are [in, out], column
-weights [out, in]; the rows of qkv are grouped by key-value head: for each group its query heads, its key, its value.
-Theirs: GPT-2's Conv1D weights are [in, out] and its qkv is all queries, all keys, all values; Llama's are [out, in] and
-separate. A tied head has no tensor of its own on either side.
+A row gives the tensors of transformers that make one of our parameters, and the conversion. Ours: row weights are
+[in, out], column weights [out, in]; the rows of qkv are grouped by key-value head: for each group its query heads, its
+key, its value. Theirs: GPT-2's Conv1D weights are [in, out] and its qkv is all queries, all keys, all values; Llama's
+are [out, in] and separate. A tied head has no tensor of its own on either side.
 
 Source: transformers, models/gpt2/modeling_gpt2.py and models/llama/modeling_llama.py.
 """
@@ -26,11 +26,11 @@ HEAD = "lm_head.weight"
 _ELSEWHERE = "train transformers' own class with megazero.shard"
 
 
-ROLES = ("bos", "eos", "pad")  # of tokens
+ROLES = ("bos", "eos", "pad")  # of special tokens
 
 
 class Heads(NamedTuple):
-    """The numbers that the order of qkv's rows depends on: query heads of a key-value head, those, and their size."""
+    """The numbers that determine the row order of qkv: query heads per key-value head, key-value heads, head size."""
 
     per_group: int
     kv_heads: int
@@ -38,14 +38,14 @@ class Heads(NamedTuple):
 
 
 def grouped(heads: Heads, qkv: Sequence[Tensor]) -> Tensor:
-    """Return the rows of three projections [heads d, ...] as the rows of one, by key-value head."""
+    """Join three projections [heads d, ...] to one, with rows grouped by key-value head."""
     shapes = [(heads.kv_heads, rows, heads.head_dim, *qkv[0].shape[1:]) for rows in (heads.per_group, 1, 1)]
     parts = [part.reshape(shape) for part, shape in zip(qkv, shapes, strict=True)]
     return torch.cat(parts, dim=1).reshape(-1, *qkv[0].shape[1:])
 
 
 def apart(heads: Heads, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values of grouped rows: the inverse of `grouped`."""
+    """Split grouped rows into queries, keys and values: the inverse of `grouped`."""
     groups = rows.reshape(heads.kv_heads, heads.per_group + 2, heads.head_dim, *rows.shape[1:])
     parts = groups.split([heads.per_group, 1, 1], dim=1)
     q, k, v = (part.reshape(-1, *rows.shape[1:]) for part in parts)
@@ -53,7 +53,7 @@ def apart(heads: Heads, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Way(NamedTuple):
-    """A conversion between one of our parameters and the tensors of theirs that it is made of, in both directions."""
+    """A conversion, in both directions, between one of our parameters and the transformers tensors that make it."""
 
     to_ours: Callable[[Heads, Sequence[Tensor]], Tensor]
     to_theirs: Callable[[Heads, Tensor], Sequence[Tensor]]
@@ -62,7 +62,7 @@ class Way(NamedTuple):
 _SAME = Way(lambda heads, theirs: theirs[0], lambda heads, ours: (ours,))
 _TURNED = Way(lambda heads, theirs: theirs[0].T, lambda heads, ours: (ours.T,))
 _GROUPED = Way(grouped, apart)
-# GPT-2's: t() turns a weight, and leaves a bias as it is.
+# For GPT-2: t() transposes a weight, and leaves a bias unchanged.
 _GROUPED_TURNED = Way(
     lambda heads, theirs: grouped(heads, theirs[0].t().chunk(3)),
     lambda heads, ours: (torch.cat(apart(heads, ours)).t(),),
@@ -70,7 +70,7 @@ _GROUPED_TURNED = Way(
 
 
 class Row(NamedTuple):
-    """The names of a parameter: `{i}` is the number of a layer, `{part}` is weight and bias, `{qkv}` three tensors."""
+    """The names of a parameter: `{i}` is a layer's number, `{part}` stands for weight and bias, `{qkv}` for q, k, v."""
 
     ours: str
     theirs: str
@@ -79,17 +79,17 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """A family of their models.
+    """A family of transformers models.
 
     Attributes:
-        name, architecture: in config.json.
-        options: of our model section, those that all models of the family have.
-        fields: of config.json: our option, default ("...": required). The options' own types check the values.
-        fixed: of config.json, what our models do; another value of theirs would be another function. The first one is
-            written, None stands for absent: what transformers takes by default.
-        rows: of parameters.
-        embedding: their name of it.
-        no_parameters: what their files hold besides: masks and angles that the model makes itself.
+        name, architecture: as in config.json.
+        options: options of our model section that all models of the family share.
+        fields: field of config.json -> (our option, default; ...: required). The options' types check the values.
+        fixed: field of config.json -> the values that our models support; others would be another function. The first
+            one is written. None stands for an absent field, if the default of transformers is supported.
+        rows: the parameters.
+        embedding: transformers' name of the embedding.
+        no_parameters: pattern of other tensors in their files: masks and angles, which the model computes itself.
     """
 
     name: str
@@ -171,7 +171,7 @@ FAMILIES = {family.name: family for family in (GPT2, LLAMA)}
 
 
 def family_of(model: Mapping[str, Any]) -> Family:
-    """Return the family of a model section. Raises UserError 415: there is none."""
+    """Return the family of a model section. Raises UserError 415: no family has this model."""
     known = {name for one in FAMILIES.values() for name in (*one.options, *(ours for ours, _ in one.fields.values()))}
     for name, option in Model.model_fields.items():
         if name not in known and (value := model.get(name, option.default)) != option.default:
@@ -188,12 +188,12 @@ def family_of(model: Mapping[str, Any]) -> Family:
 
 @dataclass(frozen=True)
 class Link:
-    """A link between one of our parameters and the tensors of transformers that it is made of.
+    """A link between one of our parameters and the transformers tensors that make it.
 
     Attributes:
         ours: the name of our parameter.
-        theirs: the names of their tensors.
-        to_ours, to_theirs: make our parameter of their tensors, and their tensors of it.
+        theirs: the names of the transformers tensors.
+        to_ours, to_theirs: convert their tensors to our parameter, and back.
     """
 
     ours: str
@@ -227,12 +227,12 @@ def links(model: Mapping[str, Any]) -> list[Link]:
 
 
 def config_to_theirs(model: Mapping[str, Any], dtype: str, tokens: Mapping[str, int]) -> dict[str, Any]:
-    """Return their config.json of a model section.
+    """Return the config.json of transformers for a model section.
 
     Args:
-        tokens: the ids that begin a text (`bos`), end it (`eos`) and fill a batch (`pad`). One that is not there is
-            written as null: what transformers takes otherwise are ids of published vocabularies (50256 of GPT-2, 1 and
-            2 of Llama), which mean something else in another vocabulary, or nothing.
+        tokens: the ids that begin a text (`bos`), end it (`eos`) and fill a batch (`pad`). A missing one is written as
+            null: the defaults of transformers are ids of published vocabularies (50256 of GPT-2, 1 and 2 of Llama),
+            which mean something else, or nothing, in another vocabulary.
     """
     family = family_of(model)
     found = {"model_type": family.name, "architectures": [family.architecture], "torch_dtype": dtype}
@@ -245,13 +245,13 @@ def config_to_theirs(model: Mapping[str, Any], dtype: str, tokens: Mapping[str, 
 
 
 def config_from_theirs(theirs: Mapping[str, Any], where: Path) -> Model:
-    """Return our model section of their config.json.
+    """Return our model section for a config.json of transformers.
 
     Args:
-        where: the file.
+        where: path of the file, for errors.
 
     Raises:
-        UserError: 415, a model or an option of a model that is none of ours, or a value that is none.
+        UserError: 415, a model or an option that our models do not support, or an invalid value.
     """
     kind = theirs.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -286,10 +286,10 @@ def config_from_theirs(theirs: Mapping[str, Any], where: Path) -> Model:
 
 
 def _theta(theirs: Mapping[str, Any], where: Path) -> object:
-    """Return the base of rotary angles in the field for them; as transformers does, in the older one if there are two.
+    """Return the base of rotary angles from its field; like transformers, use the older field if there are two.
 
     Raises:
-        UserError: 415, angles that are scaled, or a field that is no mapping.
+        UserError: 415, scaled angles, or a field that is not a mapping.
     """
     fields = {name: theirs.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
     for name, found in fields.items():
@@ -304,6 +304,6 @@ def _theta(theirs: Mapping[str, Any], where: Path) -> object:
 
 
 def is_no_parameter(name: str, model: Mapping[str, Any]) -> bool:
-    """Return whether a tensor of theirs can be left out without changing what the model computes."""
+    """Return whether a transformers tensor can be left out without changing what the model computes."""
     tied_head = model["tie_embeddings"] and name == HEAD
     return tied_head or re.fullmatch(family_of(model).no_parameters, name) is not None

@@ -1,4 +1,4 @@
-"""Convert weights to transformers and from it: safetensors on both sides, a part at a time, so no model has to fit."""
+"""Convert weights to and from transformers, both in safetensors, one part at a time: no model has to fit in memory."""
 
 import json
 import math
@@ -27,24 +27,24 @@ from megazero.checkpoint.weights import read_weights
 from megazero.config.schema import Model
 from megazero.tools.convert.hugging_face import HEAD, ROLES, Link, config_from_theirs, family_of, is_no_parameter, links
 
-_Files = Mapping[str, bytes]  # contents by names
+_Files = Mapping[str, bytes]  # name -> content
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
-_PART = 1 << 30  # bytes of an imported checkpoint's files, about
+_PART = 1 << 30  # approximate bytes of a file of an imported checkpoint
 _CONFIG_BYTES, _INDEX_BYTES = 1 << 20, 4 << 20
 
 
 def export(
     source: Path, manifest: Manifest, wanted: Sequence[Link], dtype: torch.dtype, target: Path, files: _Files, part: int
 ) -> int:
-    """Write a checkpoint's weights as transformers reads them, in one or several safetensors files; return how many.
+    """Write a checkpoint's weights for transformers, in one or several safetensors files; return the number of files.
 
     Args:
         source: the folder of the step.
         dtype: the type of the tensors written.
         target: a folder that does not exist yet; it appears with everything in it.
         files: names and contents of more files: config.json, the tokenizer's.
-        part: bytes of a file, about.
+        part: approximate bytes of a file.
 
     Raises:
         UserError: 410, the checkpoint is damaged; 403, it cannot be written.
@@ -62,7 +62,7 @@ def export(
                     for link in group
                     for their, value in zip(link.theirs, link.to_theirs(weights.pop(link.ours)), strict=True)
                 }
-                (staging / name).touch()  # as readable as the user's other files; the library's own are private
+                (staging / name).touch()  # with the user's default permissions; safetensors makes private files
                 mode = (staging / name).stat().st_mode
                 save_file(theirs, staging / name, metadata={"format": "pt"})
                 (staging / name).chmod(mode)
@@ -83,12 +83,12 @@ def export(
 
 
 def read_config(source: Path) -> Model:
-    """Return our model section of a transformers folder.
+    """Return our model section for a transformers folder.
 
     Raises:
-        UserError: 414, its config.json cannot be read; 415, a model that is none of ours.
+        UserError: 414, its config.json cannot be read; 415, our models do not support it.
     """
-    if not source.exists() and not source.is_absolute() and len(source.parts) <= 2:  # as the hub's names are
+    if not source.exists() and not source.is_absolute() and len(source.parts) <= 2:  # like names on the hub
         do = f"a model of the hub is downloaded first: hf download {source} --local-dir FOLDER"
         raise UserError(414, f"no such folder{looked_up(source)}", do, where=source)
     path = source / "config.json"
@@ -96,12 +96,12 @@ def read_config(source: Path) -> Model:
 
 
 def generation_of(folder: Path) -> dict[str, bytes]:
-    """Return the file that says how transformers generates, by its name, if the folder has one that says anything.
+    """Return {name: content} of the generation config of transformers, or {} if the folder has none of its own.
 
-    A config.json with several ids that end a text says it too, if no other file does.
+    A config.json with several end-of-text ids gives one too, if there is no other file.
 
     Raises:
-        UserError: 414, it cannot be read.
+        UserError: 414, a file cannot be read.
     """
     path, config = folder / GENERATION, folder / "config.json"
     if path.exists():
@@ -117,24 +117,24 @@ def generation_of(folder: Path) -> dict[str, bytes]:
 
 
 class Theirs:
-    """The tensors of a transformers folder, which are checked before anything is made of them.
+    """The tensors of a transformers folder, which are checked before they are converted.
 
     Args:
         source: the folder.
-        model: our model section, of values that go together.
+        model: our model section, which obeys the config's rules.
 
     Attributes:
-        model: the same; untied where the files have a head that is another matrix than the embedding.
-        numel: elements of all tensors that the model's parameters are made of.
+        model: this section, but untied if the files have a head that differs from the embedding.
+        numel: elements of all tensors that make the model's parameters.
 
     Raises:
-        UserError: 414, a file cannot be read, or is no safetensors; a tensor is missing, or belongs to another model.
+        UserError: 414, a file cannot be read, or is not safetensors; a tensor is missing, or belongs to another model.
     """
 
     def __init__(self, source: Path, model: Mapping[str, Any]):
         self._source = source
         self._slots = _slots(source)
-        if model["layers"] > len(self._slots):  # before a loop over the layers
+        if model["layers"] > len(self._slots):  # check before a loop over the layers
             what = f"config.json has {model['layers']:,} layers, the files have {len(self._slots):,} tensors"
             raise UserError(414, what, "is it a whole model of that config.json?", where=source)
         self.model = {**model, "tie_embeddings": model["tie_embeddings"] and not self._has_other_head(model)}
@@ -147,14 +147,14 @@ class Theirs:
         self.numel = sum(math.prod(self.slot(name).shape) for name in self._keys)
 
     def _has_other_head(self, model: Mapping[str, Any]) -> bool:
-        """Return whether there is a head that is not the embedding, which transformers takes, tied or not."""
+        """Return whether the files have a head that differs from the embedding; transformers uses it, tied or not."""
         if HEAD not in self._slots:
             return False
         head, embedding = HEAD, self._find(family_of(model).embedding)
-        return not torch.equal(self._values(head), self._values(embedding))  # of another shape, neither is
+        return not torch.equal(self._values(head), self._values(embedding))  # another shape differs too
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Refuse tensors that do not make parameters of these shapes, or are no plain numbers.
+        """Refuse tensors that do not make parameters of these shapes, or are quantised.
 
         Raises:
             UserError: 414, another shape; 415, quantised.
@@ -185,11 +185,11 @@ class Theirs:
             return file.get_tensor(key).to(torch.float32)
 
     def slot(self, name: str) -> "Slot":
-        """Return the place of a tensor of theirs."""
+        """Return the place of a transformers tensor."""
         return self._slots[self._keys[name]]
 
     def _find(self, name: str) -> str:
-        """Return the key of a tensor in the files: published GPT-2 models leave the prefix out."""
+        """Return the key of a tensor in the files: published GPT-2 models omit the prefix."""
         for key in (name, name.removeprefix("transformer.")):
             if key in self._slots:
                 return key
@@ -200,8 +200,8 @@ def import_weights(theirs: Theirs, store: Store) -> None:
     """Write the weights of a transformers folder as a checkpoint without a run (step 0).
 
     Args:
-        theirs: checked.
-        store: of a folder that exists and holds no steps.
+        theirs: tensors that `check` accepted.
+        store: the store of an existing folder without steps.
 
     Raises:
         UserError: 414, weights that are not finite; 403, the checkpoint cannot be written.
@@ -256,7 +256,7 @@ def _groups(wanted: Sequence[Link], sizes: Mapping[str, int], part: int) -> list
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a tensor of theirs, and what the file's header says of it."""
+    """The place of a transformers tensor, with its dtype and shape from the file's header."""
 
     path: Path
     dtype: str
@@ -264,7 +264,7 @@ class Slot:
 
 
 def _slots(source: Path) -> dict[str, Slot]:
-    """Return every tensor of a transformers folder by its key, in files of the index also one that it leaves out."""
+    """Return every tensor of a transformers folder by key, also tensors in the index's files that the index omits."""
     if (adapter := source / "adapter_config.json").exists():
         do = "merge it into the model first (merge_and_unload of peft), and take the file away"
         raise UserError(414, "is of an adapter, whose weights would be left out", do, where=adapter)
@@ -285,15 +285,15 @@ def _slots(source: Path) -> dict[str, Slot]:
 
 
 def _slots_of(path: Path) -> dict[str, Slot]:
-    """Return the tensors of one safetensors file, once its kind and the size of its header are known."""
+    """Return the tensors of one safetensors file by key; first check that it is a regular file."""
     with _refused(path), open_regular(path), safe_open(path, framework="pt") as file:
-        slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 - it is no mapping
+        slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 - it is not a mapping
         return {key: Slot(path, part.get_dtype(), tuple(part.get_shape())) for key, part in slices}
 
 
 @contextmanager
 def _refused(path: Path) -> Iterator[None]:
-    """Turn what is wrong with a file into a UserError 414."""
+    """Convert errors of reading a file to UserError 414."""
     try:
         yield
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:

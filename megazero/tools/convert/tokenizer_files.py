@@ -1,12 +1,12 @@
-"""Write the files from which transformers' `AutoTokenizer` reads a tokenizer of ours.
+"""Write the files from which transformers' `AutoTokenizer` loads one of our tokenizers.
 
-A tokenizer.json and a tokenizer_config.json, whatever kind the tokenizer is, with the tokenizer's own files next to
-them, which an import takes again. A tokenizer.json that is one already goes out as it is; the others are described
-here, with a space in a piece as a space: U+2581, SentencePiece's picture of it, is then a character as any other.
-Before a file goes out its ids are compared with the tokenizer's on a set of texts.
+They are a tokenizer.json and a tokenizer_config.json for every kind of tokenizer, next to the tokenizer's own files,
+which an import uses again. A tokenizer that is a tokenizer.json is copied unchanged. Other kinds are described here,
+with plain spaces in pieces, so that U+2581, SentencePiece's symbol for a space, is an ordinary character. Before the
+files are written, their ids are compared with the tokenizer's on a set of texts.
 
 Sources: tokenizers, bindings of Tokenizer.to_str (the format); sentencepiece, sentencepiece_model.proto and
-bpe_model.cc (merges by the score of what they make); tiktoken, lib.rs (by its rank).
+bpe_model.cc (merges ordered by the score of the result); tiktoken, lib.rs (ordered by its rank).
 """
 
 import json
@@ -28,8 +28,8 @@ from megazero.data.tokenizers.sentence_piece import BPE, CHAR, USER_DEFINED, Mod
 
 JSON = "tokenizer.json"
 _OWN = "megazero"  # the key of tokenizer_config.json that names the tokenizer's own file
-_UNKNOWN = "\u2047"  # what SentencePiece decodes an id without a text to
-_SAMPLED = 2000  # pieces of the vocabulary that texts of the proof are made of
+_UNKNOWN = "\u2047"  # SentencePiece's text for an id without a text
+_SAMPLED = 2000  # pieces of the vocabulary in the texts of the check
 _TEXTS = (
     "The quick brown fox, 1234567890 times: it's here!\n\n\tdef f(x):\r\n        return [x ** 2, 'a_b']  # 3.14\n",
     "  a  b   c    d     e      f\n \n  \n\t\t \t ",
@@ -67,11 +67,11 @@ def for_transformers(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def own_file(told: Mapping[str, Any], described: bytes) -> str | None:
-    """Return the tokenizer that a tokenizer.json was written for here; None: for none, or it was changed since.
+    """Return the tokenizer for which a tokenizer.json was written here; None: not written here, or changed since.
 
     Args:
         told: the content of tokenizer_config.json.
-        described: that of tokenizer.json.
+        described: the content of tokenizer.json.
     """
     own = told.get(_OWN)
     if not isinstance(own, dict) or own.get("of") != xxhash.xxh3_64_hexdigest(described):
@@ -89,9 +89,9 @@ def _sentence_piece(tokenizer: SentencePiece) -> tuple[dict[str, Any], int]:
     defined = {i for i in ids if stored.pieces[i].type == USER_DEFINED}
     pieces = [model.id_to_piece(i).replace(SPACE_MARK, " ") for i in ids]
     text = [i for i in ids if not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i))]
-    if algorithm not in (BPE, CHAR):  # unigram: ties between sums of scores, which are of another precision there
+    if algorithm not in (BPE, CHAR):  # unigram: tokenizers sums scores in another precision, so ties may differ
         raise _refused(tokenizer, "SentencePiece models of byte pairs and of characters can go out")
-    if rules.precompiled_charsmap:  # there they see a character with its accents as one, and lose some
+    if rules.precompiled_charsmap:  # tokenizers rewrites a character with its accents at once, and loses some
         raise _refused(tokenizer, "its normalization rules rewrite characters; with the rule identity it can go out")
     if len({*pieces}) < len(pieces) or any(map(model.is_unused, text)):
         raise _refused(tokenizer, "it has unused pieces, or one piece twice")
@@ -105,13 +105,13 @@ def _sentence_piece(tokenizer: SentencePiece) -> tuple[dict[str, Any], int]:
     described = {"model": kind, "decoder": {"type": "Sequence", "decoders": decoders}}
     if normalizers := [*_normalizers(tokenizer.lossless, collapses, prefixed)]:
         described["normalizer"] = {"type": "Sequence", "normalizers": normalizers}
-    # Symbols that the model's user has defined are never part of a merge.
+    # User-defined symbols are never part of a merge.
     described["added_tokens"] = [_added(i, pieces[i], special=False) for i in text if i in defined]
     return described, model.pad_id()
 
 
 def _normalizers(lossless: bool, collapses: bool, dummy_prefix: bool) -> Iterator[dict[str, Any]]:
-    """Yield the steps by which SentencePiece changes a text before it encodes it."""
+    """Yield the steps in which SentencePiece normalises a text before it encodes it."""
     if collapses:
         yield {"type": "Replace", "pattern": {"Regex": r"\A +"}, "content": ""}
         yield {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
@@ -119,7 +119,7 @@ def _normalizers(lossless: bool, collapses: bool, dummy_prefix: bool) -> Iterato
         yield {"type": "Prepend", "prepend": " "}
     if not lossless:
         yield {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}
-    if collapses:  # at the end also those that were marks
+    if collapses:  # at the end also spaces that were marks
         yield {"type": "Replace", "pattern": {"Regex": r" +\z"}, "content": ""}
 
 
@@ -130,7 +130,7 @@ def _rank_file(tokenizer: RankFile) -> dict[str, Any]:
     pictures = _pictures()
     tokens = {"".join(map(pictures.__getitem__, token)): rank for token, rank in ranks.items()}
     described = _byte_level(tokens, _merges(sorted(tokens, key=tokens.__getitem__)))
-    # There {1,3}+ is a repetition of {1,3}; the possessive form that it is here is an atomic group.
+    # tokenizers reads {1,3}+ as a repetition of {1,3}; the possessive form that is meant needs an atomic group.
     pattern = re.sub(r"(\\[pP]\{\w+\}|\[(?:\\.|[^\]])*\])(\{\d+,\d*\})\+", r"(?>\1\2)", json.loads(told)["pattern"])
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, described["pre_tokenizer"]]}
@@ -138,7 +138,7 @@ def _rank_file(tokenizer: RankFile) -> dict[str, Any]:
 
 
 def _byte_level(tokens: Mapping[str, int], merges: list[tuple[str, str]]) -> dict[str, Any]:
-    """Return the description of tokens that are bytes, each byte as its picture; without tokens of the bytes alone."""
+    """Return the description of tokens made of bytes, each byte as its picture; single bytes if `tokens` is empty."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     vocabulary = {**tokens} or {picture: byte for byte, picture in _pictures().items()}
     return {"model": _bpe(vocabulary, merges, ignore_merges=True), "pre_tokenizer": level, "decoder": level}
@@ -149,7 +149,7 @@ def _bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: A
 
 
 def _merges(tokens: list[str]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a token, in the order of what they make."""
+    """Return all pairs of tokens whose concatenation is a token, in the order of these tokens."""
     known = {*tokens}
     cuts = ((token, at) for token in tokens for at in range(1, len(token)))
     return [(token[:at], token[at:]) for token, at in cuts if token[:at] in known and token[at:] in known]
@@ -163,7 +163,7 @@ def _pictures() -> dict[int, str]:
 
 
 def _with_specials(described: dict[str, Any], specials: Mapping[str, int]) -> dict[str, Any]:
-    """Return a whole tokenizer.json: with the special tokens, which the model's own vocabulary has too."""
+    """Return a complete tokenizer.json with the special tokens, which are also added to the model's vocabulary."""
     described["model"]["vocab"] |= specials
     added = described.get("added_tokens", []) + [_added(i, name, special=True) for name, i in specials.items()]
     parts = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
@@ -176,7 +176,7 @@ def _added(i: int, content: str, *, special: bool) -> dict[str, Any]:
 
 
 def _prove(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> None:
-    """Refuse files that do not give a tokenizer's ids on the proof's texts. Raises UserError 162 and 415."""
+    """Refuse files that do not give a tokenizer's ids on the texts of the check. Raises UserError 162 and 415."""
     require_extra("tokenizers", "hf", tokenizer.path)
     with TemporaryDirectory() as folder:
         for name, content in files.items():

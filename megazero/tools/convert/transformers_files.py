@@ -1,4 +1,4 @@
-"""The verbs export and import: a run's weights to transformers' files, and theirs to a folder to train in."""
+"""The verbs export and import: convert a run to files of transformers, and such files to a folder for training."""
 
 import json
 from collections.abc import Callable
@@ -28,13 +28,13 @@ from megazero.tools.convert.tokenizer_files import for_transformers, own_file
 
 
 def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[str], object]) -> str:
-    """Export the newest whole checkpoint of a run; return what was written, in words.
+    """Export the newest whole checkpoint of a run; return a line about the written files.
 
     Args:
-        warn: called about each newer step that is damaged, and of a tokenizer that cannot be read.
+        warn: called for each newer step that is damaged, and for a tokenizer that cannot be read.
 
     Raises:
-        UserError: 113, the folder is no run; 402, it has no checkpoint; 404, its checkpoint is of another model; 410,
+        UserError: 113, the folder is not a run; 402, it has no checkpoint; 404, its checkpoint has another model; 410,
             the last one tried is damaged; 162 and 415, its tokenizer cannot be described; and those of `export`.
     """
     folder.require_run()
@@ -42,7 +42,7 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
     store, model = Store(folder.checkpoints), config.model.model_dump()
     manifest = newest_whole(store, verify, warn)
     source = store.path(manifest.step)
-    family_of(model)  # a model that transformers does not have is said before shapes that differ for it
+    family_of(model)  # reports a model that transformers lacks before shapes that differ because of it
     require_shapes(manifest, whole_shapes(build_model(config)), source)
     tokenizer = _tokenizer(config, warn)
     files: dict[str, bytes] = {}
@@ -51,7 +51,7 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
         files = for_transformers(tokenizer)
         pad = tokenizer.specials.get(json.loads(files[CONFIG]).get("pad_token"))
         tokens = {"bos": tokenizer.bos, "eos": tokenizer.eod} | ({} if pad is None else {"pad": pad})
-    # Ids that end a text are a tokenizer's: the file that names them is where that is.
+    # End-of-text ids belong to a tokenizer, so the file that names them is next to it.
     near = tokenizer.path.parent if tokenizer is not None and tokenizer.files else folder.path
     dtype = DTYPES[config.precision.dtype]
     theirs = config_to_theirs(model, str(dtype).removeprefix("torch."), tokens)
@@ -62,7 +62,7 @@ def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[st
 
 
 def _tokenizer(config: Config, warn: Callable[[str], object]) -> Tokenizer | None:
-    """Return the run's tokenizer; an export of weights does not fail for want of it."""
+    """Return the run's tokenizer, or None with a warning: weights can be exported without it."""
     if config.data.tokenizer is None:
         return None
     try:
@@ -73,17 +73,17 @@ def _tokenizer(config: Config, warn: Callable[[str], object]) -> Tokenizer | Non
 
 
 def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object]) -> str:
-    """Make a folder that can be trained on: config.yaml with the model, the weights as its step 0, the tokenizer.
+    """Make a folder to train from: config.yaml with the model, the weights as step 0, the tokenizer.
 
-    Everything is looked at before anything is written, and the folder appears whole or not at all. A head that is
-    not the embedding is taken, whatever config.json says of it.
+    Everything is checked before anything is written, and the folder appears complete or not at all. A head that
+    differs from the embedding is imported, whatever config.json says about tying.
 
     Args:
-        warn: called about a tokenizer that cannot be taken; an import of weights does not fail for want of it.
+        warn: called for a tokenizer that cannot be imported; the weights are then imported without it.
 
     Raises:
-        UserError: 110, the folder holds something; 403, it cannot be written; 414, the weights cannot be read, or are
-            not those of that config.json; 415, a model that is none of ours, or that cannot be trained.
+        UserError: 110, the folder exists; 403, it cannot be written; 414, the weights cannot be read, or are
+            not those of that config.json; 415, our models do not support it, or it cannot be trained.
     """
     model = read_config(source)
     tokenizer = _tokenizer_of(source, model.vocab, warn)
@@ -118,7 +118,7 @@ def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object]) -
 
 
 def _tokenizer_of(source: Path, vocab: int, warn: Callable[[str], object]) -> Tokenizer | None:
-    """Return the tokenizer in a folder of theirs; None: there is none of ours, which is not said, or a bad one."""
+    """Return the tokenizer in a transformers folder; None: no kind of ours (no warning), or a bad one (a warning)."""
     path = source / "tokenizer.json"
     try:
         own = own_file(config_beside(path), read_tokenizer(path)) if path.exists() else None
@@ -133,7 +133,7 @@ def _tokenizer_of(source: Path, vocab: int, warn: Callable[[str], object]) -> To
 
 
 def _trainable(model: Model, where: Path, tokenizer: str | None) -> Config:
-    """Return a config of the model. Raises UserError 415: values that no model of ours can have together."""
+    """Return a config of the model. Raises UserError 415: a combination of values that the config's rules forbid."""
     config = resolved(Config(model=model, data=Data(tokenizer=tokenizer)))
     values = flatten(config)
     if broken := next(iter(broken_rules(values)), None):

@@ -1,1 +1,1 @@
-"""Measure this machine, and say what training on it lacks."""
+"""Measure this machine, and report what it lacks for training."""

@@ -1,6 +1,6 @@
 """Find the GPUs that torch can compute on, and how fast ranks of several hosts reach each other.
 
-Looking for GPUs touches them: only after all ranks have been forked.
+The search for GPUs touches them, so it must come after all ranks have been forked.
 """
 
 import re
@@ -23,7 +23,7 @@ _RATE = re.compile(r"([\d.]+) Gb/sec")
 
 def gpus() -> Iterator[Finding]:
     """Yield each GPU with its memory and its data sheet's FLOP/s, or why there is none."""
-    with warnings.catch_warnings(record=True) as caught:  # why not, if not
+    with warnings.catch_warnings(record=True) as caught:  # the reason if there is none
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     if not usable and (_DRIVER.exists() or shutil.which("nvidia-smi")):
@@ -43,7 +43,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def network() -> Iterator[Finding]:
-    """Yield the rate to other hosts, and which interfaces gloo and NCCL are set to use."""
+    """Yield the rate to other hosts, and the interfaces that gloo and NCCL are set to use."""
     rate, named = network_rate(), ", ".join(f"{name}={value}" for name, value in interfaces_named().items())
     text = f"{amount(rate, 'B/s') if rate else 'rate unknown'}; {named or 'no interface chosen (NCCL_SOCKET_IFNAME)'}"
     yield Finding("to other hosts", text, values={"bandwidth": rate} if rate else {})
@@ -58,7 +58,7 @@ def network_rate() -> float | None:
 
 
 def interface_rate(name: str, root: Path = _NET) -> float | None:
-    """Return the bytes/s of an interface; None where it does not say (loopback, most virtual ones)."""
+    """Return the bytes/s of an interface; None where the system has no figure (loopback, most virtual ones)."""
     try:
         megabits = int((root / name / "speed").read_text())
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """`megazero doctor`: what this machine has, how fast it is, what is missing and how to get it.
 
-A table of checks, each of which gives its lines; one that fails gives a line with the reason. Ranks measure before the
-table is gone through: they are forked before anything touches a GPU or computes.
+A table of checks, each of which yields its lines; a check that fails yields a line with the reason. Ranks measure
+before the checks run, because they must be forked before anything touches a GPU or computes.
 """
 
 import warnings
@@ -21,9 +21,9 @@ from megazero.tools.doctor.finding import Finding, examine, reason
 _MARKS = {"there": " ", "absent": "-", "unknown": "?", "missing": "!"}
 _COLUMN = 26
 BUSY = "this machine is busy: the speeds above are lower than it is when quiet; do not plan with them"
-_RANKS = 2  # that measure, where neither a GPU nor the user says how many
+_RANKS = 2  # ranks that measure where there are no GPUs and the user gives no number
 _Checks = dict[str, Callable[[], Iterable[Finding]]]
-_NEEDED = {"torch", "packages", "disk"}  # checks of what training needs
+_NEEDED = {"torch", "packages", "disk"}  # checks that training needs to pass
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Diagnosis:
 
     Attributes:
         parts: findings by part of the machine.
-        hardware: the fields of the hardware file; or why there are none.
+        hardware: the fields of the hardware file, or the reason why there are none.
     """
 
     parts: dict[str, list[Finding]]
@@ -40,12 +40,12 @@ class Diagnosis:
 
     @property
     def missing(self) -> list[str]:
-        """Return the names of what training needs and is not there."""
+        """Return the names of missing things that training needs."""
         return [finding.name for findings in self.parts.values() for finding in findings if finding.state == "missing"]
 
     @property
     def is_busy(self) -> bool:
-        """Return whether other work ran while this was measured."""
+        """Return whether other work ran during the measurements."""
         return any(finding.values.get("busy") for findings in self.parts.values() for finding in findings)
 
 
@@ -53,13 +53,13 @@ def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
     """Examine everything; this takes some ten seconds.
 
     Args:
-        run_folder: where runs are to be written.
+        run_folder: the folder where runs will be written.
         nproc: ranks that measure at once; None: one per GPU, else two.
 
     Raises:
         UserError: 106, more ranks than GPUs.
     """
-    load = examine("load", host.load)  # before this measures
+    load = examine("load", host.load)  # read before the measurements add to it
     torch_lines = examine("torch", software.torch_backends, needed=True)
     works = all(finding.state != "missing" for finding in torch_lines)
     speeds, hardware = _measured(nproc) if works else ([], "torch does not work here")
@@ -96,7 +96,7 @@ def as_text(found: Diagnosis) -> str:
 
 
 def as_json(found: Diagnosis) -> dict[str, Any]:
-    """Return `parts`, `missing`, `hardware` (as the file has it; null if it could not be measured)."""
+    """Return `parts`, `missing`, `hardware` (the fields of the file; null if it could not be measured)."""
     hardware = None if isinstance(found.hardware, str) else found.hardware
     parts = {part: [asdict(finding) for finding in findings] for part, findings in found.parts.items()}
     return {"parts": parts, "missing": found.missing, "hardware": hardware}
@@ -119,7 +119,7 @@ def write(found: Diagnosis, path: Path) -> None:
 
 
 def _measured(nproc: int | None) -> tuple[list[Finding], dict[str, Any] | str]:
-    """Return what local ranks measure, in lines and as hardware."""
+    """Return the measurements of local ranks, as lines and as hardware."""
     with doing("loading torch"):
         import torch
 
@@ -128,14 +128,14 @@ def _measured(nproc: int | None) -> tuple[list[Finding], dict[str, Any] | str]:
         from megazero.tools.doctor.devices import network_rate
         from megazero.tools.doctor.hardware import findings_of, hardware_of, threads_of
 
-    with warnings.catch_warnings():  # of a driver that is not there; the line about GPUs says it
+    with warnings.catch_warnings():  # about a missing driver, which the line about GPUs reports
         warnings.simplefilter("ignore")
         size = local_size(nproc, tensor=_RANKS, pipeline=1)
         on_gpus = torch.cuda.device_count() > 0  # does not touch them
         try:
             with doing(f"measuring what {size} rank{'s' * (size > 1)} compute and send"):
                 messages, devices = ranks.measure(size, free_memory(), on_gpus=on_gpus)
-        except Exception as error:  # an odd machine: the other checks go on
+        except Exception as error:  # an unusual machine: the other checks go on
             return [_broken(reason(error))], "ranks cannot be started"
         lines = [_broken(why) for why in dict.fromkeys((messages.broken, devices.broken)) if why]
         lines += [found for one in (devices, messages)[: 1 + (messages is not devices)] for found in findings_of(one)]

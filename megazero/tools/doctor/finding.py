@@ -1,10 +1,10 @@
 """A finding: one line about a machine.
 
-A probe gives findings, and one that fails gives a line too, never a traceback.
+A probe yields findings; a probe that fails yields a line too, never a traceback.
 
-there     it is here, or was measured
-absent    it is not here; nothing needs it, but something would be faster or possible with it
-missing   it is not here, and training does not work without it
+there     present, or measured
+absent    not present; training does not need it, but something would be faster or possible with it
+missing   not present, and training does not work without it
 unknown   the probe failed; the text says why
 """
 
@@ -25,10 +25,10 @@ class Finding:
     """One line about a machine.
 
     Attributes:
-        name: what it is about.
+        name: the subject of the finding.
         text: the finding, or why there is none.
-        do: how to add it; empty where nothing is to be done.
-        values: the numbers of the line: bytes, bytes/s, FLOP/s, seconds, as their names end.
+        do: how to add the missing thing; empty if there is nothing to do.
+        values: the numbers of the line, in bytes, bytes/s, FLOP/s or seconds, as their names tell.
     """
 
     name: str
@@ -42,19 +42,19 @@ def examine(name: str, probe: Callable[[], Iterable[Finding]], *, needed: bool =
     """Return what a probe finds; if it fails, one finding called `name` with the reason.
 
     Args:
-        needed: training needs what the probe could not find.
+        needed: training needs the subject of the probe.
     """
     found: list[Finding] = []
     try:
         with doing(f"looking at: {name}"):
             found.extend(probe())
-    except Exception as error:  # odd machines raise what they like, and the other probes go on
+    except Exception as error:  # unusual machines may raise anything, and the other probes go on
         found.append(Finding(name, reason(error), "missing" if needed else "unknown"))
     return found
 
 
 def reason(error: BaseException) -> str:
-    """Return an exception in one line."""
+    """Return an exception as one line of text."""
     text = " ".join(str(error).split())
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 1] + "…"

@@ -1,4 +1,4 @@
-"""The measurements as findings, and as `megazero plan --hardware FILE` reads them: one device of a node of equal ones.
+"""Convert measurements to findings, and to the file of `megazero plan --hardware FILE`: one device of equal ones.
 
 On a CPU a device is one rank on its share of the cores. The fields are those of `planning/machine_file.py`.
 """
@@ -19,12 +19,12 @@ def hardware_of(
 ) -> dict[str, Any] | str:
     """Return the fields of a device of this machine, or a text that names what was not measured.
 
-    Two hosts cannot be measured on one. Between hosts a device has its share of the network, where that says how fast
-    it is, and ranks on a CPU never more than sockets of one host; the latency is that of sockets.
+    Links between hosts cannot be measured on one host. Their bandwidth is a device's share of the network's rate, if
+    that is known, and for ranks on a CPU at most that of sockets on one host; their latency is that of sockets.
 
     Args:
-        messages: between ranks on the CPU.
-        devices: what they compute.
+        messages: measurements between ranks on the CPU.
+        devices: measurements of the devices.
         memory: bytes of the host that the job may use.
         network: bytes/s of the host's network, if it is known.
     """
@@ -59,7 +59,7 @@ def hardware_of(
 
 
 def findings_of(measured: Measured) -> Iterator[Finding]:
-    """Yield what was measured, or why it was not. Of a road there is a line for each of its collectives."""
+    """Yield the measurements, or why they failed. A transport has a line for each of its collectives."""
     threads = measured.values.get("threads", {}).get("count")
     each = f"{measured.size} at once" + (f", {threads_of(threads)} each" if threads else "")
     for name, figures in measured.values.items():
@@ -75,12 +75,12 @@ def findings_of(measured: Measured) -> Iterator[Finding]:
 
 
 def threads_of(count: float) -> str:
-    """Return a number of threads in words."""
+    """Return a number of threads as text."""
     return f"{count:.0f} thread{'s' * (count > 1)}"
 
 
 def as_yaml(hardware: dict[str, Any]) -> str:
-    """Return the file: a field on each line. JSON's numbers and mappings are YAML's."""
+    """Return the file's text, a field on each line. Numbers and mappings in JSON are valid YAML."""
     lines = ["# Measured by `megazero doctor`. Of one device; all devices of the host were busy at once."]
     lines += [f"{field}: {json.dumps(_rounded(value))}" for field, value in hardware.items()]
     return "\n".join(lines) + "\n"

@@ -16,9 +16,9 @@ from megazero.base.machine import cgroup_limits, file_system_of, free_memory, kn
 from megazero.tools.doctor.finding import Finding, amount
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "sve", "bf16")
-_BLOCK, _MOST = 1 << 20, 64 << 20  # bytes that are written to a disk, at least and at most
-_QUIET = 0.25  # processes a core that leave a measurement alone
-_LITTLE = 2 << 30  # bytes of a disk
+_BLOCK, _MOST = 1 << 20, 64 << 20  # fewest and most bytes that are written to a disk
+_QUIET = 0.25  # processes per core that do not disturb a measurement
+_LITTLE = 2 << 30  # free bytes of a disk, below which the line warns
 
 
 def system() -> Iterator[Finding]:
@@ -41,7 +41,7 @@ def processor_name() -> str:
 
 
 def load() -> Iterator[Finding]:
-    """Yield what else runs; called before anything is measured."""
+    """Yield the load of other processes; call it before anything is measured."""
     others, cores = os.getloadavg()[0], num_cores()
     text = f"{others:.1f} processes ran in the last minute, on {cores} cores"
     busy = Finding("load", f"busy: {text}; measures come out low", "unknown", values={"busy": others / cores})
@@ -56,7 +56,7 @@ def memory() -> Iterator[Finding]:
 
 
 def limits() -> Iterator[Finding]:
-    """Yield the limits of the job by its cgroups, and of each of its processes by ulimit -v."""
+    """Yield the limits of the job (cgroups), and of each of its processes (ulimit -v)."""
     quota, limit = cgroup_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     words = [f"{quota:.3g} cores"] if quota else []
@@ -84,7 +84,7 @@ def disk(folder: Path) -> Iterator[Finding]:
 
 
 def direct(folder: Path) -> Iterator[Finding]:
-    """Yield how fast a disk is read and written past the system's cache, as state that is offloaded to it would be."""
+    """Yield the rates at which a disk is read and written by direct I/O, as offloaded state would be."""
     from megazero.extensions.homes import HOMES
     from megazero.kernels.build import BuildError
 
@@ -103,7 +103,7 @@ def direct(folder: Path) -> Iterator[Finding]:
 
 
 def _nearest(folder: Path) -> Path:
-    """Return a folder that may not exist yet, or the nearest one above it that does."""
+    """Return the folder, or its nearest parent that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 

@@ -1,10 +1,10 @@
 """Measure local ranks, all of them at once, as they compute in training; the slowest rank's figure counts.
 
-Ranks are forked, so the process that asks has computed nothing before, and has not touched a GPU. Each writes what it
-measures to a file of its own, line by line: what was measured stays, whatever ends a rank afterwards.
+Ranks are forked, so the calling process must not have computed anything or touched a GPU. Each rank writes its
+measurements to its own file, line by line, so that they remain if the rank ends early.
 
-The bandwidth of a collective is what a rank sends by the ring formula (`comm/ledger.py`) per second, its latency
-the time of one over a single number.
+The bandwidth of a collective is the bytes that a rank sends by the ring formula (`comm/ledger.py`) per second; its
+latency is the time of one over a single number for each rank.
 """
 
 import json
@@ -44,7 +44,7 @@ _Line = tuple[str, Figures, str]
 
 _TALKERS = 2  # ranks that measure messages where fewer compute
 _TIMEOUT = timedelta(seconds=120)  # on a busy machine operations of milliseconds take seconds
-_MESSAGE = 16 << 20  # bytes of the full tensor of a collective; on GPUs as many times more
+_MESSAGE = 16 << 20  # bytes of the full tensor of a collective; on GPUs `_GPU_TIMES` as many
 _GPU_TIMES = 16
 _FEW, _MANY = 7, 60  # repetitions: of long and of short operations
 _TRAINS = {"cpu": "fp32", "cuda": "bf16"}  # the dtype in which a model is mostly trained
@@ -56,9 +56,9 @@ class Measured:
     """The measurements of all ranks.
 
     Attributes:
-        size: how many ranks.
-        values: by name the figures of the slowest rank: `flops`, `bandwidth`, `latency`.
-        faults: why something has no figures, by name.
+        size: number of ranks.
+        values: name -> figures of the slowest rank: `flops`, `bandwidth`, `latency`.
+        faults: name -> why it has no figures.
         broken: why the ranks ended early, in one line; "" if they did not.
     """
 
@@ -69,7 +69,7 @@ class Measured:
 
 
 class _HostWorld(World):
-    """A world whose ranks compute on the CPU, also where there are GPUs."""
+    """A world whose ranks compute on the CPU, even if there are GPUs."""
 
     @property
     def device(self) -> torch.device:
@@ -87,7 +87,7 @@ class _Notes:
             file.write(json.dumps([name, figures, fault]) + "\n")
 
     def add_result(self, name: str, figure: str, measure: Callable[[], float]) -> None:
-        """Add the figure of what needs no other rank, or why it failed."""
+        """Add the figure of a measurement that needs no other rank, or why it failed."""
         try:
             self.add(name, {figure: measure()})
         except Exception as error:  # a dtype that this device cannot multiply, no memory: the others go on
@@ -98,7 +98,7 @@ class _Notes:
 
 
 def measure(size: int, room: int, *, on_gpus: bool) -> tuple[Measured, Measured]:
-    """Return (messages between ranks on the CPU, what `size` devices compute); the same ranks measure both if they can.
+    """Return the measurements of (messages between ranks on the CPU, `size` devices), by the same ranks if possible.
 
     Args:
         room: bytes of the host's memory that are free.
@@ -108,7 +108,7 @@ def measure(size: int, room: int, *, on_gpus: bool) -> tuple[Measured, Measured]
 
 
 def _in_ranks(size: int, main: Callable[[RankContext, _Notes], None]) -> Measured:
-    """Run `main` in forked ranks; return the slowest of what they noted, also where they ended early."""
+    """Run `main` in forked ranks; return the slowest figures that they noted, even if they ended early."""
     lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="megazero-doctor-") as folder:
         notes = [_Notes(Path(folder) / f"{number}") for number in range(size)]
@@ -118,17 +118,17 @@ def _in_ranks(size: int, main: Callable[[RankContext, _Notes], None]) -> Measure
                 main(place, notes[place.world.rank])
             except (UserError, CollectiveError):
                 raise
-            except Exception as error:  # an odd machine, not a fault of ours
+            except Exception as error:  # an unusual machine, not a bug here
                 raise UserError(340, reason(error), "see `megazero doctor`'s other lines") from None
 
         code = run_local(size, rank, lambda statuses, line: lines.append(line))
-        if code > 128:  # a signal to this process, passed on
+        if code > 128:  # this process passed a signal on
             raise SystemExit(code)
         return _slowest([each.read() for each in notes], "".join(lines))
 
 
 def _slowest(ranks: list[list[_Line]], broken: str) -> Measured:
-    """Return the slowest of what all ranks have measured: the lowest rates, the longest times."""
+    """Return the slowest figures over all ranks: the lowest rates, the longest times."""
     values: dict[str, Figures] = {}
     faults: dict[str, str] = {}
     for name in dict.fromkeys(line[0] for rank in ranks for line in rank):
@@ -144,10 +144,10 @@ def _slowest(ranks: list[list[_Line]], broken: str) -> Measured:
 
 
 def _host_rank(room: int | None, place: RankContext, notes: _Notes) -> None:
-    """Measure messages through shared memory and through sockets; first, in so much room, how fast a rank computes.
+    """Measure how fast a rank computes, then messages through shared memory and through sockets.
 
     Args:
-        room: bytes of memory that are free for the rank; None: on a machine with GPUs the CPU only talks.
+        room: bytes of memory that are free for the rank; None: measure messages only.
     """
     world, device = place.world, torch.device("cpu")
     on_host = _HostWorld(world.rank, world.size, world.local_rank, world.launcher)
@@ -199,15 +199,15 @@ def _compute(axis: Axis, device: torch.device, notes: _Notes, size: int) -> None
 
 
 def _meet(axis: Axis, device: torch.device) -> None:
-    """Wait until all ranks are here, so that they begin what comes next at once."""
+    """Wait for all ranks, so that they start the next measurement together."""
     all_reduce(torch.zeros(1, device=device), axis, "doctor")
     wait(device)
 
 
 def _collectives(axis: Axis, device: torch.device, road: str, notes: _Notes, size: int) -> None:
-    """Measure the collectives; every rank repeats each equally often, so what fails for one ends all.
+    """Measure the collectives; every rank repeats each equally often, so a failure on one rank ends all ranks.
 
-    `run_local` says why.
+    `run_local` reports the reason.
     """
     _meet(axis, device)
     short = torch.zeros(axis.size, device=device)
@@ -224,7 +224,7 @@ def _collectives(axis: Axis, device: torch.device, road: str, notes: _Notes, siz
 
 
 def _median(work: Callable[[], object], device: torch.device, times: int) -> float:
-    """Return the median seconds of `times` calls, after one that does not count."""
+    """Return the median seconds of `times` calls, after a warm-up call."""
     work()
     return statistics.median(seconds_of(work, device) for _ in range(times))
 

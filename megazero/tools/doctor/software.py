@@ -1,7 +1,7 @@
 """Find packages, compilers and backends.
 
-Nothing is imported but torch, and apex where it is NVIDIA's: looking for a package reads its files only, since a broken
-one may take the process down.
+Only torch is imported, and apex if it is NVIDIA's. The search for a package only reads its files, because a broken
+package may crash the process.
 """
 
 import importlib.metadata
@@ -17,12 +17,12 @@ from megazero.base.packages import PACKAGES, Package, is_installed
 from megazero.base.this_copy import here
 from megazero.tools.doctor.finding import Finding
 
-_INSTALLED = Path("/usr/local")  # where the builder of kernels looks for nvcc, too
-_SECONDS = 8  # that a compiler may take to say its version
+_INSTALLED = Path("/usr/local")  # where the build of kernels looks for nvcc, too
+_SECONDS = 8  # time limit for a compiler to print its version
 
 
 def torch_backends() -> Iterator[Finding]:
-    """Yield what torch was built with."""
+    """Yield the version and the backends of this build of torch."""
     import torch.cuda.nccl
     import torch.distributed as dist
 
@@ -38,7 +38,7 @@ def torch_backends() -> Iterator[Finding]:
 
 
 def packages(table: tuple[Package, ...] = PACKAGES) -> Iterator[Finding]:
-    """Yield a line of all that are here, and one for each that is not."""
+    """Yield a line for each package that is missing or too old, and one for all others."""
     present = []
     for package in table:
         version = _version(package)
@@ -54,7 +54,7 @@ def packages(table: tuple[Package, ...] = PACKAGES) -> Iterator[Finding]:
 
 
 def cpp_compiler() -> Iterator[Finding]:
-    """Yield g++'s version; whether it compiles the kernels, a run says when it builds them."""
+    """Yield g++'s version; whether it compiles the kernels is known only when a run builds them."""
     do = "install it (apt-get install g++, or your system's package); it compiles the fused CPU kernels"
     yield _compiler("g++", shutil.which("g++"), "-dumpfullversion", do)
 
@@ -75,11 +75,11 @@ def _compiler(name: str, path: str | None, option: str, do: str) -> Finding:
 
 
 def apex() -> Iterator[Finding]:
-    """Yield a line on NVIDIA's apex; nothing is imported where its extensions are not installed."""
+    """Yield a line about NVIDIA's apex; import nothing if its extensions are not installed."""
     do = "build it from NVIDIA's repository with its C++ and CUDA extensions; `pip install apex` is another project"
     without = "not installed, or another package of that name"
     if importlib.util.find_spec("amp_C") is not None:
-        from megazero.kernels.apex import lacking  # which imports torch first: apex is linked to its libraries
+        from megazero.kernels.apex import lacking  # imports torch first: apex is linked to its libraries
 
         names = " and ".join(lacking())
         without = f"without {names}" if names else ""
@@ -87,7 +87,7 @@ def apex() -> Iterator[Finding]:
 
 
 def _version(package: Package) -> str | None:
-    """Return the version, None if not installed; a folder of that name without a file is no package."""
+    """Return the version, None if not installed; a plain folder of that name does not count."""
     parent = package.module.rpartition(".")[0]
     if (parent and importlib.util.find_spec(parent) is None) or not is_installed(package.module):
         return None
@@ -97,6 +97,6 @@ def _version(package: Package) -> str | None:
 
 
 def _numbers(version: str) -> tuple[float, ...]:
-    """Return the numbers of a version: 2.13.0+cpu is (2, 13, 0); one that is unknown counts as new enough."""
+    """Return the numbers of a version: 2.13.0+cpu is (2, 13, 0); an unknown version counts as new enough."""
     numbers = re.findall(r"\d+", version.partition("+")[0])
     return tuple(float(number) for number in numbers) or (float("inf"),)

@@ -1,13 +1,13 @@
 """Measure how fast one device computes and copies, in a second or two.
 
     matmul         2 n^3 FLOPs of a product of two n x n matrices, n as large as still takes a fraction of a second
-    attention      FLOPs that a causal mask leaves, 7 b h s^2 d of forward and backward, of torch's fused attention
-    launch         the seconds of an operation with nothing to do, many of them queued at once
+    attention      FLOPs that a causal mask leaves in torch's fused attention, 7 b h s^2 d in forward and backward
+    launch         the seconds of an operation on one number, with many of them queued at once
     memory copy    2 n bytes: each is read and written once
-    host copy      n bytes between pinned memory of the host and a GPU, of the slower direction
+    host copy      n bytes between pinned memory of the host and a GPU, in the slower direction
 
-Each is done once to warm up and then repeated; the best counts: a peak is asked for, and other work on the machine
-only makes it slower.
+Each runs once to warm up and is then repeated. The best time counts, because a peak is wanted, and other work on the
+machine can only slow it down.
 """
 
 import time
@@ -21,7 +21,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, 
 _SMALLEST = 256  # rows of a matrix
 _LARGEST = {"cpu": 4096, "cuda": 8192}
 _LONG = {"cpu": 0.03, "cuda": 0.005}  # seconds of one product that is large enough
-_SECONDS = 0.25  # for the repetitions of one measure
+_SECONDS = 0.25  # for the repetitions of one measurement
 _LEAST, _MOST = 3, 50  # repetitions
 _ATTENTION = {"cpu": (1, 8, 512, 64), "cuda": (4, 16, 2048, 128)}  # samples, heads, sequence, head dim
 _LAUNCHES = 1000
@@ -74,7 +74,7 @@ def copy_bandwidth(size: int, device: torch.device) -> float:
 
 
 def host_bandwidth(size: int, device: torch.device) -> float:
-    """Return the bytes/s between the memory of the host and that of a GPU, of the slower direction."""
+    """Return the bytes/s between pinned memory of the host and a GPU, in the slower direction."""
     host = torch.zeros(size, dtype=torch.uint8).pin_memory()
     near = torch.zeros(size, dtype=torch.uint8, device=device)
     out = best_seconds(lambda: host.copy_(near, non_blocking=True), device)
@@ -83,7 +83,7 @@ def host_bandwidth(size: int, device: torch.device) -> float:
 
 
 def best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest call of `work`, after one that does not count."""
+    """Return the seconds of the fastest call of `work`, after a warm-up call."""
     work()
     until, taken = time.perf_counter() + _SECONDS, []
     while len(taken) < _LEAST or (len(taken) < _MOST and time.perf_counter() < until):
@@ -92,7 +92,7 @@ def best_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call, until the device is done with it."""
+    """Return the seconds of one call, including its work on the device."""
     wait(device)
     began = time.perf_counter()
     work()
@@ -101,6 +101,6 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until everything that was queued on the device has been done."""
+    """Wait until the device has done all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,1 +1,1 @@
-"""Run one rank of any number, without data and without the other ranks."""
+"""Run one rank of any number of ranks, without data and without the other ranks."""

@@ -1,13 +1,13 @@
-"""`megazero simulate`: one rank's steps of any grid, on tensors without data, without the other ranks.
+"""`megazero simulate`: run the steps of one rank of any grid, on tensors without data, without the other ranks.
 
-What runs is what trains: the model, the engine, the pipeline's schedule, the update, and the ledger that counts. Only
-three things are not there: the numbers (torch's FakeTensorMode computes shapes), the other ranks
-(`comm/fake_group.py`), and initial values. So every byte is the real rank's, and a rank of thousands takes a process of
-some hundred megabytes. Of many micro-batches only as many run as fill the pipeline (`_enough`): more of them need no
-more memory, and each sends as much as the one before, which a step of fewer shows.
+The code that runs is that of training: the model, the engine, the pipeline's schedule, the update, and the ledger that
+counts. Only three things are missing: the numbers (torch's FakeTensorMode computes shapes), the other ranks
+(`comm/fake_group.py`), and initial values. So every byte is that of the real rank, and one rank of thousands takes a
+process of some hundred megabytes. Only as many micro-batches run as fill the pipeline (`_enough`): more of them need
+no more memory, and each sends the same bytes, which a step with fewer micro-batches measures.
 
-Tensors say that they are on the CPU, whatever is simulated: what depends on the hardware (algorithms, kernels, whether
-the host's memory is another) follows the device that is declared.
+Tensors report the CPU as their device, whatever is simulated. Choices that depend on the hardware (algorithms, kernels,
+whether the host has its own memory) follow the declared device.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class StepRecord:
     """The record of one step.
 
     Attributes:
-        timeline: its memory; its peak are the activations of a run's ledger.
+        timeline: memory during the step; its peak is `activations` in a run's ledger.
         traffic: totals by axis and purpose, as the ledger counts them.
     """
 
@@ -67,10 +67,10 @@ class Simulated:
     """The results of a simulated rank.
 
     Attributes:
-        first, steady: the first step, in which buffers are made that stay, and the second, which every later one is
-            like.
-        micro_batches: of a step.
-        simulated: the number of them that timelines have; the last ones are the last of the step.
+        first, steady: the first step, which allocates the buffers that stay, and the second, which all later steps
+            equal.
+        micro_batches: number of micro-batches of a step.
+        simulated: number of them in the timelines; the last of these stand for the last of the step.
         ledger: the ledger after both steps.
         planned, planned_traffic: the memory and traffic of this rank by the formulas of plan/ (docs/planning.md).
     """
@@ -114,7 +114,7 @@ def simulate(config: Config, rank: int, world: int, device: str) -> Simulated:
 def two_steps(
     config: Config, grid: Grid, ops: Operations, host: Host, device: str, host_ops: Operations | None = None
 ) -> Simulated:
-    """Simulate two steps on a given grid; within a FakeTensorMode.
+    """Simulate two steps on a given grid; the caller enters a FakeTensorMode.
 
     Args:
         grid: its ledger is a `RecordingLedger`.
@@ -137,7 +137,7 @@ def two_steps(
     def step(index: int, size: int) -> StepRecord:
         actions = built.pipeline.actions(size)
         left = next(at for at, action in enumerate(actions) if action.micro_batch >= size - period)
-        behind = set(actions[left:])  # those that come after what is left out
+        behind = set(actions[left:])  # actions after the micro-batches that are left out
 
         def bring(batch: MicroBatch) -> StageInputs:
             return feed(_copy(batch) if device == "cuda" else batch, index, True)
@@ -171,12 +171,12 @@ def two_steps(
 
 
 def _enough(actions: Callable[[int], Sequence[Action]], micro_batches: int, ranks: int, period: int) -> int:
-    """Return how many micro-batches a step needs to be as high as one of all, and to have `period` more than it needs.
+    """Return a number of micro-batches that reaches the peak of the whole step, plus `period` more (at most all).
 
     Args:
-        actions: returns a rank's actions in a step of some micro-batches.
-        ranks: of the pipeline.
-        period: micro-batches after which a schedule does the same again.
+        actions: returns a rank's actions in a step of a number of micro-batches.
+        ranks: number of pipeline ranks.
+        period: number of micro-batches after which the schedule repeats.
     """
     highest = _most_live(actions(micro_batches))
     for number in range(micro_batches % period + ranks + 2 * period, micro_batches - period, period):
@@ -186,7 +186,7 @@ def _enough(actions: Callable[[int], Sequence[Action]], micro_batches: int, rank
 
 
 def _most_live(actions: Sequence[Action]) -> int:
-    """Return the most forwards of which a rank holds the activations at once."""
+    """Return the largest number of forwards whose activations a rank holds at once."""
     return max(accumulate({F: 1, B: -1, W: -1}.get(action.kind, 0) for action in actions))
 
 
@@ -199,7 +199,7 @@ def _step(
     describe: Callable[[Action], str | None],
     progress: Doing,
 ) -> StepRecord:
-    """Simulate one step as the trainer takes it. The ledger's traffic is then that of this step alone."""
+    """Simulate one step as the trainer runs it. The ledger's traffic is then that of this step alone."""
     ledger.traffic = {}
     batches = [_batch(config) for _ in range(micro_batches)]
     held = {category: held.now for category, held in ledger.bytes.items() if not category.startswith((HOST, DISK))}
@@ -223,7 +223,7 @@ def _step(
 
 
 def _batch(config: Config) -> MicroBatch:
-    """Return a batch as the loader makes it."""
+    """Return a micro-batch with the loader's shapes and dtypes."""
     shape, eod = (config.model.seq_len, config.batch.rows), config.data.mask_eod
     tokens, targets = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
     return MicroBatch(
@@ -237,13 +237,13 @@ def _batch(config: Config) -> MicroBatch:
 
 
 def _copy(batch: MicroBatch) -> MicroBatch:
-    """Return a batch as a device has it."""
+    """Return a copy of a micro-batch, as a device holds it."""
     tensors = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
     return replace(batch, **tensors)
 
 
 def _name_places(model: nn.Module, timeline: MemoryTimeline) -> list[torch.utils.hooks.RemovableHandle]:
-    """Let the timeline know which module runs, forward or (from the last of its operations on) backward."""
+    """Tell the timeline which module runs: in forward, and in backward from the module's last operation on."""
     stack: list[str] = []
     hooks = []
 

@@ -1,7 +1,6 @@
-"""Count what a rank would have on disks, and read and write there, without a disk.
+"""Count the bytes that a rank would keep on disks, read and write, without a disk.
 
-What is on its way takes host memory up to `zero.offload.host_mb`; how much depends on the disks' speed, so it is not
-counted.
+Transfers take host memory up to `zero.offload.host_mb`; the amount depends on the disks' speed, so it is not counted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,30 +14,30 @@ from megazero.comm.ledger import DISK, Ledger
 
 
 class IdleDisk(PagedHome):
-    """Disks that are done at once; reads return arbitrary values.
+    """Disks whose transfers complete at once; reads return arbitrary values.
 
     Args:
-        ledger: counts, as that of `nvme/disk.py`.
+        ledger: counts the bytes, as for `nvme/disk.py`.
     """
 
     window = WINDOW
 
     def __init__(self, ledger: Ledger):
         self._ledger = ledger
-        self._windows: dict[torch.dtype, Tensor] = {}  # what an update computes on; part of no step's own memory
+        self._windows: dict[torch.dtype, Tensor] = {}  # buffers of the update; not part of a step's own memory
 
     def zeros(self, numel: int, dtype: torch.dtype, category: str) -> Tensor:
-        """Return a value on the disk, of which only the size is kept."""
+        """Return a tensor on the disk, of which only the size is kept."""
         self._ledger.hold(f"nvme_{category}", numel * dtype.itemsize)
         self._windows.setdefault(dtype, torch.empty(self.window, dtype=dtype))
         return torch.empty(numel, dtype=dtype, device="meta")
 
     def send(self, x: Tensor, into: Tensor, purpose: str) -> None:
-        """Count the bytes that go to the disk."""
+        """Count the bytes that are written to the disk."""
         self._ledger.add(DISK, f"{purpose} out", x.numel(), x.element_size())
 
     def start_bring(self, x: Tensor, into: Tensor, purpose: str) -> Future[None]:
-        """Count the bytes that come from the disk; return a tensor without values."""
+        """Count the bytes that are read from the disk; return a completed future."""
         self._ledger.add(DISK, f"{purpose} back", x.numel(), x.element_size())
         done: Future[None] = Future()
         done.set_result(None)
@@ -47,7 +46,7 @@ class IdleDisk(PagedHome):
     def windows(
         self, flats: Sequence[tuple[Tensor, Access]], purpose: str, skip: Tensor | None = None
     ) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Yield the first window alone: the others are like it, and no step is skipped."""
+        """Yield the first window only: all others are alike, and no step is skipped."""
         for flat, access in flats:
             if flat.is_meta and access != "write":
                 self.start_bring(flat, flat, purpose)
@@ -63,7 +62,7 @@ class IdleDisk(PagedHome):
         """Do nothing: no file is there."""
 
     def versions(self, handle: Tensor) -> set[int]:
-        """Return no versions: no value is ever written."""
+        """Return {0}: no update ever writes the buffer."""
         return {0}
 
     def join(self) -> None:

@@ -1,4 +1,4 @@
-"""Report what a simulated rank found, as text or JSON."""
+"""Report the results of a simulated rank, as text or JSON."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -12,11 +12,11 @@ from megazero.run.planned import NOT_PLANNED
 from megazero.tools.dry_run.dry_run import Simulated, StepRecord
 from megazero.tools.dry_run.timeline import MemoryMoment, by_origin
 
-_SHOWN = 8  # origins of what is there at the peak
+_SHOWN = 8  # origins of the memory that is live at the peak
 
 
 def as_text(found: Simulated, name: str, device: str) -> str:
-    """Return tables: memory at the peak, what the step has made then, traffic."""
+    """Return tables: memory at the peak, the step's largest live allocations then, traffic."""
     grid, steady = found.grid, found.steady
     highest, live = steady.timeline.peak_live()
     there = ", ".join(f"{axis} {place['rank']} of {place['size']}" for axis, place in _places(grid).items())
@@ -58,7 +58,7 @@ def _sizes(title: str, sizes: Iterable[tuple[str, int]]) -> list[str]:
 
 
 def as_json(found: Simulated, name: str, device: str) -> dict[str, Any]:
-    """Return the results; `bytes` and each step's `traffic` have the form that they have in a run's ledger.json."""
+    """Return the results; `bytes` and each step's `traffic` have the format of a run's ledger.json."""
     return {
         "config": name,
         "device": device,
@@ -80,7 +80,7 @@ def as_json(found: Simulated, name: str, device: str) -> dict[str, Any]:
 
 
 def as_planned(moment: MemoryMoment) -> int:
-    """Return the bytes of the categories that a plan has."""
+    """Return the bytes of the categories that a plan includes."""
     return sum(size for category, size in moment.bytes.items() if category not in NOT_PLANNED)
 
 

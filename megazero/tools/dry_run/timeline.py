@@ -1,12 +1,12 @@
 """Record a step's memory over time: every allocation with its operation and place in the step, and the peak.
 
-`Allocations` counts; this also keeps what it counted. Memory that the ledger counts in the meantime (a pool that grows,
-an arena) belongs to its category and not to activations. Other memory is called
+`Allocations` counts bytes; this also records each allocation. Memory that the ledger counts during the step (a growing
+pool, an arena) belongs to its category there and not to activations. Other memory is called
 
-    kept       when it outlives the action (the forward or backward of a micro-batch) that it was made in
-    working    when it does not
+    kept       if it outlives the action (the forward or backward of a micro-batch) in which it was allocated
+    working    if it does not
 
-which is known afterwards.
+This is known only afterwards.
 """
 
 import re
@@ -43,7 +43,7 @@ class Allocation(NamedTuple):
     """An allocation of a step.
 
     Attributes:
-        category: the ledger's, "" for memory that a step allocates and frees.
+        category: category in the ledger, "" for memory that a step allocates and frees.
         size: bytes.
         operation: the operation that returned it.
         place: the place of that operation.
@@ -57,7 +57,7 @@ class Allocation(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryMoment:
-    """The memory at one time: bytes by category, and in all."""
+    """The memory at one time: bytes by category, and their total."""
 
     place: AllocationSite
     operation: str
@@ -80,13 +80,13 @@ class MemoryTimeline(Allocations):
         super().__init__()
         self.allocations: list[Allocation] = []
         self._held = {category: size for category, size in held.items() if size}
-        # Number from 1, negative when it goes; where; operation.
+        # The allocation's number from 1, negative when it is freed; place; operation.
         self._events: list[tuple[int, AllocationSite, str]] = []
         self._place, self._operation = _NOWHERE, ""
-        self._counted: list[int] = []  # sizes that the ledger was told of, and that have not been seen yet
+        self._counted: list[int] = []  # sizes that the ledger counts, whose allocation is still to come
 
     def at(self, action: str | None = None, module: str = "") -> None:
-        """Set the place of what follows; None keeps the action."""
+        """Set the place of the following operations; None keeps the action."""
         self._place = AllocationSite(self._place.action if action is None else action, module)
 
     def hold(self, category: str, size: int) -> None:
@@ -95,7 +95,7 @@ class MemoryTimeline(Allocations):
         self._add(category, size, "")
 
     def came(self, size: int) -> int:
-        """Count new bytes where they were allocated; return their number, 0 for bytes of a category."""
+        """Count newly allocated bytes; return the allocation's number, 0 for bytes that the ledger counts."""
         super().came(size)
         if size in self._counted:
             self._counted.remove(size)
@@ -109,20 +109,20 @@ class MemoryTimeline(Allocations):
             self._events.append((-number, self._place, self._operation))
 
     def stretches(self) -> Iterator[tuple[MemoryMoment, int]]:
-        """Yield of each part of the model in one action, in their order, its peak and the bytes held at its end."""
+        """Yield (peak, bytes held at the end) of each part of the model in each action, in order."""
         for _, moments in groupby(self._moments(), lambda moment: (moment.place.action, moment.place.part)):
             own = list(moments)
             yield max(own, key=lambda moment: moment.total), own[-1].total
 
     def peak_live(self) -> tuple[MemoryMoment, list[Allocation]]:
-        """Return the peak, and the allocations live then that the ledger does not count."""
+        """Return the peak, and the allocations that are live then and that the ledger does not count."""
         moments = (MemoryMoment(_NOWHERE, "", self._held), *self._moments())
         when, highest = max(enumerate(moments), key=lambda pair: pair[1].total)
         there = (self.allocations[number - 1] for number in _left(self._events[:when]))
         return highest, [allocation for allocation in there if not allocation.category]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # where tensors have no data autograd asks for it all the time
+        if func is torch.ops.prim.device.default:  # autograd calls it all the time for tensors without data
             return func(*args, **(kwargs or {}))
         self._operation = str(func)
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -164,7 +164,7 @@ class RecordingLedger(Ledger):
 
 
 def _left(events: Sequence[tuple[int, AllocationSite, str]]) -> dict[int, None]:
-    """Return, in order, the events that others among them do not undo."""
+    """Return, in order, the numbers of the allocations that no later event frees."""
     left: dict[int, None] = {}
     for number, _, _ in events:
         left[number] = None

@@ -1,1 +1,1 @@
-"""Say what a job needs before it runs, and find the fastest layout that fits."""
+"""Predict what a job needs before it runs, and find the fastest layout that fits."""

@@ -1,7 +1,7 @@
 """`megazero plan`: will a job fit, how fast will it be, what will it cost; which layout is the fastest that fits.
 
-Arithmetic alone (`plan/`): no torch, no device. The memory of a plan is compared with ledgers of real runs, its time
-with published ones (docs/planning.md).
+This is arithmetic only (`plan/`), without torch or a device. docs/planning.md compares a plan's memory with the ledgers
+of real runs, and its time with published runs.
 """
 
 import math
@@ -31,8 +31,8 @@ from megazero.tools.planning.micro_batch import with_micro
 
 BUFFERS = ("pool", "secondary", "residuals", "angles", "graphs", "communicators", "batch", "allocator")
 ACTIVATIONS = ("activations", "inputs", "scores")
-SHARED_RATE = 1e9  # bytes/s from one node into a file system that all nodes see: supposed where no disk was measured
-_STEPS, _SAVES = 2, 1.5  # that a stopped run may still take, as run.time_limit reckons
+SHARED_RATE = 1e9  # bytes/s from one node into a file system that all nodes see: assumed where no disk was measured
+_STEPS, _SAVES = 2, 1.5  # steps and saves that a stopped run may still take, as for run.time_limit
 _MARGIN_SECONDS, LEAST_LEAD = 30, 120
 
 
@@ -44,8 +44,8 @@ class Checkpoint:
         bytes: weights in full precision and both moments.
         rate: bytes/s from one node.
         measured: the rate is that of a disk in the machine's file.
-        save_s: seconds in which all ranks copy their parts to the host and write them.
-        lead_s: seconds before its end in which a job is to get its signal: two steps, 1.5 saves and a margin.
+        save_s: seconds that all ranks need to copy their parts to the host and write them.
+        lead_s: seconds before its end at which a job needs its signal: two steps, 1.5 saves and a margin.
     """
 
     bytes: int
@@ -56,7 +56,7 @@ class Checkpoint:
 
 
 def checkpoint_of(job: Job, machine: Machine, step_s: float) -> Checkpoint:
-    """Return the checkpoint of a job, whose state all ranks write, each an equal part."""
+    """Return the checkpoint of a job; each rank writes an equal part of it."""
     size = 3 * job.bytes.master * parameters(job.shape)
     in_node = min(job.ranks, machine.devices_per_node)
     measured = None if machine.name in MACHINES else machine.disk
@@ -75,7 +75,7 @@ class Plan:
         system: the software that trains.
         ranks: memory of each rank of a pipeline.
         tokens, steps: the budget, and the steps that it takes.
-        stage: the stage that is planned, in words; "": there are none.
+        stage: the planned stage of the run, in words; "": the run has no stages.
     """
 
     job: Job
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def fullest(self) -> RankMemory:
-        """Return the memory of the rank that holds most."""
+        """Return the memory of the rank that holds most on its device."""
         return _fullest(self.ranks)
 
     @cached_property
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if every rank fits into the memory of a device."""
+        """True if every rank fits into a device, its host and its disks."""
         return all(fits(rank, self.machine) for rank in self.ranks)
 
     @property
@@ -108,20 +108,20 @@ class Plan:
 
 
 def allowed_by_rules(config: Config) -> Callable[[Job], bool]:
-    """Return a function that says whether the rules of options allow the config to be laid out as a job is."""
+    """Return a function that returns whether the config's rules allow the layout of a job."""
     values = flatten(config)
     return lambda layout: not broken_rules(values | options_of(layout))
 
 
 def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = None, system: System = OURS) -> Plan:
-    """Plan a config's job; of one with stages, the steps that need most memory.
+    """Plan a config's job; with stages, plan the one that needs most memory.
 
     Args:
-        tokens: how many to train on; None: as many as the config's steps take.
+        tokens: number of tokens to train on; None: as many as the config's steps take.
         system: the software that trains.
 
     Raises:
-        UserError: 118, the machine has no peak for the config's precision, or no disks that it asks for.
+        UserError: 118, the machine has no peak for the config's precision, or no disks that the config uses.
     """
     _check_peak(config, machine)
     course = Course(with_micro(config, ranks, machine))
@@ -133,18 +133,18 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
 
 
 def _steps(course: Course, tokens: float) -> int:
-    """Return the steps that so many tokens take; of a run with stages the last one goes on."""
+    """Return the number of steps that `tokens` tokens take; the last part of a run goes on for as long as needed."""
     part = next(part for part in reversed(course.parts) if part.tokens <= tokens)
     return part.first + math.ceil((tokens - part.tokens) / part.tokens_per_step)
 
 
 def find(config: Config, ranks: int, machine: Machine) -> Search:
-    """Search the fastest layouts of a config's model and batch.
+    """Search for the fastest layouts of a config's model and batch.
 
     Raises:
         UserError: 118, the machine has no peak for the config's precision; 341, nothing fits.
     """
-    # Delayed updates are another algorithm: users choose it, not a search.
+    # Delayed updates are another algorithm, which the user chooses, not a search.
     split = config.parallel.tensor * config.parallel.pipeline
     job = replace(job_of(with_micro(config, split), split), delayed=False, cuda_graphs=False)
     _check_peak(config, machine)
@@ -155,7 +155,7 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
 
 
 def _shortage(found: Search, job: Job, ranks: int, machine: Machine) -> tuple[str, str]:
-    """Return the shortage where nothing fits, and what to do."""
+    """Return a text about the missing memory where nothing fits, and one about what to do."""
     shape, near = job.shape, found.nearest
     if near is None:
         sizes = f"{shape.layers} layers, {shape.kv_heads} key-value heads and batch.global {job.global_batch}"
@@ -168,7 +168,7 @@ def _shortage(found: Search, job: Job, ranks: int, machine: Machine) -> tuple[st
 
 
 def as_json(found: Plan) -> dict[str, Any]:
-    """Return the contract's object; bytes, seconds. `settings` are those of recompute and Pa that change something."""
+    """Return the JSON object, in bytes and seconds; `settings` has the values of recompute and Pa with an effect."""
     job, machine, time = found.job, found.machine, asdict(found.time)
     made = communicators(job, found.ranks.index(found.fullest), machine.nccl_channels)
     settings = {
@@ -210,7 +210,7 @@ def as_json(found: Plan) -> dict[str, Any]:
 
 
 def search_as_json(found: Search, machine: Machine) -> dict[str, Any]:
-    """Return the best layouts, each with its options and, in a few words, why it is where it is in the list."""
+    """Return the best layouts, each with its options and a short reason for its place in the list."""
     return {"tried": found.tried, "best": [_row(one, machine) for one in found.best]}
 
 

@@ -1,7 +1,7 @@
 """Read a machine to plan for, by name or from a file: `--hardware NAME|FILE.yaml`.
 
-A file has the fields that `megazero doctor --write` writes; what it measured is what training gets, so nothing is taken
-off. A file of data sheet figures says in `reached` how much of them training gets:
+A file has the fields that `megazero doctor --write` writes. Measured rates are those that training reaches, so nothing
+is subtracted. A file with data sheet figures gives in `reached` the shares of them that training reaches:
 
     name: my-cluster
     memory_bytes: 85899345920
@@ -12,10 +12,10 @@ off. A file of data sheet figures says in `reached` how much of them training ge
     cross_node: {bandwidth: 5e10, latency: 1e-5}
     host_link_bandwidth: 5e10
     host_memory_bytes: 250000000000  # a device's share
-    host_memory_bandwidth: 7.5e10    # a device's share; optional (the link's), and so is what follows
+    host_memory_bandwidth: 7.5e10    # a device's share; optional (the link's), as are all fields below
     disk: {bytes: 3750000000000, read: 3.1e9, write: 3.1e9}  # a device's share, by direct I/O (`megazero doctor`)
     price_per_hour: 3.0              # dollars a device
-    launch: 4e-6                     # seconds of a kernel that has nothing to do
+    launch: 4e-6                     # seconds of an empty kernel
     nccl_channels: 24                # of a collective in a node (NCCL_DEBUG=INFO); 0: ranks on a CPU
     reached: {matmul: 0.6, attention: 0.35, memory: 0.73, in_node: 0.75, cross_node: 0.6, beside: 1.0}
 """
@@ -31,10 +31,10 @@ from megazero.plan.machines import MACHINES, Machine
 
 
 def machine_of(name_or_path: str) -> Machine:
-    """Return the machine of that name, or of that file.
+    """Return the machine with this name, or from this file.
 
     Raises:
-        UserError: 116, neither; 117, the file cannot be read or a field is wrong.
+        UserError: 116, no such name or file; 117, the file cannot be read or a field is wrong.
     """
     if name_or_path in MACHINES:
         return MACHINES[name_or_path]
@@ -51,6 +51,6 @@ def machine_of(name_or_path: str) -> Machine:
         words = fault["msg"].lower().replace("keyword argument", "field")
         what = f"{field}: {words} ({len(error.errors())} faults)"
         raise UserError(117, what, "`megazero doctor --write FILE.yaml` writes one", where=path.name) from None
-    except Exception as error:  # of the system, YAML's own, and Python's: a 13th month, 5,000 digits, half a character
+    except Exception as error:  # from the system, YAML or Python: a 13th month, 5,000 digits, half a character
         what = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(117, f"not readable: {what}", "correct the file", where=path.name) from None

@@ -9,11 +9,11 @@ from megazero.plan.search import usable
 from megazero.plan.systems import OURS, UNCERTAINTY
 from megazero.tools.planning.job import Plan, as_json
 
-_BESIDE = 4  # pipeline ranks next to each other in a table
+_BESIDE = 4  # pipeline ranks side by side in a table
 
 
 def as_text(plan: Plan) -> str:
-    """Return everything that a plan knows as tables and sentences."""
+    """Return everything in a plan as tables and sentences."""
     found = as_json(plan)
     blocks = (_head(plan), _memory(plan, found["memory"]), _settings(found["memory"]), _traffic(found), _time(found))
     return "\n\n".join("\n".join(block) for block in blocks)
@@ -23,7 +23,7 @@ def search_as_text(found: Mapping[str, Any], given: Mapping[str, object]) -> str
     """Return the best layouts of a search, from its JSON object.
 
     Args:
-        given: the config's options by name; of a layout those are shown that are others.
+        given: the config's options by name; a layout shows only options that differ from these.
     """
     chosen = "a search chooses parallel, pipeline, stage, micro-batch, recompute and offload itself; shown is what of "
     lines = [f"{found['tried']} layouts tried; {chosen}them is another than in the config", "", UNCERTAINTY, ""]
@@ -36,7 +36,7 @@ def search_as_text(found: Mapping[str, Any], given: Mapping[str, object]) -> str
 
 
 def rounded(value: float) -> str:
-    """Return a figure that follows from a time with the two digits that its uncertainty leaves."""
+    """Format a figure that is derived from a time, with the two digits that its uncertainty allows."""
     return f"{float(f'{value:.2g}'):,.15g}"
 
 

@@ -1,7 +1,7 @@
-"""Check what a new run names before torch is imported: a wrong path is reported within a second, and leaves nothing.
+"""Check what a new run names before torch is imported: a wrong path is reported within a second; nothing is written.
 
-Where a launcher started the ranks, all of them check together, later: one that ended here would leave the others
-waiting. The faults of a run that goes on belong in its log, so they are not checked here.
+Ranks that a launcher started check together, later, because a rank that ended here would leave the others waiting.
+Faults of a resumed run belong in its log, so they are not checked here.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ from megazero.tools.planning.micro_batch import with_micro
 
 
 def look(config: Config, name: str, nproc: int | None) -> None:
-    """Refuse a wrong number of ranks, missing packages, a folder that is taken, data that is missing or does not fit.
+    """Refuse a wrong number of ranks, missing packages, a folder in use, data that is missing or does not fit.
 
     Raises:
         UserError: 106; 160, 161; 110, 420; 201, 222, 228; 162, 209, 210, 112; 203, 221, 225.

@@ -1,4 +1,4 @@
-"""Start the ranks of a run: local ones from this process, or this one where torchrun or srun has started it."""
+"""Start the ranks of a run: local ranks from this process, or this process as a rank of torchrun or srun."""
 
 import contextlib
 import time
@@ -32,16 +32,16 @@ from megazero.tools.training.plans import planner
 def launch(
     config: Config, name: str, nproc: int | None, *, shares_gpus: bool = False, allowed: Sequence[str] = ()
 ) -> int:
-    """Train `config` on all ranks of a run, or on this one where torchrun or srun started it; return the exit code.
+    """Train `config` on all ranks of a run, or on this one if torchrun or srun started it; return the exit code.
 
     Args:
-        name: the config's; the run's folder is `runs/<name>` unless run.dir says otherwise.
+        name: name of the config; the run's folder is `runs/<name>` unless run.dir gives another.
         nproc: local ranks to start; None for one per GPU, or on a CPU as many as the model is split over.
         shares_gpus: there may be more ranks than GPUs (see `World`).
-        allowed: options and sections that may be others than in the checkpoint that the run goes on from.
+        allowed: options and sections that may differ from the checkpoint that the run resumes from.
 
     Raises:
-        UserError: what is wrong before any rank has met another, or in a run of one process.
+        UserError: a fault before ranks connect, or in a run of one process.
     """
     world = replace(world_from_environment(), shares_gpus=shares_gpus)
     if world.launcher and nproc is not None:
@@ -55,7 +55,7 @@ def launch(
     except UserError as error:
         if world.rank == 0:
             raise
-        return error.exit_code  # rank 0 says it
+        return error.exit_code  # rank 0 reports it
     folder = RunFolder(run_dir(config, name))
 
     def train(place: RankContext) -> int:
@@ -75,7 +75,7 @@ def launch(
     try:
         return train(place) if size == 1 else _one_of_many(train, place)
     except StoppedEarly as stop:
-        if place.world.rank:  # rank 0 counts it and says so, for all
+        if place.world.rank:  # rank 0 counts and reports it, for all ranks
             return REQUEUE
         return _stopped_early(folder, stop.number, place.status_slot.read().phase)
     finally:
@@ -84,16 +84,16 @@ def launch(
 
 
 def _gpu_of(place: RankContext) -> Machine | None:
-    """Return the GPU of a rank whose memory is all its own, as a machine; None: there is none."""
+    """Return a rank's GPU as a machine; None if the rank has no GPU, or shares it."""
     if place.world.device.type != "cuda" or place.world.shares_gpus:
         return None
     return gpu(torch.cuda.get_device_properties(place.world.device).total_memory)
 
 
 def _one_of_many(train: Callable[[RankContext], int], place: RankContext) -> int:
-    """Run a rank that has no parent of ours. Raises StoppedEarly on rank 0, which counts that and says so for all."""
+    """Run a rank that a launcher started. Raises StoppedEarly on rank 0, which counts and reports it for all ranks."""
     code = outcome(lambda: train(place), place)
-    place.signals.only_note(HEART.say)  # what the others say now is not to be lost
+    place.signals.only_note(HEART.say)  # a signal must not cut off other ranks' reports
     if place.status_slot.read().state == STOPPED:
         if place.world.rank == 0 and place.signals.first is not None:
             raise StoppedEarly(place.signals.first)
@@ -104,13 +104,13 @@ def _one_of_many(train: Callable[[RankContext], int], place: RankContext) -> int
 
 
 def _stopped_early(folder: RunFolder, number: int, phase: str) -> int:
-    """Count and report a run that a signal has ended before its first step, on all ranks; return the exit code.
+    """Count and report a run that a signal has ended on all ranks before its first step; return the exit code.
 
     Args:
-        phase: what rank 0 was doing; before it had the run's folder nothing is counted there.
+        phase: the phase of rank 0; before rank 0 had the run's folder, nothing is counted there.
 
     Raises:
-        UserError: 422, that has happened too often in a row.
+        UserError: 422, this happened too often in a row.
     """
     text = stopped_by(number)
     if phase != START:
@@ -120,7 +120,7 @@ def _stopped_early(folder: RunFolder, number: int, phase: str) -> int:
 
 
 def _log_failure(folder: RunFolder, statuses: Sequence[RankStatus], line: str) -> None:
-    """Write the line of a failure to the log of rank 0, if that had the folder."""
+    """Write the line of a failure to the log of rank 0, if rank 0 had the run's folder."""
     if statuses[0].phase != START and folder.path.exists():
         with contextlib.suppress(OSError), folder.log(0).open("a", encoding="utf-8") as log:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR {line}\n")

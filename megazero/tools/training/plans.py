@@ -1,4 +1,4 @@
-"""Plan the parts of a run for its ranks: memory, traffic, and what options would save."""
+"""Plan the parts of a run for its ranks: memory, traffic, and the memory that options would save."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from megazero.run.planned import Planned, Planner
 
 
 def planner(world: World) -> Planner:
-    """Return the planner of a run on some ranks, which all compute on one kind of device."""
+    """Return the planner of a run whose ranks all compute on one kind of device."""
 
     def plan(config: Config, rank: int, fused: bool) -> Planned:
         job = job_of(config, world.size, apart=world.device.type != "cpu")
