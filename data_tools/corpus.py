@@ -189,7 +189,7 @@ class Reader:
             offset = start
             if start:
                 file.seek(start - 1)
-                offset += len(_rest_of_line(file, b"")) - 1
+                offset += _skip_rest_of_line(file, b"") - 1
             for number in count(1):
                 if offset >= stop or not (line := file.readline(LINE_BYTES + 1)):
                     return
@@ -201,7 +201,7 @@ class Reader:
                 except UserError as error:
                     self._refuse(error)
                 if size > LINE_BYTES and not line.endswith(b"\n"):  # the rest of it is not a line
-                    size += len(_rest_of_line(file, line))
+                    size += _skip_rest_of_line(file, line)
                 offset += size
                 self.bytes_read += size
 
@@ -269,12 +269,12 @@ def _refuser(where: str) -> Callable[[str], UserError]:
     return lambda what: UserError(213, what, "repair it, choose another --field, or give --skip-bad", where=where)
 
 
-def _rest_of_line(file: BufferedIOBase, line: bytes) -> bytearray:
-    """Read to the end of a line; return as many bytes as were read, whose values mean nothing."""
-    rest = bytearray()
+def _skip_rest_of_line(file: BufferedIOBase, line: bytes) -> int:
+    """Read to the end of a line that began with `line`; return the number of bytes read."""
+    skipped = 0
     while not line.endswith(b"\n") and (line := file.readline(LINE_BYTES)):
-        rest += b"\n" * len(line)
-    return rest
+        skipped += len(line)
+    return skipped
 
 
 def _text_of(line: bytes, where: str, offset: int) -> str:

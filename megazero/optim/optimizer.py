@@ -1,7 +1,7 @@
 """Define the interface of optimizers that the engine and checkpoints use.
 
-An optimizer declares its state per updated element; checkpoints save and load the declared state. AdamW is the only
-implementation; only `adamw.py` depends on its details.
+An optimizer declares its state per updated element; checkpoints save and load the declared state. `adamw.py`
+implements it with fused kernels, `library/elementwise.py` with any elementwise optimizer of torch.
 """
 
 from collections.abc import Mapping
