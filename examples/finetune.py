@@ -1,11 +1,11 @@
-"""Fine-tune from transformers' weights: a folder in, a folder out, with ZeRO over all ranks.
+"""Fine-tune a transformers model: read a folder, write a folder, with ZeRO over all ranks.
 
     python examples/finetune.py FOLDER --output TUNED                one rank
     torchrun --nproc-per-node 2 examples/finetune.py FOLDER --output TUNED --stage 3
 
-FOLDER is what `save_pretrained` writes. The first half of the blocks and the embeddings are frozen: they have neither
-gradients nor optimizer state, and rest sharded too. The model is built on the meta device, so that no rank ever has it
-whole: its values are read from the folder, one part after the other.
+FOLDER is a folder that `save_pretrained` wrote. All parameters but those of the second half of the blocks are frozen:
+they have no gradients and no optimizer state, and are sharded too. The model is built on the meta device, so that no
+rank ever holds all of it: its values are read from the folder, one tensor at a time.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any folder, also without an installation
 
 import megazero
 from examples.gpt2 import loss
@@ -26,7 +26,7 @@ from examples.training import counting
 
 
 def build(folder: Path) -> nn.Module:
-    """Return the folder's model without values, the first half of its blocks and what is no block frozen."""
+    """Return the folder's model on the meta device; only the second half of its blocks is trainable."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     model.requires_grad_(False)

@@ -3,8 +3,8 @@
     python examples/gpt2.py                                          one rank
     torchrun --nproc-per-node 2 examples/gpt2.py --stage 3           two ranks
 
-The model is transformers' own, and so is its loss. Its blocks are the units; the embedding, which is also the head, is
-the root's.
+The model and its loss are those of transformers. Each block is a unit; the embedding, which is also the head, belongs
+to the root unit.
 """
 
 import sys
@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any folder, also without an installation
 
 from examples.training import LENGTH, VOCAB, counting, train
 
 
 def make(layers: int = 2, width: int = 32) -> nn.Module:
-    """Return a small GPT-2 without dropout, so that any number of ranks computes the same."""
+    """Return a small GPT-2 without dropout, so that results do not depend on the number of ranks."""
     config = GPT2Config(
         vocab_size=VOCAB,
         n_positions=LENGTH,

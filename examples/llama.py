@@ -3,7 +3,7 @@
     python examples/llama.py                                         one rank
     torchrun --nproc-per-node 2 examples/llama.py --stage 3          two ranks
 
-The model is transformers' own, and so is its loss. Its layers are the units; its rotary frequencies are a buffer.
+The model and its loss are those of transformers. Each layer is a unit; the rotary frequencies are a buffer.
 """
 
 import sys
@@ -14,13 +14,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any folder, also without an installation
 
 from examples.training import LENGTH, VOCAB, counting, train
 
 
 def make(layers: int = 2, width: int = 32) -> nn.Module:
-    """Return a small Llama with grouped queries."""
+    """Return a small Llama with grouped-query attention."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=width,

@@ -1,9 +1,9 @@
-"""Our own parts as a library: another block, another source of batches, another optimizer, a callback, a sink.
+"""Combine parts of this library with your own: a block, a source of batches, an optimizer, a callback, a sink.
 
     python examples/own_parts.py
 
-No config and no folder: each part is an object that is given plain values. The block has a parameter of its own, whose
-gradient it delivers itself, as all of our layers do (megazero/model/contract.py).
+There is no config and no run folder: each part is an object made from plain values. The block has its own parameter
+and delivers that parameter's gradient itself, as all our layers do (megazero/model/contract.py).
 """
 
 import sys
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any folder, also without an installation
 
 from megazero.builders.units import build_units, resources_of
 from megazero.comm.grid import Axis, Grid, single
@@ -34,7 +34,7 @@ Callback = Callable[[int, StepNumbers], object]
 
 
 class Gate:
-    """y = x + gate (f(x) - x), an operation with a backward of its own; the gate has one number for each column."""
+    """Compute y = x + gate (f(x) - x), with its own backward; the gate has one number per column."""
 
     def __init__(self, module: nn.Module):
         self.owners: list[dict[str, Any]] = [module._parameters]
@@ -53,7 +53,7 @@ class Gate:
 
 
 class GatedBlock(nn.Module):
-    """A block of the transformer after a gate."""
+    """A transformer block and a gate between its input and its output."""
 
     def __init__(self, block: nn.Module):
         super().__init__()
@@ -65,7 +65,7 @@ class GatedBlock(nn.Module):
 
 
 class CountingTokens:
-    """A source of batches: tokens that count up from anywhere; a pure function of the step and the rank."""
+    """A source of batches: tokens that count up in steps of 1; a pure function of the step and the rank."""
 
     def __init__(self, samples: int, rank: int, ranks: int):
         self._samples, self._rank, self._ranks = samples, rank, ranks
@@ -89,11 +89,11 @@ class Momentum:
         self.state = {unit: {"velocity": unit.resting.new_state()} for unit in units}
 
     def steps(self, unit: Unit) -> list[Tensor]:
-        """Return no counts: it needs none."""
+        """Return no step counts: momentum needs none."""
         return []
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Update this rank's shard; nothing changes where `skip` is 1."""
+        """Update this rank's shard; change nothing if `skip` is 1."""
         velocity, goes = self.state[unit]["velocity"], (1.0 - skip).to(unit.masters.dtype)
         gradient = unit.gradients.reduced.to(velocity.dtype) * scale.to(velocity.dtype)
         velocity.lerp_(velocity * self._decay + gradient, goes)
@@ -102,7 +102,7 @@ class Momentum:
 
 
 class Printed(Sink):
-    """A sink of rows: prints the loss."""
+    """A sink that prints the loss of each row."""
 
     def start(self) -> None:
         print("step  loss")
@@ -112,7 +112,7 @@ class Printed(Sink):
 
 
 def build(grid: Grid, stage: ZeroStage, dtype: torch.dtype = torch.float32) -> tuple[Transformer, Engine]:
-    """Return a model of gated blocks, and the engine that has its parameters."""
+    """Return a model of gated blocks, and the engine that owns its parameters."""
     sizes = {"layers": 2, "hidden": WIDTH, "heads": 2, "kv_heads": 2, "ffn": 32, "vocab": VOCAB, "seq_len": LENGTH}
     kinds = {"position": "learned", "norm": "layernorm", "activation": "gelu", "dropout": 0.0, "tie_embeddings": True}
     shape = Shape(**sizes, **kinds, norm_eps=1e-5, rope_theta=1e4)  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def build(grid: Grid, stage: ZeroStage, dtype: torch.dtype = torch.float32) -> t
 
 
 def train(model: Transformer, engine: Engine, source: CountingTokens, steps: int, lr: float, after: Callback) -> None:
-    """Train for some steps; `after` is called with each step, from 1, and its numbers."""
+    """Train for `steps` steps; call `after(step, numbers)` after each, with steps counted from 1."""
     (stage,) = engine.stages
     for number in range(steps):
         engine.begin_step()

@@ -3,8 +3,8 @@
     python examples/recommender.py                                  one rank
     torchrun --nproc-per-node 2 examples/recommender.py --stage 3   two ranks
 
-26 tables of different sizes, a dense part below, dot products of all pairs, a dense part above (Naumov et al. 2019,
-arXiv 1906.00091). A table's rows belong to one rank each; a step sends and updates only rows that its batch asks for.
+26 tables of different sizes, a bottom MLP, dot products of all pairs of features, a top MLP (Naumov et al. 2019, arXiv
+1906.00091). Each row of a table is on one rank; a step sends and updates only the rows that its batch looks up.
 """
 
 import argparse
@@ -14,20 +14,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any folder, also without an installation
 
 import megazero
 from examples.training import generator
 
 TABLES, WIDTH, DENSE = 26, 16, 13
-Batch = tuple[Tensor, list[Tensor], Tensor]  # dense features [B, 13], of each table ids [B, 1 to 3], clicks [B]
+Batch = tuple[Tensor, list[Tensor], Tensor]  # dense features [B, 13], per table ids [B, 1 to 3], clicks [B]
 
 
 class Recommender(nn.Module):
-    """Click or not, from dense and categorical features.
+    """Predict clicks from dense and categorical features.
 
     Args:
-        rows: of each table.
+        rows: number of rows of each table.
     """
 
     def __init__(self, rows: list[int]):
@@ -38,7 +38,7 @@ class Recommender(nn.Module):
         self.above = nn.Sequential(nn.Linear(WIDTH + pairs, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def forward(self, dense: Tensor, ids: list[Tensor]) -> Tensor:
-        """Return a logit [B] of each sample."""
+        """Return logits [B]."""
         low = self.below(dense)
         features = torch.stack([low, *(table(i) for table, i in zip(self.tables, ids, strict=True))], dim=1)
         products = features @ features.transpose(1, 2)
@@ -47,12 +47,12 @@ class Recommender(nn.Module):
 
 
 def rows_of_tables(largest: int) -> list[int]:
-    """Return sizes as data sets of clicks have them: a few large tables, many small ones."""
+    """Return table sizes like those of click data sets: a few large tables, many small ones."""
     return [max(largest >> number, 4) for number in range(TABLES)]
 
 
 def batch(rows: list[int], step: int, rank: int, size: int) -> Batch:
-    """Return samples whose clicks depend on features, so that there is something to learn."""
+    """Return samples whose clicks depend on the features, so that the model can learn."""
     draw = generator(step, rank)
     dense = torch.randn(size, DENSE, generator=draw)
     ids = [torch.randint(0, n, (size, 1 + i % 3), generator=draw) for i, n in enumerate(rows)]

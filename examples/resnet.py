@@ -3,9 +3,9 @@
     python examples/resnet.py                                        one rank
     torchrun --nproc-per-node 2 examples/resnet.py --stage 3         two ranks
 
-Residual blocks of two convolutions (He et al. 2015, arXiv 1512.03385, section 4.2), written here; the stages are units.
-The norm is over groups of channels: batch normalisation would see the samples of its own rank alone, as under any data
-parallelism, and the result would depend on the number of ranks.
+Residual blocks of two convolutions (He et al. 2015, arXiv 1512.03385, section 4.2), written here. Each stage is a unit.
+Norms are over groups of channels: batch normalisation would see only its own rank's samples, as under any data
+parallelism, so that results would depend on the number of ranks.
 """
 
 import sys
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any folder, also without an installation
 
 from examples.training import CLASSES, bright_quarter, train
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stages of blocks, each of which halves the image and doubles the channels."""
+    """Stages of blocks; each stage but the first halves the image and doubles the channels."""
 
     def __init__(self, channels: int, stages: int, blocks: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The loop of the examples, and what they learn from: tokens that count up, images with one bright quarter."""
+"""The training loop of the examples and their data: tokens that count up, images with one bright quarter."""
 
 import argparse
 from collections.abc import Callable
@@ -14,18 +14,18 @@ SIZE, CLASSES = 16, 4
 
 
 def generator(step: int, rank: int) -> torch.Generator:
-    """Return a source of random numbers for a step's samples of a rank."""
+    """Return the random generator for one rank's samples of a step."""
     return torch.Generator().manual_seed(1_000_003 * step + rank)
 
 
 def counting(step: int, rank: int, samples: int = 2) -> Tensor:
-    """Return token ids [B, S] that count up from anywhere."""
+    """Return token ids [B, S] that count up from a random start."""
     start = torch.randint(0, VOCAB, (samples, 1), generator=generator(step, rank))
     return (start + torch.arange(LENGTH)) % VOCAB
 
 
 def bright_quarter(step: int, rank: int, samples: int = 2) -> tuple[Tensor, Tensor]:
-    """Return images [B, 3, H, W] in which one quarter is brighter, and which one it is [B]."""
+    """Return images [B, 3, H, W] with one brighter quarter, and the number of that quarter [B]."""
     draw = generator(step, rank)
     images = 0.1 * torch.randn(samples, 3, SIZE, SIZE, generator=draw)
     labels = torch.randint(0, CLASSES, (samples,), generator=draw)
@@ -42,13 +42,13 @@ def train(
     batch: Callable[[int, int], Any],
     loss: Callable[[Any, Any], Tensor],
 ) -> None:
-    """Train a model in the stage that the command line says.
+    """Train a model in the ZeRO stage given on the command line.
 
     Args:
-        about: what `--help` says.
-        make: the model.
+        about: the text of `--help`.
+        make: returns the model.
         batch: (step, rank) -> that rank's samples of the step.
-        loss: (model, samples) -> the mean over them.
+        loss: (model, samples) -> their mean loss.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=3, help="of ZeRO (default: 3)")

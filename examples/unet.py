@@ -3,9 +3,9 @@
     python examples/unet.py                                          one rank
     torchrun --nproc-per-node 2 examples/unet.py --stage 3           two ranks
 
-A field on a periodic grid spreads by the heat equation; the network learns one step of it from pairs of fields, as
-models of weather and flow do. Levels halve the grid on the way down; on the way up each gets what its twin had
-(Ronneberger et al. 2015, arXiv 1505.04597). The levels are the units.
+A field on a periodic grid follows the heat equation; the network learns one step of it from pairs of fields, as models
+of weather and flow do. Levels halve the grid on the way down; on the way up each level also gets the output of the
+level of the same size (Ronneberger et al. 2015, arXiv 1505.04597). Each level is a unit.
 """
 
 import sys
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any folder, also without an installation
 
 from examples.training import generator, train
 
@@ -24,7 +24,7 @@ SIZE, DIFFUSION = 16, 0.2
 
 
 class Level(nn.Module):
-    """Two convolutions on one resolution; the grid is periodic."""
+    """Two convolutions at one resolution, on a periodic grid."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -36,7 +36,7 @@ class Level(nn.Module):
 
 
 class UNet(nn.Module):
-    """A network from field to field [B, 1, H, W]."""
+    """Map a field [B, 1, H, W] to the field one step later."""
 
     def __init__(self, channels: int, levels: int):
         super().__init__()
@@ -61,7 +61,7 @@ def make(channels: int = 4, levels: int = 3) -> nn.Module:
 
 
 def batch(step: int, rank: int, samples: int = 2) -> tuple[Tensor, Tensor]:
-    """Return smooth fields [B, 1, H, W] and the same a step later."""
+    """Return smooth fields [B, 1, H, W] and the same fields one step later."""
     field = torch.randn(samples, 1, SIZE, SIZE, generator=generator(step, rank))
     for _ in range(4):
         field = field + DIFFUSION * laplace(field)
@@ -69,7 +69,7 @@ def batch(step: int, rank: int, samples: int = 2) -> tuple[Tensor, Tensor]:
 
 
 def laplace(x: Tensor) -> Tensor:
-    """Return the second differences on a periodic grid."""
+    """Return the discrete Laplacian on a periodic grid."""
     neighbours = (x.roll(shift, dim) for dim in (-2, -1) for shift in (1, -1))
     return sum(neighbours, -4.0 * x)
 

@@ -3,7 +3,7 @@
     python examples/vit.py                                           one rank
     torchrun --nproc-per-node 2 examples/vit.py --stage 3            two ranks
 
-Its layers are the units; patches, positions and the classifier are the root's.
+Each layer is a unit; patches, positions and the classifier belong to the root unit.
 """
 
 import sys
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any folder, also without an installation
 
 from examples.training import CLASSES, SIZE, bright_quarter, train
 

@@ -1,4 +1,4 @@
-"""Build data parallelism and ZeRO stages 1, 2 and 3 from scratch, with plain torch; docs/zero_from_scratch.md explains.
+"""Build data parallelism and ZeRO stages 1, 2 and 3 from scratch, in plain torch; see docs/zero_from_scratch.md.
 
 python examples/zero_from_scratch.py [--ranks 4] prints for each stage what a rank holds, what it sends, and how far its
 weights are from those of one process. The stages and the formulas are those of Rajbhandari et al., arXiv 1910.02054.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 WIDTH, BLOCKS, SAMPLES, STEPS = 64, 4, 32, 5
 LEARNING_RATE, BETA1, BETA2, DECAY = 1e-3, 0.9, 0.95, 0.1
-EPS = 1e-5  # a rounding error of a gradient moves a weight by at most LEARNING_RATE / EPS = 100 times as much
+EPS = 1e-5  # an error in a gradient moves a weight by at most LEARNING_RATE / EPS = 100 times the error
 PRECISIONS = {"bf16": (torch.bfloat16, torch.float32), "fp64": (torch.float64, torch.float64)}
 # fp64 rounds to 2^-53 = 1.1e-16 of a number. Gradients here are below 1/2, so the same sum in another order differs by
 # less than 1e-15. Adam makes at most 1e-13 of that in a step (EPS); in five steps that is less than 1e-12.
@@ -37,13 +37,13 @@ def size_of(*modules: nn.Module) -> int:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return all samples of a step; they depend on nothing but its number."""
+    """Return all samples of a step, as a function of its number only."""
     x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
     return x, x.roll(1, dims=1).sin()
 
 
 class Unit:
-    """Hold what rests of one layer on a rank: flat tensors, whole or this rank's slice of them."""
+    """Hold one layer's flat tensors on a rank between steps: whole, or this rank's slice."""
 
     def __init__(self, module: nn.Module, parameters: Tensor, gradients: Tensor, master: Tensor):
         self.module, self.parameters, self.gradients, self.master = module, parameters, gradients, master
@@ -58,7 +58,7 @@ class Unit:
 
 
 def adamw(unit: Unit, gradient: Tensor, step: int) -> None:
-    """Update the master weights that this rank holds: each element needs nothing but itself."""
+    """Update the master weights that this rank holds: AdamW is elementwise, so a slice is enough."""
     gradient = gradient.to(unit.master.dtype)
     unit.first.mul_(BETA1).add_(gradient, alpha=1 - BETA1)
     unit.second.mul_(BETA2).add_(gradient * gradient, alpha=1 - BETA2)
@@ -68,7 +68,7 @@ def adamw(unit: Unit, gradient: Tensor, step: int) -> None:
 
 
 class Ranks:
-    """Do what needs all ranks, and count the elements that this one sends, as ranks in a ring send them."""
+    """Run collectives, and count the elements that this rank would send with ring algorithms."""
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self.sent = rank, size, Counter[str]()
@@ -77,29 +77,29 @@ class Ranks:
         return whole.chunk(self.size)[self.rank]
 
     def all_reduce(self, whole: Tensor, purpose: str, rounds: int = 2) -> None:
-        """Sum a tensor over all ranks: once round the ring to add, once more to tell everybody."""
+        """Sum a tensor over all ranks: one round of the ring adds, a second one distributes the sums."""
         self.sent[purpose] += rounds * whole.numel() * (self.size - 1) // self.size
         if self.size > 1:
             dist.all_reduce(whole)
 
     def reduce_scatter(self, whole: Tensor, purpose: str) -> Tensor:
-        """Return this rank's slice of the sum, in the memory of `whole`: once round the ring."""
-        # Not every torch has gloo's reduce-scatter for every dtype. So everything is summed, and we use our slice only;
-        # counted is what a reduce-scatter sends. All stages then add in the same order, and give the same bits.
+        """Return this rank's slice of the sum, in the memory of `whole`: one round of the ring."""
+        # Some versions of torch lack gloo's reduce-scatter for some dtypes, so this sums everything and uses one slice,
+        # but counts the elements of a reduce-scatter. All stages then add in the same order, and give equal bits.
         self.all_reduce(whole, purpose, rounds=1)
         return self.mine(whole)
 
     def all_gather(self, whole: Tensor, mine: Tensor, purpose: str) -> Tensor:
-        """Fill `whole` with the slices of all ranks: once round the ring."""
+        """Fill `whole` with the slices of all ranks: one round of the ring."""
         self.sent[purpose] += whole.numel() * (self.size - 1) // self.size
-        self.mine(whole).copy_(mine)  # which also rounds it
+        self.mine(whole).copy_(mine)  # also rounds to the dtype of `whole`
         if self.size > 1:
             dist.all_gather(list(whole.chunk(self.size)), self.mine(whole))
         return whole
 
 
 class Stage0:
-    """Train with data parallelism: every rank holds everything, and only the samples are divided."""
+    """Train with data parallelism: every rank holds all state, and only the samples are divided."""
 
     number, formula, fixed, shared, sends = 0, "16", 16, 0, 2
 
@@ -116,7 +116,7 @@ class Stage0:
         return Unit(module, parameters, torch.zeros_like(parameters), whole)
 
     def step(self, x: Tensor, y: Tensor) -> float:
-        """Train on this rank's samples; return its part of the loss, the mean of squares over the whole batch."""
+        """Train on this rank's samples; return its part of the loss, the mean square error over the whole batch."""
         inputs = []
         with torch.no_grad():  # or autograd would keep the parameters until the backward
             for unit in self.units:
@@ -200,7 +200,7 @@ class Stage3(Stage2):
 
 
 class Report(NamedTuple):
-    """Hold what a rank measured of a stage: bytes that rest, elements sent in a step, differences of weights."""
+    """Hold one rank's figures of a stage: bytes held between steps, elements sent per step, weight differences."""
 
     held: dict[str, int]
     sent: dict[str, int]
@@ -215,21 +215,21 @@ def train(stage: type[Stage0], ranks: Ranks, precision: str) -> Stage0:
 
 
 def held_by(trainer: Stage0) -> dict[str, int]:
-    """Return the bytes that rest between steps, by what they are: all the memory behind a tensor, if it is a slice."""
+    """Return the bytes held between steps, by kind. A slice counts with the whole memory that it is a view of."""
     kinds = {"parameters": ["parameters"], "gradients": ["gradients"], "optimizer state": ["master", "first", "second"]}
     tensors = {kind: [getattr(unit, name) for unit in trainer.units for name in kinds[kind]] for kind in kinds}
     return {kind: sum(tensor.untyped_storage().nbytes() for tensor in tensors[kind]) for kind in kinds}
 
 
 def difference(trainer: Stage0, other: Stage0) -> float:
-    """Return the largest difference between this rank's master weights and the same ones of a trainer of stage 0."""
+    """Return the largest difference between this rank's master weights and those of a stage 0 trainer."""
     pairs = [(ours.master, theirs.master) for ours, theirs in zip(trainer.units, other.units, strict=True)]
     far = [a - (b if a.numel() == b.numel() else trainer.ranks.mine(b)) for a, b in pairs]
     return float(torch.cat(far).abs().max())
 
 
 def measure(ranks: Ranks) -> list[Report]:
-    """Train in every stage; compare with one process that sees the whole batch, with stage 0, with no training."""
+    """Train in every stage; compare with one process on the whole batch, with stage 0, and with the initial weights."""
     others = [
         {name: train(Stage0, Ranks(0, 1), name) for name in PRECISIONS},
         {name: train(Stage0, ranks, name) for name in PRECISIONS},
@@ -246,7 +246,7 @@ def measure(ranks: Ranks) -> list[Report]:
 
 
 def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Return what `function(ranks, *arguments)` returns on each of some forked processes, in rank order."""
+    """Run `function(ranks, *arguments)` in `size` forked processes; return the results in rank order."""
     results = mp.get_context("fork").SimpleQueue()
     with TemporaryDirectory() as folder:
         call = (size, f"file://{folder}/meet", results, function, arguments)
@@ -258,7 +258,7 @@ def _be(rank: int, size: int, meet: str, results: Any, function: Callable[..., A
     torch.set_num_threads(1)  # the ranks share one machine's cores
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=size)
     results.put((rank, function(Ranks(rank, size), *arguments)))
-    dist.barrier()  # no rank leaves while others still talk
+    dist.barrier()  # no rank leaves while others still communicate
     dist.destroy_process_group()
 
 
@@ -268,7 +268,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def show(stage: type[Stage0], reports: Sequence[Report]) -> str:
-    """Return the tables of a stage, from the reports of all ranks."""
+    """Return the tables of a stage, made from the reports of all ranks."""
     (held, sent, _), size, parameters = reports[0], len(reports), size_of(*layers())
     assert all((report.held, report.sent) == (held, sent) for report in reports), "all ranks do alike"
     of_bytes = f"{stage.formula} = {stage.fixed + stage.shared / size:g}"
@@ -288,7 +288,7 @@ def show(stage: type[Stage0], reports: Sequence[Report]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Build ZeRO's stages from scratch.")
-    parser.add_argument("--ranks", type=int, choices=(1, 2, 4, 8), default=4)  # which divide every layer: no padding
+    parser.add_argument("--ranks", type=int, choices=(1, 2, 4, 8), default=4)  # these divide every layer: no padding
     size = parser.parse_args(arguments).ranks
     print(f"Psi = {size_of(*layers()):,} parameters in {len(layers())} layers, N = {size} ranks", flush=True)
     for stage, *reports in zip((Stage0, Stage1, Stage2, Stage3), *run_ranks(size, measure), strict=True):

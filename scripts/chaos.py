@@ -1,19 +1,19 @@
-"""Kill jobs in the middle of saving, over and over, and check that nothing is ever lost.
+"""Kill jobs while they save, again and again, and check that no saved step is ever lost.
 
     python scripts/chaos.py [--kills 1000] [--ranks 2] [--seed 0] [--json]
 
-One tiny run is started again and again in one folder. As soon as a job has begun to write a checkpoint (in the
-foreground or in the background, by turns) it gets a SIGKILL some milliseconds later: one of its ranks, its parent, or
-all at once. After every kill
+One tiny run is started again and again in one folder. Some milliseconds after a job has begun to write a checkpoint (at
+random in the foreground or in the background), SIGKILL goes to one of its ranks, to its parent, or to all. After every
+kill
 
-    every committed step is read from end to end and verified
-    no committed step has gone, but those that retention may delete
-    what was trained beyond the newest step is less than one interval between saves; in the background, where the
-    next interval is trained while a step is being written, less than two
+    every committed step is read completely and verified
+    every committed step still exists, except those that retention may delete
+    the steps trained after the newest committed step are fewer than one save interval, or two with background saves,
+    which train the next interval while a step is being written
     no process of the job is left after two seconds
 
-and at the end, when the run has been allowed to finish, the files of its last step are those of a run that no one
-disturbed, byte for byte. Exit code 1 and a line for every time that something of this was not so.
+and at the end, when the run has been allowed to finish, the files of its last step equal those of an undisturbed run,
+byte for byte. Prints a line for every violation, and exits with 1 if there was any.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any folder, also without an installation
 
 import numpy as np
 import torch
@@ -56,28 +56,30 @@ observe: {every: 1}
 
 
 class Chance:
-    """A source of private random numbers, the same for the same seed."""
+    """A private source of random numbers, reproducible from a seed."""
 
     def __init__(self, seed: int):
         self._generator = torch.Generator().manual_seed(seed)
 
     def random(self) -> float:
+        """Return a number in [0, 1)."""
         return torch.rand((), generator=self._generator).item()
 
     def choice(self, options: Sequence[T]) -> T:
+        """Return one of the options, all equally likely."""
         return options[int(self.random() * len(options))]
 
 
 @dataclass
 class Tally:
-    """The counts and faults of a storm."""
+    """The counts and faults of a `storm`."""
 
     kills: int = 0
     whom: dict[str, int] = field(default_factory=dict)
     jobs: int = 0
-    partial: int = 0  # kills that left a step half written
+    partial: int = 0  # kills that left a partially written step
     steps: int = 0
-    lost: int = 0  # the most steps trained beyond the newest committed
+    lost: int = 0  # the most steps trained after the newest committed one
     faults: list[str] = field(default_factory=list)
 
 
@@ -104,7 +106,7 @@ def main() -> int:
 
 
 def storm(folder: Path, kills: int, ranks: int, chance: Chance) -> Tally:
-    """Do everything that the module says, in an empty folder."""
+    """Kill jobs and check their run as the module describes, in an empty folder."""
     config = folder / "tiny.yaml"
     config.write_text(CONFIG)
     with IndexedDatasetWriter(folder / "data", np.uint16) as writer:
@@ -128,10 +130,10 @@ def storm(folder: Path, kills: int, ranks: int, chance: Chance) -> Tally:
         tally.jobs += 1
         try:
             family = _kill_while_saving(pid, store, left, ranks, chance, tally)
-        except BaseException:  # nobody else would end it
+        except BaseException:  # otherwise the job would go on
             os.kill(pid, signal.SIGKILL)
             raise
-        # A job that was killed before it had dropped the rows of the one before leaves them as they were.
+        # A job killed before it has dropped the rows of its predecessor leaves those rows in the file.
         most = max(every if background == "false" else 2 * every, lost + 1)
         lost = _look(store, run, most, before, family, tally)
     last = max([*store.steps(), 0]) + 3
@@ -149,15 +151,15 @@ def storm(folder: Path, kills: int, ranks: int, chance: Chance) -> Tally:
 
 
 def _staging(store: Store) -> set[str]:
-    """Return the names of what is being written, or was when a job was killed."""
+    """Return the names of steps that are being written, or were when a job was killed."""
     return {path.name for path in store.folder.glob(".step_*.tmp")} if store.folder.exists() else set()
 
 
 def _kill_while_saving(pid: int, store: Store, left: set[str], ranks: int, chance: Chance, tally: Tally) -> list[int]:
-    """Wait until some steps are saved and another is being written, then kill; return the job's processes.
+    """Wait until some steps have been saved and another is being written, then kill; return the job's processes.
 
     Args:
-        left: names that jobs before have left.
+        left: names that earlier jobs have left.
     """
     passed, seen = chance.choice((0, 0, 1, 3)), set[str]()
     while not os.waitpid(pid, os.WNOHANG)[0]:
@@ -192,7 +194,7 @@ def _kill_while_saving(pid: int, store: Store, left: set[str], ranks: int, chanc
 
 
 def _look(store: Store, run: Path, most: int, before: list[int], family: list[int], tally: Tally) -> int:
-    """Note whatever is not as it should be; return how many trained steps are not saved."""
+    """Check the run after a kill and record faults; return the number of trained steps that are not saved."""
     deadline = time.monotonic() + 2.0
     while (left := [pid for pid in family if _lives(pid)]) and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -1,17 +1,17 @@
-"""Fit the planner to published runs, and print how far it is from those that no fit has seen.
+"""Fit the planner to published runs, and print its errors on the runs that no fit has seen.
 
     python scripts/fit_planner.py            the tables of docs/published.md and docs/planning.md, and
                                              docs/figures/published.csv, which it writes
-    python scripts/fit_planner.py --fit      fits the shares and the systems again first, and prints them
+    python scripts/fit_planner.py --fit      first fits the shares and the systems again, and prints them
 
-The fit is one set of shares (`megazero/plan/machines.yaml`) for each kind of device: least squares of the
-logarithm of predicted over published, by coordinate descent within plausible bounds, every table weighing the same, so
-that 36 rows of one setup do not outvote 10 of ten. A row is never fitted alone. Numbers of a system
-(`megazero/plan/systems.yaml`) are fitted in the same way to rows of that system alone, which no device's fit sees.
-*Left out*: a table's rows, predicted with shares that were fitted to the other tables of the same device.
+The fit gives one set of shares (`megazero/plan/machines.yaml`) per kind of device. It is a least-squares fit of
+log(predicted / published), by coordinate descent within plausible bounds. All tables have equal weight, so that 36 rows
+of one setup do not outweigh 10 rows of ten setups; no row is fitted alone. The numbers of a system
+(`megazero/plan/systems.yaml`) are fitted in the same way to rows of that system only, which no device's fit uses.
+*Left out*: a table's rows, predicted with shares fitted to the other tables of the same device.
 
-Beside every error stands that of a baseline: one number for each device, the share of its peak at which all FLOPs are
-done (HFU), fitted to the same rows.
+Next to every error is that of a baseline with one number per device: the share of its peak (HFU) at which it does all
+FLOPs, fitted to the same rows.
 """
 
 import argparse
@@ -23,14 +23,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any folder, also without an installation
 
 from megazero.plan.machines import MACHINES, Efficiency, Machine
 from megazero.plan.systems import OURS, SYSTEMS, System
 from scripts.published import MEMORY, Row, every_machine, rows
 
 T = TypeVar("T")
-# Which shares published rows of a device can tell apart, and between which bounds they are plausible.
+# FITTED: the shares that a device's published rows determine; BOUNDS: their plausible range.
 EVERY_ROW = Path(__file__).resolve().parents[1] / "docs/figures/published.csv"
 FITTED = {
     "v100-32gb": ("matmul", "attention", "memory", "in_node", "cross_node"),
@@ -53,10 +53,10 @@ BY_HAND = (
 
 
 def descend(start: T, loss: Callable[[T], float], names: Sequence[str], moved: Callable[[T, str, float], T]) -> T:
-    """Return where coordinate descent from `start` ends.
+    """Minimise `loss` by coordinate descent from `start`.
 
     Args:
-        moved: returns a value with one number times a factor, within bounds.
+        moved: (value, name, factor) -> the value with one number multiplied by the factor, within bounds.
     """
     best, least, step = start, loss(start), 1.25
     while step > 1.005:
@@ -77,7 +77,7 @@ def _bounded(name: str, value: float) -> float:
 
 
 def _loss(chosen: Sequence[Row], machine: Machine, system: System | None = None) -> float:
-    """Return the sum over tables of the mean squared logarithm of predicted over published."""
+    """Return the sum over tables of the mean of log(predicted / published)^2."""
     logs: dict[str, list[float]] = {}
     for row in chosen:
         logs.setdefault(row.table, []).append(math.log(row.predicted(machine, system) / row.published) ** 2)
@@ -85,20 +85,20 @@ def _loss(chosen: Sequence[Row], machine: Machine, system: System | None = None)
 
 
 def fit(chosen: Sequence[Row], machine: Machine) -> Machine:
-    """Return the machine with the shares under which these rows come closest."""
+    """Return the machine with its shares fitted to these rows."""
 
     def moved(reached: Efficiency, name: str, factor: float) -> Efficiency:
         return replace(reached, **{name: _bounded(name, getattr(reached, name) * factor)})
 
     names = FITTED[machine.name]
-    start = replace(machine.reached, **dict.fromkeys(names, 0.5))  # begins at no other fit
+    start = replace(machine.reached, **dict.fromkeys(names, 0.5))  # does not start at an earlier fit
     return replace(
         machine, reached=descend(start, lambda it: _loss(chosen, replace(machine, reached=it)), names, moved)
     )
 
 
 def fit_systems(chosen: Sequence[Row], machines: Mapping[str, Machine]) -> dict[str, System]:
-    """Return the systems with the numbers under which rows of their own come closest."""
+    """Return the systems with their numbers fitted to their own rows."""
     core, device = SYSTEMS["megatron-core"], "h100-80gb"
     own = [row for row in chosen if row.fitted and row.system == core and row.machine == device]
 
@@ -116,7 +116,7 @@ def fit_systems(chosen: Sequence[Row], machines: Mapping[str, Machine]) -> dict[
 
 
 def fit_allocator(chosen: Sequence[Row], machine: Machine) -> System:
-    """Return DeepSpeed with the share of the allocator under which these rows of memory come closest."""
+    """Return DeepSpeed with its allocator share fitted to these memory rows."""
     return descend(
         replace(SYSTEMS["deepspeed"], allocator=0.1),
         lambda system: _loss(chosen, machine, system),
@@ -126,13 +126,13 @@ def fit_allocator(chosen: Sequence[Row], machine: Machine) -> System:
 
 
 def of_machine(chosen: Sequence[Row], name: str) -> list[Row]:
-    """Return the rows that the fit of a device sees."""
+    """Return the rows that the fit of a device uses."""
     timed = [row for row in chosen if row.quantity != MEMORY and not row.own_kernels]
     return [row for row in timed if row.machine == name and row.fitted]
 
 
 def left_out(chosen: Sequence[Row]) -> list[tuple[str, str, list[float]]]:
-    """Return (device, table, errors) where each table is predicted from the others of its device."""
+    """Return (device, table, relative errors), each table predicted with a fit to the others of its device."""
     found = []
     for name in FITTED:
         own = of_machine(chosen, name)
@@ -146,7 +146,7 @@ def left_out(chosen: Sequence[Row]) -> list[tuple[str, str, list[float]]]:
 
 
 def constant_hfu(chosen: Sequence[Row], machines: Mapping[str, Machine]) -> dict[str, float]:
-    """Return the baseline's number of each device, fitted to the rows that any fit of it sees."""
+    """Return the baseline HFU of each device, fitted to the rows that any fit of the device uses."""
     found = {}
     for name in FITTED:
         logs: dict[str, list[float]] = {}
@@ -167,7 +167,7 @@ def _cells(sizes: Sequence[float]) -> str:
 
 
 def _table(heads: str, rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return the lines of a table; a cell may hold several with " | " between them."""
+    """Return the lines of a table; a cell may contain " | " and then fills several columns."""
     return [
         f"| {heads} |",
         f"|{'---|' * (heads.count(' | ') + 1)}",
@@ -197,7 +197,7 @@ def _errors(groups: Sequence[tuple[str, Sequence[Row]]], machines: Mapping[str, 
 
 
 def unseen(chosen: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Return the rows of time that no fit has seen: those of whole tables, and those of tables that it saw some of."""
+    """Return the time rows that no fit has seen: those of unseen tables, and those of tables seen in part."""
     timed = [row for row in chosen if row.quantity != MEMORY]
     known = {row.table for row in timed if row.fitted}
     whole = [row for row in timed if row.table not in known]
@@ -205,20 +205,20 @@ def unseen(chosen: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def never_seen(machines: Mapping[str, Machine]) -> list[str]:
-    """Return a line for each table with rows that no fit has seen, of those rows: errors of the time."""
+    """Return the table of time errors on the rows that no fit has seen."""
     whole, others = unseen(rows())
     groups = [*_by_table(whole, "*whole tables*"), *_by_table(others, "*rows of tables seen in part*")]
     return _errors([*groups, ("*all*", [*whole, *others])], machines)
 
 
 def seen(machines: Mapping[str, Machine]) -> list[str]:
-    """Return a line for each table with rows that a fit saw, of those rows: errors of the time."""
+    """Return the table of time errors on the rows that a fit has seen."""
     chosen = [row for row in rows() if row.fitted and row.quantity != MEMORY]
     return _errors(list(_by_table(chosen, "*all*")), machines)
 
 
 def in_memory(machines: Mapping[str, Machine]) -> list[str]:
-    """Return a line for each table of memory; *left out*: with the allocator's share fitted to the other table."""
+    """Return the table of memory errors; *left out*: with the allocator share fitted to the other tables."""
     every, machine = [row for row in rows() if row.quantity == MEMORY], machines["a100-80gb"]
     lines = []
     for table in dict.fromkeys(row.table for row in every):
@@ -231,7 +231,7 @@ def in_memory(machines: Mapping[str, Machine]) -> list[str]:
 
 
 def constants(machines: Mapping[str, Machine]) -> list[str]:
-    """Return which numbers were set by hand, and which lie on the bounds of their fit."""
+    """Return lines that say which numbers were set by hand, and which are at the bounds of their fit."""
     names = [field.name for field in fields(Efficiency) if field.name != "fitted"]
     lines = []
     for device, free in FITTED.items():
@@ -246,7 +246,7 @@ def constants(machines: Mapping[str, Machine]) -> list[str]:
 
 
 def each_row(machines: Mapping[str, Machine]) -> list[str]:
-    """Return the lines of docs/figures/published.csv, one for each row; those that no fit has seen first."""
+    """Return the lines of docs/figures/published.csv, one per row; rows that no fit has seen come first."""
     known = every_machine(machines)
     lines = ["table,row,seen,quantity,published,predicted,error"]
     for row in sorted(rows(), key=lambda row: row.fitted):
@@ -258,7 +258,7 @@ def each_row(machines: Mapping[str, Machine]) -> list[str]:
 
 
 def shares(machines: Mapping[str, Machine]) -> list[str]:
-    """Return a line for each device."""
+    """Return the table of shares, one row per device."""
     names = [field.name for field in fields(Efficiency)]
     rows = ([getattr(machine.reached, name) for name in names] for machine in machines.values())
     cells = ((v if isinstance(v, str) else f"{v:.2f}" for v in row) for row in rows)
@@ -266,7 +266,7 @@ def shares(machines: Mapping[str, Machine]) -> list[str]:
 
 
 def skip_output() -> list[str]:
-    """Return a line for each table that is left out of a fit."""
+    """Return the table of errors on tables that were left out of a fit."""
     found = ((table, device, _cells([abs(error) for error in errors])) for device, table, errors in left_out(rows()))
     return _table("left out | device | median | worst", found)
 

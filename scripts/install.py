@@ -1,16 +1,16 @@
 """Install what the project needs into the environment of the Python that runs this; `make setup` calls it.
 
-Every package comes from the lock of this platform and Python, where it has one version and the hashes of the files that
-may be installed as it; pip refuses a file with another hash. Nothing is resolved, so nothing comes that no lock names,
-and `pip check` shows at the end that nothing is missing. The locks (written by scripts/lock.py), in the folder locks:
+Every package comes from the lock of this platform and Python, which names one version and the hashes of its files; pip
+refuses a file with another hash. pip resolves nothing, so it installs only packages that a lock names; `pip check` at
+the end shows that none is missing. scripts/lock.py writes the locks, in the folder locks:
 
-    PLATFORM-pyVERSION.txt          the project, its tests, setuptools to install it with, and torch
-    PLATFORM-pyVERSION-cuda.txt     what a torch for CUDA asks for besides; a torch for the CPU does not
-    PLATFORM-pyVERSION-cpu.txt      a build of torch for the CPU, taken instead where pip is configured to find it
-    PLATFORM-pyVERSION-bench.txt    the peers that the benchmarks compare with
-    PLATFORM-pyVERSION-docs.txt     what `make docs` builds the site with
+    PLATFORM-pyVERSION.txt          the project's and its tests' requirements, setuptools for the installation, torch
+    PLATFORM-pyVERSION-cuda.txt     additional requirements of a torch for CUDA
+    PLATFORM-pyVERSION-cpu.txt      a build of torch for the CPU, used instead if pip is configured to find it
+    PLATFORM-pyVERSION-bench.txt    the peers of the benchmarks
+    PLATFORM-pyVERSION-docs.txt     the tools with which `make docs` builds the site
 
-Only the standard library is there when this runs, and the heartbeat, which needs nothing else: pip says nothing for
+This script needs only the standard library and megazero's heartbeat, which shows progress while pip is silent for
 minutes.
 """
 
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: from the repository, where megazero is
+if __name__ == "__main__":  # as a script: import megazero from the repository
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from megazero.base.doing import doing
@@ -33,29 +33,29 @@ from megazero.base.heartbeat import HEART
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "locks"
-LOCKED = "locked"  # the value of --torch that takes torch from the lock
+LOCKED = "locked"  # the value of --torch that selects torch from the lock
 
 
 def this_machine() -> str:
-    """Return what the names of this machine's locks begin with."""
+    """Return the prefix of the names of this machine's locks: PLATFORM-pyVERSION."""
     system = {"Darwin": "macos"}.get(platform.system(), platform.system().lower())
     return f"{system}-{platform.machine()}-py{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def lines_of(lock: Path) -> dict[str, str]:
-    """Return the line of each package of a lock, by the package's normalised name."""
+    """Return the lines of a lock by normalised package name."""
     lines = [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
     return {line.partition("==")[0]: line for line in lines}
 
 
 def asks_for_any(package: str, names: Sequence[str]) -> bool:
-    """Return whether the installed package depends on one of these packages."""
+    """Return whether an installed package depends on one of these packages."""
     required = [re.match(r"[\w.-]+", line) for line in metadata.requires(package) or ()]
     return not {re.sub(r"[-_.]+", "-", name[0]).lower() for name in required if name}.isdisjoint(names)
 
 
 def pip(*options: str | Path) -> None:
-    """Run pip; this process ends where pip fails, which has said why."""
+    """Run pip; exit if it fails, as pip has printed the reason."""
     with doing(f"pip {options[0]}"):
         done = subprocess.run([sys.executable, "-m", "pip", *map(str, options)], check=False)
     if done.returncode:
@@ -68,9 +68,9 @@ def install_locked(lock: Path, *options: str) -> None:
 
 
 def is_found(lock: Path) -> bool:
-    """Return whether pip finds the packages of a lock where it is configured to look; a wrong hash ends this process.
+    """Return whether pip, as configured, finds the packages of a lock; exit on a wrong hash.
 
-    One lock with both builds of a version would not do: pip prefers a file of which an index tells the hash.
+    Both builds of a version cannot be in one lock: pip prefers a file whose hash an index states.
     """
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--require-hashes", "--no-deps", "-r"]
     with doing("looking for a build of torch for the CPU"):
@@ -81,11 +81,11 @@ def is_found(lock: Path) -> bool:
 
 
 def install(torch: str, extras: Sequence[str]) -> None:
-    """Install the project for this machine.
+    """Install the project on this machine.
 
     Args:
-        torch: LOCKED, or what pip installs as torch instead (a requirement, and options of pip).
-        extras: of pyproject.toml, besides `test`, each with a lock of its own.
+        torch: LOCKED, or a requirement and options of pip that install torch instead.
+        extras: extras of pyproject.toml other than `test`; each has its own lock.
     """
     machine = this_machine()
     names = ("", "-cuda", "-cpu", *(f"-{name}" for name in extras))
@@ -111,14 +111,14 @@ def install(torch: str, extras: Sequence[str]) -> None:
     elif cuda.exists() and asks_for_any("torch", list(lines_of(cuda))):
         install_locked(cuda, "--only-binary=:all:")
     for lock in others:
-        # DeepSpeed is there as source only: built with the packages of this environment, which are locked too.
+        # DeepSpeed has no wheels: it is built with the packages of this environment, which are locked too.
         install_locked(lock, "--no-build-isolation")
     pip("install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", ROOT)
     pip("check")
 
 
 def main() -> None:
-    """Read the command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Installs what the project needs into this Python's environment.")
     parser.add_argument("--torch", default=LOCKED, help='"locked", or a requirement and options for pip')
     parser.add_argument("--environment", type=Path, help="make this virtual environment instead, and nothing else")

@@ -1,8 +1,8 @@
-"""Train a small module under `megazero.shard` and print every number that no clock decides, as one line of JSON.
+"""Train a small module under `megazero.shard` and print all numbers except times, as one line of JSON.
 
     python scripts/library_numbers.py RANKS OPTIONS     # OPTIONS: JSON of keyword arguments of `megazero.shard`
 
-`scripts/same_numbers.py` runs it with the code of two trees.
+`scripts/same_numbers.py` runs this with the code of two trees.
 """
 
 import hashlib
@@ -19,6 +19,8 @@ STEPS, ROWS, WIDTH, WORDS = 3, 4, 24, 50
 
 
 class Residual(nn.Module):
+    """A residual MLP block."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -30,6 +32,8 @@ class Residual(nn.Module):
 
 
 class Model(nn.Module):
+    """A small model of residual blocks between an embedding and a head."""
+
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(WORDS, WIDTH)
@@ -44,7 +48,7 @@ class Model(nn.Module):
 
 
 def trained(options: dict[str, Any]) -> dict[str, Any]:
-    """Train on each rank's own rows; return losses, norms, final values and rank 0's ledger."""
+    """Train each rank on its own rows; return losses, norms, hashes of final values, memory and traffic."""
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(0)
         model = Model().double() if options.get("precision") is None else Model()

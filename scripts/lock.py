@@ -1,13 +1,13 @@
-"""Write the locks: every package that `make setup` installs, one version everywhere, with the hashes of its files.
+"""Write the locks: all packages that `make setup` installs, each in one version everywhere, with its files' hashes.
 
-    python scripts/lock.py                      after a change of pyproject.toml: versions stay where they can
-    python scripts/lock.py --upgrade            takes the newest of everything
-    python scripts/lock.py --upgrade numpy      takes the newest of some
-    python scripts/lock.py --wheels FOLDER      locks the CPU builds of torch (2.13.0+cpu) that are in a folder too
+    python scripts/lock.py                      after a change of pyproject.toml: keeps the locked versions
+    python scripts/lock.py --upgrade            takes the newest versions of all packages
+    python scripts/lock.py --upgrade numpy      takes the newest versions of some packages
+    python scripts/lock.py --wheels FOLDER      also locks the CPU builds of torch (2.13.0+cpu) in a folder
 
-uv (`pip install uv`) resolves pyproject.toml for each platform and Python from the package index; here every package's
-hashes are written down. Source archives are admitted only of packages that have no wheel. Without --wheels the locks of
-CPU builds stay as they are while torch's version does, and go when it changes.
+uv (`pip install uv`) resolves pyproject.toml for each platform and Python from the package index; this script writes
+the versions and hashes. A source archive is locked only if a package has no wheel. Without --wheels the locks of CPU
+builds are kept as long as the version of torch does not change, and deleted when it does.
 """
 
 import sys
@@ -29,21 +29,21 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from scripts.install import LOCKS, ROOT, lines_of
 
-EXTRAS = ("bench", "docs")  # of pyproject.toml, each with a lock of its own
+EXTRAS = ("bench", "docs")  # extras of pyproject.toml; each has its own lock
 PYTHONS = ("3.11", "3.12", "3.13")
-PLATFORMS = {  # our name of it, uv's
+PLATFORMS = {  # our name -> uv's name
     "linux-x86_64": "x86_64-manylinux_2_28",
     "linux-aarch64": "aarch64-manylinux_2_28",
     "macos-arm64": "aarch64-apple-darwin",
 }
-OLDEST_MACOS = "14.0"  # that torch has wheels for
-CUDA = re.compile(r"(nvidia|cuda|triton)\b")  # what torch depends on for GPUs only
+OLDEST_MACOS = "14.0"  # for which torch has wheels
+CUDA = re.compile(r"(nvidia|cuda|triton)\b")  # requirements of torch for GPUs only
 
 Package = Mapping[str, Any]  # a table of the pylock.toml standard
 
 
 def resolve(platform: str, python: str, extras: Iterable[str], pins: Mapping[str, str]) -> dict[str, Package]:
-    """Return uv's choice of packages by name (a pylock.toml, PEP 751).
+    """Resolve the requirements with uv; return the packages by name (from a pylock.toml, PEP 751).
 
     Args:
         pins: versions to keep.
@@ -64,12 +64,12 @@ def resolve(platform: str, python: str, extras: Iterable[str], pins: Mapping[str
 
 
 def hashes(package: Package) -> set[str]:
-    """Return the sha256 of the files that may be installed as a package."""
+    """Return the sha256 of a package's wheels, or of its source archive if it has none."""
     return {file["hashes"]["sha256"] for file in package.get("wheels") or [package["sdist"]]}
 
 
 def cpu_builds(folder: Path, platform: str, python: str) -> dict[str, str]:
-    """Return the lines, by name, of the builds of torch for the CPU in a folder that fit a platform and a Python."""
+    """Return the lock lines, by name, of the CPU builds of torch in a folder for a platform and a Python."""
     machine, interpreter = platform.partition("-")[2], f"cp{python.replace('.', '')}"
     found = {}
     for path in sorted(folder.glob("torch-*+cpu-*.whl")):
@@ -82,7 +82,7 @@ def cpu_builds(folder: Path, platform: str, python: str) -> dict[str, str]:
 
 
 def write(lock: Path, lines: Mapping[str, str]) -> None:
-    """Write a lock; no file where there are no packages."""
+    """Write a lock; delete it if there are no packages."""
     lock.unlink(missing_ok=True)
     if lines:
         comment = "# Written by scripts/lock.py, installed by `make setup` (scripts/install.py)."
@@ -90,7 +90,7 @@ def write(lock: Path, lines: Mapping[str, str]) -> None:
 
 
 def lines(packages: Mapping[str, Package]) -> dict[str, str]:
-    """Return the line of each package."""
+    """Return the lock line of each package by name."""
     return {
         name: " ".join([f"{name}=={package['version']}", *(f"--hash=sha256:{d}" for d in sorted(hashes(package)))])
         for name, package in packages.items()
@@ -98,7 +98,7 @@ def lines(packages: Mapping[str, Package]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write every lock, each with the versions of those before it."""
+    """Write all locks; each keeps the versions of the previous ones."""
     parser = argparse.ArgumentParser(description="Writes the locks that `make setup` installs from.")
     parser.add_argument("--upgrade", nargs="*", metavar="NAME", help="the newest version of these, or of all")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="where CPU builds of torch are")

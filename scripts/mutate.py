@@ -1,12 +1,12 @@
-"""Plant random one-line mutations, one at a time, and record which tests find them: the mutation score.
+"""Measure the mutation score: plant random one-line mutations, one at a time, and record which tests find them.
 
-    python scripts/mutate.py --out mutations.jsonl --count 200      # run it again: it goes on where the file ends
+    python scripts/mutate.py --out mutations.jsonl --count 200      # a second run continues where the file ends
     python scripts/mutate.py --report mutations.jsonl               # the score by kind, and the survivors
 
-Mutations are drawn with a seed from the rooms that compute, send or store numbers, evenly over the kinds of `KINDS`.
-Each is planted in a copy of the tree. First the tests of the module of its own run, then all quick tests that import
-it, then those of its room, then the certificate; the first that fails has found it. A mutation that no test finds has
-survived: it needs a test, or a reason why no result differs.
+Mutations are drawn with a seed from the packages (`ROOMS`) that compute, send or store numbers, evenly over all kinds
+of mutation. Each is planted in a copy of the tree. Then the quick tests of the mutated module run, those that import
+it, those of its package, and the certificate; the first that fails has found the mutation. A mutation that none finds
+has survived: it needs a test, or a reason why no result differs.
 """
 
 import argparse
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("zero", "optim", "comm", "library", "data", "memory", "pipeline", "model", "checkpoint")
 AXES = ("tensor", "pipeline", "data", "shard", "replica", "world")
 SENDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "redistribute", "wait", "join", "settle")
-OTHER = {  # operators, each with the one that replaces it
+OTHER = {  # operator -> its replacement
     ast.Add: "-",
     ast.Sub: "+",
     ast.Mult: "+",
@@ -55,12 +55,12 @@ run: {steps: 3}
 model: {layers: 4, hidden: 32, heads: 4, vocab: 300, seq_len: 32, dropout: 0.1}
 batch: {global: 4, micro: 1}
 """
-LIMIT = 900.0  # seconds of one command; a mutation that makes a test wait for ever is found by it
+LIMIT = 900.0  # seconds of one command; it finds mutations that make a test hang
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """One line of a file with another text between two columns."""
+    """A replacement text for the bytes of one line from `begin` to `end`."""
 
     path: str
     line: int
@@ -78,7 +78,7 @@ class Mutation:
 
 
 def of_expression(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
-    """Yield what one node may become: (node that is replaced, its new text, kind)."""
+    """Yield the mutations of one node: (node to replace, its new text, kind)."""
     match node:
         case ast.BinOp(left=left, op=ast.Mult() | ast.Div()):
             yield node, ast.unparse(left), "scale"
@@ -111,7 +111,7 @@ def of_expression(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str, str
 
 
 def candidates(path: str, source: str) -> Iterator[Mutation]:
-    """Yield every mutation of a file: of one line, outside of messages, annotations, defaults and assertions."""
+    """Yield all one-line mutations of a file outside of error messages, annotations, defaults and assertions."""
 
     def walk(node: ast.AST) -> Iterator[ast.AST]:
         yield node
@@ -130,7 +130,7 @@ def candidates(path: str, source: str) -> Iterator[Mutation]:
 
 
 def compiles(source: str) -> bool:
-    """Return whether a text is Python."""
+    """Return whether a text is valid Python."""
     try:
         ast.parse(source)
     except SyntaxError:
@@ -139,7 +139,7 @@ def compiles(source: str) -> bool:
 
 
 def drawn(count: int, seed: int) -> list[Mutation]:
-    """Return mutations that are Python, in a random order in which the kinds take turns."""
+    """Return `count` mutations that are valid Python, in a random order in which the kinds alternate."""
     kinds = collections.defaultdict(list)
     files = (file for room in ROOMS for file in sorted((ROOT / "megazero" / room).rglob("*.py")))
     sources = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
@@ -157,7 +157,7 @@ def drawn(count: int, seed: int) -> list[Mutation]:
 
 
 def nearest(path: str) -> list[list[str]]:
-    """Return lists of test files, the nearest first: of the module's name, that import it, of its room."""
+    """Return lists of test files: those with the module's name, those that import it, those of its package."""
     module, room = path.removesuffix(".py").replace("/", "."), Path(path).parts[1]
     folder = ROOT / "tests" / room
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
@@ -168,7 +168,7 @@ def nearest(path: str) -> list[list[str]]:
 
 
 def ended(command: list[str], tree: Path) -> int | None:
-    """Return the exit code of a command in a tree; None where it took longer than `LIMIT`."""
+    """Run a command in a tree; return its exit code, or None if it took longer than `LIMIT`."""
     quiet = subprocess.DEVNULL
     command = ["env", f"PYTHONPATH={tree}", "OMP_NUM_THREADS=1", *command]
     running = subprocess.Popen(command, cwd=tree, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
@@ -181,7 +181,7 @@ def ended(command: list[str], tree: Path) -> int | None:
 
 
 def verdict(mutation: Mutation, tree: Path, data: Path) -> str:
-    """Return what finds a mutation that is planted in a tree: test files, the certificate, or "survived"."""
+    """Return what finds the mutation that is planted in a tree: test files, "certify", or "survived"."""
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not full", "-p", "no:cacheprovider"]
     for files in nearest(mutation.path):
         if ended([*pytest, *files], tree) not in (0, 5):  # 5: no quick test there
@@ -192,7 +192,7 @@ def verdict(mutation: Mutation, tree: Path, data: Path) -> str:
 
 
 def copied(folder: Path) -> Path:
-    """Return a copy of the files that git tracks."""
+    """Copy the files that git tracks to a folder; return the folder."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in names.split("\0")[:-1]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ def copied(folder: Path) -> Path:
 
 
 def prepare(folder: Path) -> Path:
-    """Write token files and a config for the certificate, with the code as it is."""
+    """Write token files and a config for the certificate, with the unmutated code."""
     draw = torch.Generator().manual_seed(0)
     with IndexedDatasetWriter(folder / "train", np.uint16) as writer:
         for _ in range(200):
@@ -213,7 +213,7 @@ def prepare(folder: Path) -> Path:
 
 
 def run(out: Path, count: int, seed: int, judge: Callable[[Mutation, Path, Path], str] = verdict) -> None:
-    """Append one JSON line per mutation to a file; lines that are there are not run again."""
+    """Judge mutations and append one JSON line for each to a file; skip those that the file has."""
     done = {json.dumps(row["mutation"]) for row in rows(out)} if out.exists() else set()
     with tempfile.TemporaryDirectory(prefix="mutate-") as name:
         tree, data = copied(Path(name) / "tree"), Path(name) / "data"
@@ -236,7 +236,7 @@ def run(out: Path, count: int, seed: int, judge: Callable[[Mutation, Path, Path]
 
 
 def rows(out: Path) -> list[dict]:
-    """Return the rows of a file of results."""
+    """Return the rows of a results file."""
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
@@ -256,7 +256,7 @@ def report(out: Path) -> None:
 
 
 def main() -> None:
-    """Plant and judge, or report."""
+    """Run the command line: judge mutations, or report results."""
     parser = argparse.ArgumentParser(description="the mutation score")
     parser.add_argument("--out", type=Path, help="rows are appended to this file")
     parser.add_argument("--report", type=Path, help="a file of rows to count")

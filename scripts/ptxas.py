@@ -1,6 +1,6 @@
-"""The resources that each CUDA kernel takes of a multiprocessor, as ptxas reported them when it was built.
+"""Report the multiprocessor resources that each CUDA kernel uses, from the output of ptxas at its build.
 
-python -m scripts.ptxas      # of every kernel, on each architecture of a release: some minutes, needs no GPU
+python -m scripts.ptxas      # all kernels on each architecture of a release: takes some minutes, needs no GPU
 """
 
 import re
@@ -17,28 +17,28 @@ _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) 
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 
-# A multiprocessor's registers, the threads and blocks that may be resident, by compute capability (CUDA C++
-# Programming Guide, table of technical specifications per compute capability). Registers are given out to warps in
+# A multiprocessor's registers, and its largest numbers of resident threads and blocks by compute capability (CUDA C++
+# Programming Guide, table of technical specifications per compute capability). Registers are allocated to warps in
 # units of 256.
 _REGISTERS = 65_536
 _REGISTER_UNIT = 256
 _WARP = 32
 _THREADS = {70: 2048, 75: 1024, 80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 103: 2048, 120: 1536}
-_OLDEST_ARCH = 70  # Volta: older ones have no tensor cores
+_OLDEST_ARCH = 70  # Volta: older architectures have no tensor cores
 _RELEASE_ARCHS = (80, 90, 100, 120)
 _BLOCKS = {70: 32, 75: 16, 80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 103: 32, 120: 24}
 
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources of one kernel on one architecture.
+    """The resources of a kernel on an architecture.
 
     Attributes:
         arch: compute capability, 90 for 9.0.
         kernel: name with template arguments.
         registers: per thread.
         stack, spills: bytes per thread of local memory; spills are stores plus loads.
-        shared: bytes per block that the kernel declares (what a launch adds comes on top).
+        shared: bytes per block that the kernel declares, without those that a launch adds.
     """
 
     arch: int
@@ -49,13 +49,13 @@ class Resources:
     shared: int
 
     def occupancy(self, threads: int) -> float:
-        """Return the share of a multiprocessor's threads that registers and blocks allow to be resident.
+        """Return the share of a multiprocessor's threads that can be resident, limited by registers and blocks.
 
         Args:
-            threads: of a block.
+            threads: threads per block.
 
         Raises:
-            KeyError: an architecture that is not in the tables here.
+            KeyError: the architecture is not in the tables of this module.
         """
         warps = -(-threads // _WARP)
         of_a_warp = -(-self.registers * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT
@@ -64,7 +64,7 @@ class Resources:
 
 
 def resources(report: str) -> list[Resources]:
-    """Return the rows of a report by `ptxas -v`, in its order."""
+    """Parse a report of `ptxas -v`; return its kernels in order."""
     rows: list[Resources] = []
     for line in report.splitlines():
         if found := _ENTRY.search(line):
@@ -79,7 +79,7 @@ def resources(report: str) -> list[Resources]:
 
 
 def table(rows: list[Resources]) -> str:
-    """Return one line for each kernel: registers and spills on every architecture."""
+    """Return a text table with one line per kernel: registers and spills on every architecture."""
     archs = sorted({row.arch for row in rows})
     by_kernel: dict[str, dict[int, Resources]] = {}
     for row in rows:
@@ -96,7 +96,7 @@ def table(rows: list[Resources]) -> str:
 
 
 def _demangled(names: list[str]) -> list[str]:
-    """Return names without namespace, result and parameters; unchanged where there is no c++filt."""
+    """Return demangled names without namespace, result and parameters; unchanged if there is no c++filt."""
     tool = shutil.which("c++filt")
     if tool is None or not names:
         return names
@@ -113,14 +113,14 @@ def _short(line: str) -> str:
 
 
 def known_archs(nvcc: str) -> list[int]:
-    """Return the compute capabilities that nvcc compiles for, ascending, from 70 on."""
+    """Return the compute capabilities that nvcc compiles for, ascending, from 70 up."""
     lines = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout.split()
     archs = sorted(int(line.removeprefix("compute_")) for line in lines if line.startswith("compute_"))
     return [arch for arch in archs if arch >= _OLDEST_ARCH]
 
 
 def release_archs(nvcc: str) -> list[int]:
-    """Return the architectures of a library for any machine: the oldest that nvcc knows, 80, 90, 100 and 120."""
+    """Return the architectures of a release: the oldest, 80, 90, 100 and 120, of those that nvcc knows from 70 up."""
     known = known_archs(nvcc)
     return sorted({known[0], *(arch for arch in _RELEASE_ARCHS if arch in known)})
 

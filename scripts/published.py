@@ -1,4 +1,4 @@
-"""Published figures of training runs, as rows that a plan is held against: `tests/plan/published/*.csv`."""
+"""Published figures of training runs, with which plans are compared: `tests/plan/published/*.csv`."""
 
 import csv
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from megazero.plan.time import StepTime, step_time
 FOLDER = Path(__file__).resolve().parents[1] / "tests/plan/published"
 FILES = ("throughput.csv", "systems.csv")
 MEMORY = "memory GiB"
-CONTEXT = 1573 / 1024  # GiB of CUDA's own, which nvidia-smi counts and the planner sets aside: BigScience's log
+CONTEXT = 1573 / 1024  # GiB of the CUDA context: nvidia-smi counts it, a plan's peak does not (BigScience's log)
 QUANTITIES: dict[str, Callable[[StepTime, Job, float], float]] = {
     "hfu TFLOP/s": lambda found, job, peak: found.hfu * peak / 1e12,
     "model TFLOP/s": lambda found, job, peak: found.tflops_per_device,
@@ -28,7 +28,7 @@ QUANTITIES: dict[str, Callable[[StepTime, Job, float], float]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure, and the job that it is of; a fit sees it or not."""
+    """A published figure and its job; `fitted`: a fit uses it."""
 
     table: str
     name: str
@@ -41,11 +41,11 @@ class Row:
 
     @property
     def own_kernels(self) -> bool:
-        """Return whether its system has shares of its own on this device, so that the device's fit does not see it."""
+        """Return whether its system has its own shares on this device; the device's fit then does not use the row."""
         return self.machine in self.system.reached
 
     def predicted(self, machine: Machine, system: System | None = None) -> float:
-        """Return what the planner says, of its own system or of another."""
+        """Return the planner's figure, for the row's own system or for another."""
         system = system or self.system
         if self.quantity == MEMORY:
             ends = {0, self.job.pipeline - 1}
@@ -55,7 +55,7 @@ class Row:
         return QUANTITIES[self.quantity](step_time(self.job, machine, system), self.job, peak)
 
     def at_hfu(self, hfu: float, machine: Machine) -> float:
-        """Return what the baseline says: all FLOPs of the step at one share of the peak."""
+        """Return the baseline's figure: all FLOPs of the step at one share of the peak."""
         compute = Compute(self.job, machine, self.system)
         model, done = compute.flops()
         tokens = self.job.global_batch * self.job.shape.seq_len / self.job.ranks
@@ -100,6 +100,6 @@ def _row(row: dict[str, str]) -> Row:
 
 
 def every_machine(machines: Mapping[str, Machine]) -> dict[str, Machine]:
-    """Return the machines with those of rows that no plan is asked for: the A100 with 40 GB, its shares the 80 GB's."""
+    """Return the machines and the A100 with 40 GB, which only rows use; it has the shares of the 80 GB version."""
     small = {"memory_bytes": 40 * 2**30, "memory_bandwidth": 1555e9}  # NVIDIA A100 data sheet, Jun 2021, SXM
     return {**machines, "a100-40gb": replace(machines["a100-80gb"], name="a100-40gb", **small)}

@@ -1,7 +1,7 @@
-"""Run the whole way on one machine: text, tokenizer, token files, training, a sample (`make quickstart`).
+"""Run all steps on one machine: text, tokenizer, token files, training, a sample (`make quickstart`).
 
 Trains configs/quickstart.yaml into a fresh numbered folder runs/quickstart_N, on two local ranks with ZeRO stage 2 (on
-one where there is one GPU). Extra arguments are overrides for the training run, e.g.
+one if there is one GPU). Extra arguments are overrides for the training run, e.g.
 `python scripts/quickstart.py run.steps=20`.
 """
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: from the repository, where megazero is
+if __name__ == "__main__":  # as a script: import megazero from the repository
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from megazero.base.doing import doing
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROMPT, TEMPERATURE = "def __init__(self,", "0.7"
 GENERATE = ["-m", "megazero", "generate"]
 STAGE_2 = ["zero.stage=2"]
-STOPPED = 75  # the exit code of a run that a signal has ended, and that can go on
+STOPPED = 75  # the exit code of a run that a signal has stopped and that can be resumed
 
 
 def main(overrides: list[str]) -> int:
@@ -47,7 +47,7 @@ def main(overrides: list[str]) -> int:
 
 
 def run(title: str, *command: object) -> int:
-    """Run a Python command from the root; return its exit code. Who ends this ends that too."""
+    """Run a Python command from the root; return its exit code. SIGTERM to this process stops the command too."""
     print(f"--- {title}", flush=True)
     with subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT) as process:
         before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
@@ -59,7 +59,7 @@ def run(title: str, *command: object) -> int:
 
 
 def ranks() -> str:
-    """Return two ranks, as text, or one where two would share a GPU."""
+    """Return the number of ranks, as text: two, or one if two would share a GPU."""
     HEART.begin(sys.stdout, "quickstart")
     try:
         with doing("looking for GPUs"):
@@ -81,5 +81,5 @@ def fresh_folder(runs: Path) -> Path:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:  # the command that ran has said so
+    except KeyboardInterrupt:  # the running command has reported it
         sys.exit(130)

@@ -1,12 +1,12 @@
-"""Make the quickstart's data: a tokenizer and a token data set from text that every machine has.
+"""Make the quickstart's data, a tokenizer and token files, from text that every machine has.
 
     python scripts/quickstart_data.py --output data/quickstart
 
-The text is the Python standard library's own sources, without its tests and without its tables (of character sets, of
-entities, of help texts: a model that learns them spends its words on them): some 10 MB of English and code, nothing to
-download. Three steps, each skipped when its result is there and sound; a step that runs makes the later ones run:
+The text is the source code of the Python standard library, without tests and without files of tables (character sets,
+entities, help texts: a model that learns them repeats them). It has about 10 MB of English and code, and needs no
+download. Each of three steps is skipped if its result exists and is valid; a step that runs makes the later ones run:
 
-    corpus.jsonl      one source file per line; recipe.txt says by which recipe, and another one's is made again
+    corpus.jsonl      one source file per line; made again unless recipe.txt names the current recipe
     tokenizer.model   4,096 pieces
     train.bin, .idx   the tokens; configs split validation off by documents
 """
@@ -14,7 +14,7 @@ download. Three steps, each skipped when its result is there and sound; a step t
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # as a script: from the repository, where megazero and data_tools are
+if __name__ == "__main__":  # as a script: import megazero and data_tools from the repository
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     from megazero.base.heartbeat import HEART
 
@@ -37,13 +37,14 @@ from megazero.data.indexed_dataset import IndexedDataset, file_pair
 from megazero.data.tokenizer import open_tokenizer
 
 VOCAB = 4096
-RECIPE = "2: without tables"  # of the corpus; another text for another choice of files
+RECIPE = "2: without tables"  # of the corpus; change it with the choice of files
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
-_ROW = re.compile(r"""[\[({]*(?:0x|-?\d|[bru]?['"]).*[,'")\]}](?:\s*#.*)?""")  # a line that is a literal, of a table
-_MOST_ROWS = 0.5  # of a file's lines
+_ROW = re.compile(r"""[\[({]*(?:0x|-?\d|[bru]?['"]).*[,'")\]}](?:\s*#.*)?""")  # a line that is a row of literals
+_MOST_ROWS = 0.5  # largest share of such lines in a file
 
 
 def quickstart_data(options: argparse.Namespace) -> None:
+    """Make the corpus, the tokenizer and the token files, as far as they are missing."""
     names = ("corpus.jsonl", "recipe.txt", "tokenizer.model", "train")
     corpus, recipe, model, prefix = (options.output / name for name in names)
     if not corpus.exists() or not recipe.exists() or recipe.read_text() != RECIPE:
@@ -70,7 +71,7 @@ def documents() -> list[str]:
 
 
 def as_lines(texts: Sequence[str]) -> bytes:
-    """Return texts as JSON, one on each line."""
+    """Return texts as JSON, one per line."""
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
@@ -88,7 +89,7 @@ def _sources() -> Iterator[Path]:
 
 
 def _utf8(path: Path) -> str:
-    """Return the text of a source file; "" where it is in another encoding or cannot be read."""
+    """Return the text of a source file; "" if it has another encoding or cannot be read."""
     try:
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError):
@@ -117,7 +118,7 @@ def _is_dataset(prefix: Path) -> bool:
 
 
 def _command(main: Callable[[Sequence[str]], int], arguments: list[object]) -> None:
-    """Run a data tool, which prints what went wrong, if anything."""
+    """Run a data tool; exit with its code if it fails."""
     code = main([str(argument) for argument in arguments])
     if code:
         sys.exit(code)

@@ -3,10 +3,10 @@
     python scripts/same_numbers.py record TREE FOLDER      # trains with the code in TREE, keeps rows and ledgers
     python scripts/same_numbers.py compare FOLDER FOLDER   # exits with 1 if a number differs
 
-Each layout trains a small model for three steps with `train.py` of TREE, with validation, or a module of one's own with
-`megazero.shard` (`scripts/library_numbers.py`). Compared are all rows of `metrics.jsonl` without the figures that a
-clock decides, and the bytes and operations of `ledger.json`; in the library losses, norms, final values and the ledger.
-Activations of a pipeline may differ by a message of a micro-batch: whether it comes before it is needed is chance.
+Each layout trains a small model for three steps, with validation, using `train.py` of TREE, or a plain module using
+`megazero.shard` (`scripts/library_numbers.py`). Compared are all rows of `metrics.jsonl` except timings, and the bytes
+and operations of `ledger.json`; for the library, losses, norms, final values and the ledger. The activation bytes of a
+pipeline may differ by the message of one micro-batch, because a message may or may not arrive before it is needed.
 """
 
 import argparse
@@ -84,7 +84,7 @@ Layout = tuple[str, int, tuple[str, ...]]  # name, ranks, options
 
 
 def layouts() -> Iterator[Layout]:
-    """Yield every layout that is compared."""
+    """Yield all layouts that are compared."""
     tp2, pp2 = ("parallel.tensor=2",), ("parallel.pipeline=2",)
     for name, flavour in (("gpt", ()), ("llama", LLAMA)):
         yield f"{name}-one", 1, flavour
@@ -133,7 +133,7 @@ def layouts() -> Iterator[Layout]:
 
 
 def record(tree: Path, folder: Path) -> None:
-    """Train in every layout with the code in a tree, and keep what is compared."""
+    """Train in every layout with the code in a tree, and write the numbers to a folder."""
     folder.mkdir(parents=True)
     make_data(folder)
     found = list(layouts())
@@ -144,7 +144,7 @@ def record(tree: Path, folder: Path) -> None:
 
 
 def trained_run(tree: Path, folder: Path, ranks: int, options: Sequence[str]) -> dict[str, Any]:
-    """Train with `train.py` of a tree; return the numbers of the run."""
+    """Train with `train.py` of a tree; return the run's numbers."""
     run, disk = folder / "run", folder / "disk"
     places = [f"run.dir={run}", f"data.train={folder / 'tokens'}"]
     places += [f"zero.offload.path={disk}"] if HOST in options else []
@@ -162,7 +162,7 @@ def trained_library(tree: Path, folder: Path, ranks: int, options: Sequence[str]
 
 
 def output(tree: Path, *command: str) -> str:
-    """Run a Python program with the code in a tree; return the text that it prints."""
+    """Run a Python program with the code in a tree; return its output."""
     environment = ["env", f"PYTHONPATH={tree}", "OMP_NUM_THREADS=1", sys.executable]
     done = subprocess.run([*environment, *command], cwd=tree, capture_output=True, text=True)
     if done.returncode:
@@ -171,7 +171,7 @@ def output(tree: Path, *command: str) -> str:
 
 
 def make_data(folder: Path) -> None:
-    """Write the config and the tokens: documents of random length."""
+    """Write the config, and tokens in documents of random length."""
     draw = torch.Generator().manual_seed(0)
     with IndexedDatasetWriter(folder / "tokens", np.uint16) as writer:
         for _ in range(60):
@@ -182,18 +182,18 @@ def make_data(folder: Path) -> None:
 
 
 def numbers(run: Path) -> dict[str, Any]:
-    """Return what a run's folder says that no clock decides."""
+    """Return the numbers in a run's folder, except timings."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     ledger = json.loads((run / "ledger.json").read_text())
     rows = [{key: value for key, value in row.items() if key not in TIMING_KEYS} for row in rows]
     for rank in ledger:
-        rank["traffic"].get("world", {}).pop("agree", None)  # texts with times in them
+        rank["traffic"].get("world", {}).pop("agree", None)  # the texts sent there contain times
     counted = [{"traffic": rank["traffic"], "bytes": rank["bytes"]} for rank in ledger]
     return {"rows": rows, "ranks": counted}
 
 
 def compare(one: Path, other: Path) -> int:
-    """Print every number that differs, and return how many layouts have one."""
+    """Print every number that differs; return the number of layouts with differences."""
     different = 0
     names = [name for name, *_ in layouts()]
     for name in names:

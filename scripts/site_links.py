@@ -1,4 +1,4 @@
-"""Turn links to files of the repository into their paths, for `make docs`: a site has the documents alone."""
+"""Replace links to repository files by paths, for `make docs`, as the site contains only the documents."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ _LINK = re.compile(r"\[(?P<text>[^\]]*)\]\(\.\./(?P<path>[^)#\s]+)(#[^)\s]*)?\)"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return a page with `[text](../path)` as text and path; links between documents stay."""
+    """Replace `[text](../path)` by text and path; keep links between documents."""
     return _LINK.sub(_as_path, markdown)
 
 

@@ -1,16 +1,16 @@
-"""Write the tables of the documents from docs/figures, which benchmarks keep with --save.
+"""Write the tables of the documents from docs/figures, which benchmarks write with --save.
 
     python scripts/tables.py            # writes them
-    python scripts/tables.py --check    # writes nothing; exits with 1 and says what differs, or is too old
+    python scripts/tables.py --check    # writes nothing; exits with 1 if a table differs or is too old
 
-A table stands between two lines of a document:
+A table is between two lines of a document:
 
     <!-- figures zero: small (1 of 4) -->
-    <!-- figures zero: small (1 of 4); rows ours-stage0 | ddp -->      of these systems alone, without the command
+    <!-- figures zero: small (1 of 4); rows ours-stage0 | ddp -->      only these systems, without the notes
     <!-- figures zero: small (1 of 4); old: no machine of that kind is here any more -->
     <!-- end -->
 
-A table whose commit lies more than 60 commits back is too old, unless its line says why it stays. `gpu_NAME.json`, a
+A table is too old if its commit is more than 60 commits back, unless its line says why it stays. `gpu_NAME.json`, a
 report of scripts/gpu_check.sh, becomes the page `gpu_NAME.md`.
 """
 
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any folder, also without an installation
 
 from scripts.bench.figures import FIGURES, ROOT, Report, notes, read, table
 from scripts.gpu_check.findings import markdown
@@ -40,7 +40,7 @@ class Marker:
     """A line that asks for a table.
 
     Attributes:
-        rows: the systems to show; none: all of them, and where the figures come from.
+        rows: the systems to show; empty: all, followed by the notes.
         old: why the table may be old; None: it may not.
     """
 
@@ -51,6 +51,7 @@ class Marker:
 
     @classmethod
     def of(cls, line: str) -> "Marker | None":
+        """Parse a line; return None if it is not a marker."""
         found = _BEGIN.fullmatch(line.strip())
         if found is None:
             return None
@@ -59,7 +60,7 @@ class Marker:
 
 
 class FigureError(ValueError):
-    """An error for a document that asks for figures that are not there."""
+    """A document asks for figures that do not exist, or a table has no end."""
 
 
 def main() -> int:
@@ -82,14 +83,15 @@ def main() -> int:
 
 
 def documents() -> list[Path]:
+    """Return the files that may have tables: the README and docs/*.md."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def written(text: str, figures: Path) -> tuple[str, list[Marker]]:
-    """Return a document with its tables written again, and their markers.
+    """Return a document with its tables rewritten, and their markers.
 
     Raises:
-        FigureError: a table has no end, or there are no figures for it.
+        FigureError: a table has no end, or has no figures.
     """
     out: list[str] = []
     markers: list[Marker] = []
@@ -123,6 +125,7 @@ def shown(marker: Marker, figures: Path) -> Iterator[str]:
 
 
 def report_of(marker: Marker, figures: Path) -> Report:
+    """Return the report of a marker's table."""
     found = next((one for one in read(figures / f"{marker.script}.json") if one["title"] == marker.title), None)
     if found is None:
         raise FigureError(f"docs/figures/{marker.script}.json has no {marker.title!r}")
@@ -130,7 +133,7 @@ def report_of(marker: Marker, figures: Path) -> Report:
 
 
 def too_old(markers: Sequence[Marker], figures: Path) -> Iterator[str]:
-    """Yield a line for each table that is too old and does not say why."""
+    """Yield a line for each table that is too old without a reason."""
     for marker in markers:
         commit = str(report_of(marker, figures)["commit"]).rstrip("+")
         behind = commits_since(commit)
@@ -140,7 +143,7 @@ def too_old(markers: Sequence[Marker], figures: Path) -> Iterator[str]:
 
 
 def commits_since(commit: str) -> int | None:
-    """Return how many commits came after one; None: it is not known here."""
+    """Return the number of commits after a commit; None if the commit is unknown."""
     line = ["git", "rev-list", "--count", f"{commit}..HEAD"]
     found = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     return int(found.stdout) if found.returncode == 0 else None

@@ -3,19 +3,19 @@
     python scripts/bench/checkpoint.py [--megabytes 100 500 2000] [--kinds save load stall behind] [--folder DIR]
                                        [--launches 3] [--pairs 21] [--json] [--save]
 
-Two ranks of one thread each hold the state of a GPT (fp32 weights and both moments of AdamW, 12 bytes a parameter)
-sharded over them as ZeRO stage 1 does: the *small* one, or with --megabytes models of about so much state, of as wide
-layers but more or fewer. Both systems write the same bytes to the same disk and flush them. *save* is from the call
-until the checkpoint exists; *load* fills all tensors again from files that are in the page cache (ours verifies every
-block, DCP nothing); *stall* is how long training stands still for a save in the background: in the call, and (ours)
-before the next update, after one forward and backward pass that both do meanwhile. *behind* is all of that, the passes
-too, because the save slows them down. Of a save and a load of ours the part that goes into hashes is a
-row of its own.
+Two ranks of one thread each hold the state of a GPT (fp32 weights and both moments of AdamW, 12 bytes per parameter),
+sharded over them as in ZeRO stage 1. The model is the *small* one, or with --megabytes a model with about that much
+state: layers of the same width, but more or fewer of them. Both systems write the same bytes to the same disk and flush
+them. *save* is the time from the call until the checkpoint exists. *load* fills all tensors from files that are in the
+page cache (ours verifies every block, DCP nothing). *stall* is how long a background save stops training: in the call,
+and (ours) before the next update, after one forward and backward pass that both systems do in the meantime. *behind* is
+the stall plus these passes, because the save slows them down. The time that our save and load spend on hashes is a row
+of its own.
 
-`dcp-stager` is DCP with its asynchronous stager, which copies in a thread of its own into memory that it keeps; `dcp`
-has the default one. Ratios are paired to that: below 1.000 is faster. Of states above a gigabyte two systems run at a
-time, so that they fit into memory. Bytes go to files alone; the ranks of ours agree through shared memory, those of DCP
-through sockets.
+`dcp-stager` is DCP with its asynchronous stager, which copies in its own thread into memory that it keeps; `dcp` has
+the default stager. Ratios are relative to `dcp`: below 1.000 is faster. For states above a gigabyte two systems run at
+a time, so that they fit into memory. Only files carry the bytes; our ranks agree through shared memory, DCP's through
+sockets.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -66,7 +66,7 @@ from scripts.bench.processes import System
 
 RANKS = 2
 MODEL = Model(layers=8, hidden=512, heads=8, vocab=VOCAB, seq_len=SEQ_LEN, dropout=0.0)
-BYTES = 12  # of state a parameter
+BYTES = 12  # of state per parameter
 KINDS = ("save", "load", "stall", "behind")
 BATCH = 4
 TOGETHER = 1e9  # bytes of state up to which all systems run at a time
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def model_of(megabytes: float) -> Model:
-    """Return a model whose state has about so many megabytes: of small ones the ends alone would be too large."""
+    """Return a model with about that much state; below 90 MB it is narrow, as a wide embedding alone has more."""
     hidden = 512 if megabytes >= 90 else 128
     ends, layer = (VOCAB + SEQ_LEN + 2) * hidden, 12 * hidden**2 + 13 * hidden
     layers = max(1, round((megabytes * 1e6 / BYTES - ends) / layer))
@@ -94,10 +94,10 @@ def model_of(megabytes: float) -> Model:
 
 
 def groups_of(kind: str, model: Model, folder: str, only: list[str]) -> Iterator[Group]:
-    """Yield the systems of one act, which time themselves: all of them, or one at a time next to the reference.
+    """Yield the groups of one kind: all systems together, or each alone with the reference if the state is large.
 
     Args:
-        folder: where each group has one of its own, which is removed when the next group is asked for.
+        folder: each group writes to its own subfolder, which is removed before the next group.
     """
     size = BYTES * sum(parameter.numel() for parameter in build_model(_config(model)).parameters())
     background = kind in ("stall", "behind")
@@ -116,6 +116,7 @@ def groups_of(kind: str, model: Model, folder: str, only: list[str]) -> Iterator
 
 
 def meet_again(grid: Grid) -> None:
+    """Wait until all ranks have called this."""
     gather_bytes(b"", grid["world"], "agree", CPU)
 
 
@@ -141,7 +142,7 @@ def _build(who: str, kind: str, model: Model, folder: str, rank: int, size: int,
         built.pipeline.train([feed(0)], lambda batch: batch)
 
     passes()
-    built.engine.finish_step(1e-4)  # moments that are not zero
+    built.engine.finish_step(1e-4)  # so that the moments are not zero
     where = Path(folder) / f"{who}-{kind}"
     if who.startswith("dcp"):
         return _dcp(kind, where, grid, built, passes, stager=who == "dcp-stager")
@@ -150,7 +151,7 @@ def _build(who: str, kind: str, model: Model, folder: str, rank: int, size: int,
 
 
 def _hashing(act: Callable[[], float]) -> Callable[[], float]:
-    """Return the same act, of which only the seconds in hashes count."""
+    """Return a call of `act` that returns only the seconds spent on hashes."""
     hash_of, seconds = shard.hash_of, [0.0]
 
     def timed(data: bytes | memoryview) -> str:
@@ -236,11 +237,11 @@ def _dcp(
     state = {}
     for unit in built.engine.units:
         for name, flat in {"weight": unit.masters, **built.engine.optimizer.state[unit]}.items():
-            # Its staging for async_save copies whole storages, and fails where a tensor is a part of one.
+            # DCP's staging for async_save copies whole storages, and fails on a tensor that is a part of one.
             own = flat.clone() if kind in ("stall", "behind") else flat
             state[f"{unit.layout.name}.{name}"] = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
     steps = ((step, _progress(step)) for step in itertools.count(1))
-    options = {"use_pinned_memory": False, "use_shared_memory": False, "use_non_blocking_copy": False}  # no GPU is here
+    options = {"use_pinned_memory": False, "use_shared_memory": False, "use_non_blocking_copy": False}  # no GPU here
     staging = DefaultStager(StagingOptions(use_async_staging=True, **options)) if stager else None
 
     def clear() -> Path:
@@ -264,7 +265,7 @@ def _dcp(
         passed = time.perf_counter()
         if isinstance(answer, Future):
             answer.result()
-        else:  # staged in a thread of its own, which has to be done before the update
+        else:  # a thread does the staging, which must end before the update
             answer.staging_completion.result()
             called += time.perf_counter() - passed
             answer.upload_completion.result()

@@ -1,10 +1,10 @@
-"""The systems that zero.py and library.py compare with ours.
+"""Build the systems that zero.py and library.py compare with ours.
 
-They are plain torch without exchange, DDP, ZeroRedundancyOptimizer, FSDP1, FSDP2, and DeepSpeed.
+They are plain torch without communication, DDP, ZeroRedundancyOptimizer, FSDP1, FSDP2, and DeepSpeed.
 
-All do the same `Work`: a model with its initial weights (`gpt`: `plain_gpt.PlainGPT` with ours), fused AdamW, the same
-decay of the same parameters, and the global gradient norm clipped to the same limit. Each is set up as its own
-documentation advises; nothing is slowed down on purpose.
+All do the same `Work`: the same model with the same initial weights (`gpt`: `plain_gpt.PlainGPT` with our weights),
+fused AdamW, the same weight decay of the same parameters, and the same limit of the global gradient norm. Each is set
+up as its own documentation advises; nothing is slowed down on purpose.
 """
 
 import contextlib
@@ -32,17 +32,17 @@ ADAM = {"lr": LR, "betas": BETAS, "eps": EPS, "fused": True}
 
 @dataclass(frozen=True)
 class Work:
-    """What all systems train.
+    """The task that all systems train.
 
     Attributes:
         make: makes the model with its initial weights.
         blocks: the classes of its repeated blocks.
-        loss: (model, micro-batch) -> the mean over it.
-        batches: rank -> its micro-batches without end.
-        decays: whether a parameter decays, by its name.
+        loss: (model, micro-batch) -> its mean loss.
+        batches: rank -> endless micro-batches of that rank.
+        decays: (name, parameter) -> whether weight decay applies.
         micro: samples of a micro-batch.
         accumulation: micro-batches of a step on each rank.
-        hidden: the width, by which DeepSpeed's limits are set.
+        hidden: the width, from which DeepSpeed's limits follow.
     """
 
     make: Callable[[], nn.Module]
@@ -56,7 +56,7 @@ class Work:
 
 
 def gpt(config: Config, ranks: int) -> Work:
-    """Return the work of a GPT of plain torch modules, as a config has it."""
+    """Return the work of a GPT of plain torch modules in the shape of a config."""
     micro = config.batch.rows
     accumulation = config.batch.global_ // (micro * ranks)
     batches = partial(random_batches, micro, vocab=config.model.vocab, seq_len=config.model.seq_len)
@@ -64,7 +64,7 @@ def gpt(config: Config, ranks: int) -> Work:
 
 
 def peer(config: Config) -> PlainGPT:
-    """Return the whole model, with the weights that ours starts from."""
+    """Return the unsharded model with the initial weights of ours."""
     m = config.model
     model = PlainGPT(m.layers, m.hidden, m.heads, m.vocab, m.seq_len)
     model.take_weights(initial_weights(config))
@@ -81,7 +81,7 @@ def _decays(name: str, parameter: nn.Parameter) -> bool:
 
 
 def groups(named: Iterable[tuple[str, nn.Parameter]], decays: set[str]) -> list[dict]:
-    """Return the parameter groups for torch's AdamW; `decays` are the names whose parameters decay."""
+    """Return the parameter groups for torch's AdamW; `decays`: names of the parameters that decay."""
     named = list(named)
     return [
         {"params": [p for n, p in named if (n in decays) == decay], "weight_decay": DECAY if decay else 0.0}
@@ -90,6 +90,7 @@ def groups(named: Iterable[tuple[str, nn.Parameter]], decays: set[str]) -> list[
 
 
 def decaying(work: Work, model: nn.Module) -> set[str]:
+    """Return the names of the parameters that decay."""
     return {n for n, p in model.named_parameters() if work.decays(n, p)}
 
 
@@ -101,7 +102,7 @@ def torch_step(
     clip: Callable[[], object],
     quiet: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> Step:
-    """Return a step in plain torch style; `quiet` is around all micro-batches but the last."""
+    """Return a step in plain torch style; `quiet` wraps every micro-batch but the last (`no_sync`)."""
     batches = work.batches(rank)
 
     def step() -> float:
@@ -120,17 +121,19 @@ def torch_step(
 
 
 def clip_of(model: nn.Module) -> Callable[[], object]:
+    """Return a call that clips the gradient norm of a model."""
     return lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP)
 
 
 def plain_rank(work: Work, rank: int, size: int, store: str) -> Step:
-    """Return a step that exchanges nothing: each rank updates the whole of a model of its own."""
+    """Return a step without communication: each rank updates all of its own model."""
     model = work.make()
     optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(work, model)), **ADAM)
     return torch_step(model, optimizer, work, rank, clip_of(model))
 
 
 def ddp_rank(work: Work, static_graph: bool, rank: int, size: int, store: str) -> Step:
+    """Return a step of DDP."""
     meet(rank, size, store)
     model = work.make()
     optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(work, model)), **ADAM)
@@ -139,6 +142,7 @@ def ddp_rank(work: Work, static_graph: bool, rank: int, size: int, store: str) -
 
 
 def zero_redundancy_rank(work: Work, rank: int, size: int, store: str) -> Step:
+    """Return a step of DDP with ZeroRedundancyOptimizer."""
     meet(rank, size, store)
     model = work.make()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -148,6 +152,7 @@ def zero_redundancy_rank(work: Work, rank: int, size: int, store: str) -> Step:
 
 
 def fsdp1_rank(work: Work, strategy: str, rank: int, size: int, store: str) -> Step:
+    """Return a step of FSDP1 with a `ShardingStrategy`, given by name."""
     meet(rank, size, store)
     model = work.make()
     decays = decaying(work, model)
@@ -164,7 +169,7 @@ def fsdp1_rank(work: Work, strategy: str, rank: int, size: int, store: str) -> S
 
 
 def fsdp2_rank(work: Work, reshard: bool, rank: int, size: int, store: str) -> Step:
-    """Return a step of FSDP2: blocks resharded after their forward or not, the root by its default (it is not)."""
+    """Return a step of FSDP2; `reshard`: whether blocks are resharded after forward (the root is not, by default)."""
     meet(rank, size, store)
     model = work.make()
     decays = decaying(work, model)
@@ -184,9 +189,9 @@ def fsdp2_rank(work: Work, reshard: bool, rank: int, size: int, store: str) -> S
 
 
 def join_deepspeed(rank: int, size: int, store: str) -> Any:
-    """Join the other ranks; return the library, which is imported no sooner because importing it prints."""
+    """Join the other ranks; return the deepspeed module, imported only here because its import prints text."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    os.dup2(2, 1)  # it prints what it does; the parent's output is a table or JSON
+    os.dup2(2, 1)  # DeepSpeed prints to stdout, where the parent writes a table or JSON
     meet(rank, size, store)
     import deepspeed  # pyright: ignore[reportMissingImports]
 
@@ -197,9 +202,9 @@ def join_deepspeed(rank: int, size: int, store: str) -> Any:
 def limits_of(hidden: int) -> dict[str, int]:
     """Return DeepSpeed's limits, in elements, for a model of this size.
 
-    Its defaults (buckets of 5e8, 1e9 live parameters) are for models of billions of parameters: none would ever be
-    reached here, so nothing would be released or sent before the end. A bucket holds a block's parameters, two blocks
-    are live, and a matrix of ten rows of the hidden size stays (the rule that its documentation gives for "auto").
+    Its defaults (buckets of 5e8, 1e9 live parameters) are for models of billions of parameters. A model of this size
+    would never reach them, so nothing would be released or sent before the end. Here a bucket holds one block, two
+    blocks are live, and parameters of up to ten times the hidden size stay (its documentation's rule for "auto").
     """
     block = 12 * hidden * hidden
     return {
@@ -215,8 +220,8 @@ def limits_of(hidden: int) -> dict[str, int]:
 def deepspeed_rank(work: Work, stage: int, rank: int, size: int, store: str) -> Step:
     """Return a step of DeepSpeed.
 
-    Overlap of communication is off: it takes a second stream of the accelerator, and its CPU accelerator has none. Its
-    shared-memory collectives serve its inference engine alone, so training goes through gloo's sockets.
+    Overlap of communication is off: it needs a second stream, which DeepSpeed's CPU accelerator does not have. Only its
+    inference engine uses its shared-memory collectives, so training goes through gloo's sockets.
     """
     deepspeed, model = join_deepspeed(rank, size, store), work.make()
     optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(work, model)), **ADAM)

@@ -1,14 +1,14 @@
 """The peer of tensor.py: an untied GPT-2 in plain torch, and a plan that spreads it over ranks with torch DTensor.
 
-On one process it is a model of ordinary modules. `spread` is what torch offers for tensor parallelism
-(`torch.distributed.tensor.parallel`), arranged to be as fast as it can be:
+In one process it is a model of ordinary modules. `spread` applies torch's tensor parallelism
+(`torch.distributed.tensor.parallel`), arranged to be as fast as possible:
 
 - q, k and v are one column-wise linear whose rows are grouped by head, so that a rank holds whole heads and a block has
-  two collectives forward and two backward (sequence plan: four and four, of half the traffic), like ours;
-- the vocabulary is split in embedding and head, and `loss_parallel` gathers no logits;
+  two collectives in forward and two in backward, like ours (sequence plan: four and four, of half the traffic);
+- embedding and head are split along the vocabulary, and `loss_parallel` gathers no logits;
 - the residual stream is plain tensors, so that only linears, and norms in the sequence plan, pay DTensor's dispatch;
 - activations are sequence first, so that gathering and scattering the sequence copies nothing;
-- gradients that are partial sums and the gradient norm are completed in one all-reduce each, not in one per parameter.
+- gradients that are partial sums take one all-reduce, not one per parameter, and the gradient norm takes another one.
 
 Shapes: S sequence (or this rank's part of it), B batch, D hidden, H heads of this rank, d head dim.
 """
@@ -24,6 +24,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 
 class Block(nn.Module):
+    """A pre-norm transformer block; sequence first."""
+
     def __init__(self, hidden: int, heads: int):
         super().__init__()
         self.head_dim = hidden // heads
@@ -70,9 +72,9 @@ class UntiedGPT(nn.Module):
 
     @torch.no_grad()
     def take_weights(self, ours: Callable[[str], Tensor]) -> None:
-        """Copy the weights, asked for by name, of a megazero model of the same shape.
+        """Copy the weights of a megazero model of the same shape; `ours` returns them by name.
 
-        Its row weights are [in, out].
+        Its row-parallel weights are [in, out].
         """
         names = {"tokens": "embedding.tokens", "positions": "embedding.positions", "norm": "head.norm", "head": "head"}
         for i in range(len(self.blocks)):
@@ -81,13 +83,13 @@ class UntiedGPT(nn.Module):
             names |= {f"blocks.{i}.{mine}": f"blocks.{i}.{name}" for mine, name in theirs.items()}
         for name, parameter in self.named_parameters():
             module, _, kind = name.rpartition(".")
-            joint = "_" if name.endswith("up.bias") else "."  # an MLP may have two matrices of one input: up_bias
+            joint = "_" if name.endswith("up.bias") else "."  # ours is named up_bias, as a gated MLP has two matrices
             value = ours(f"{names[module]}{joint}{kind}")
             parameter.copy_(value.T if module.endswith((".out", ".down")) and kind == "weight" else value)
 
 
 def spread(model: UntiedGPT, mesh: DeviceMesh, sequence: bool) -> None:
-    """Split the model over the mesh; with `sequence` also what is between the matrices, along the sequence."""
+    """Split the model over the mesh; with `sequence` also split the activations between matrices along the sequence."""
     stream = Shard(0) if sequence else Replicate()
     into, out_of = ColwiseParallel(input_layouts=stream), RowwiseParallel(output_layouts=stream)
     plan = {
@@ -99,16 +101,16 @@ def spread(model: UntiedGPT, mesh: DeviceMesh, sequence: bool) -> None:
         "head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
     }
     if sequence:
-        # Positions are split like the stream: a rank needs no others, and nothing is left to be summed.
+        # Positions are split like the residual stream: a rank needs only its own, and their gradients need no sum.
         model.positions.weight = nn.Parameter(distribute_tensor(model.positions.weight, mesh, [Shard(0)]))
         plan |= {name: SequenceParallel(sequence_dim=0) for name in ("blocks.*.norm_1", "blocks.*.norm_2", "norm")}
     parallelize_module(model, mesh, plan)
 
 
 def make_optimizers(model: nn.Module, **options: float | tuple[float, float]) -> list[torch.optim.Optimizer]:
-    """Return fused AdamW over everything; matrices and the token embedding decay.
+    """Return fused AdamW optimizers of all parameters; matrices and the token embedding decay.
 
-    One is for DTensors, one for the other tensors: the fused update refuses lists that mix them.
+    DTensors and other tensors have an optimizer each: the fused update refuses lists that mix them.
     """
     decay = options.pop("weight_decay")
     optimizers: list[torch.optim.Optimizer] = []
@@ -143,7 +145,7 @@ def complete_and_clip(model: UntiedGPT, limit: float) -> None:
 
 
 def _complete(parameters: list[nn.Parameter]) -> None:
-    """Sum the gradients of these parameters over the ranks, all in one."""
+    """Sum the gradients of these parameters over the ranks, in one all-reduce."""
     if not parameters:
         return
     parts = [_local(p.grad) for p in parameters if p.grad is not None]

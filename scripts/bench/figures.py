@@ -1,7 +1,7 @@
-"""Keep what benchmarks measured in docs/figures, and write it as tables.
+"""Keep the results of benchmarks in docs/figures, and format them as tables.
 
-One file a script, `docs/figures/zero.json`: a list of reports, one for each title, each with the commit, the date, the
-machine, the versions and the command line that it comes from. `scripts/tables.py` writes the tables of the documents.
+Each script has one file, such as `docs/figures/zero.json`: a list of reports, one per title, each with its commit,
+date, machine, versions and command line. `scripts/tables.py` writes the tables of the documents from these files.
 """
 
 import datetime
@@ -24,10 +24,10 @@ Report = dict[str, Any]
 
 
 def about(arguments: Sequence[str]) -> Report:
-    """Return where figures come from: commit, date, machine, versions, command line.
+    """Return the origin of figures: commit, date, machine, versions, command line.
 
     Args:
-        arguments: of the process, its script first.
+        arguments: the command line of the process, beginning with its script.
     """
     script = Path(arguments[0]).resolve()
     name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
@@ -42,7 +42,7 @@ def about(arguments: Sequence[str]) -> Report:
 
 
 def commit() -> str | None:
-    """Return the commit that is checked out, with a "+" where files differ from it; None outside of a repository."""
+    """Return the commit that is checked out, followed by "+" if files differ from it; None outside of a repository."""
     try:
         head = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         changed = subprocess.run(
@@ -66,6 +66,7 @@ def machine() -> str:
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of Python, torch and megazero."""
     import torch
 
     import megazero
@@ -74,7 +75,7 @@ def versions() -> dict[str, str]:
 
 
 def keep(script: str, report: Report) -> None:
-    """Put a report into a script's file, in the place of the one with the same title."""
+    """Write a report to the script's file; it replaces the report with the same title."""
     FIGURES.mkdir(exist_ok=True)
     path = FIGURES / f"{script}.json"
     reports = [one for one in read(path) if one["title"] != report["title"]]
@@ -83,31 +84,31 @@ def keep(script: str, report: Report) -> None:
 
 
 def read(path: Path) -> list[Report]:
-    """Return the reports of a file; none where there is no file."""
+    """Return the reports of a file; none if it does not exist."""
     return json.loads(path.read_text()) if path.exists() else []
 
 
 def merged(reports: Sequence[Report]) -> Report:
-    """Return the reports of one run as one: all rows, each with its group's title, the rest of the first report."""
+    """Merge the reports of one run: all rows, each with its group's title; other fields from the first report."""
     rows = [row | {"group": one["title"]} for one in reports for row in one["rows"]]
     return dict(reports[0]) | {"rows": rows, "loss_difference": reports[-1]["loss_difference"]}
 
 
 def whole(report: Report) -> str:
-    """Return a report for people: title, table, and what is to be known of it."""
+    """Return a report as text: title, table, and notes."""
     return f"{report['title']}\n\n{table(report)}\n\n{notes(report)}"
 
 
 def report_of(
     title: str, rows: list[dict[str, Any]], *, launches: int, rounds: int = 1, foreign: Sequence[float] = ()
 ) -> Report:
-    """Return the report of the running script on some rows, with where they come from.
+    """Return the report of the running script on some rows, with their origin.
 
     Args:
-        rows: each has "system", and figures by head in "columns", or all that a row of `harness.rows_of` has, or both.
-        launches: how often everything was started.
-        rounds: in each launch.
-        foreign: of each round the share of the machine's processors that other processes took; none: not known.
+        rows: each has "system", and figures by column head in "columns", or the fields of `harness.rows_of`, or both.
+        launches: how often all processes were started.
+        rounds: number in each launch.
+        foreign: per round, the share of the machine's processors that other processes took; empty: unknown.
     """
     share = {"median": statistics.median(foreign), "most": max(foreign)} if foreign else None
     told = {"launches": launches, "rounds": rounds, "floor_s": None, "loss_difference": None, "foreign": share}
@@ -115,7 +116,7 @@ def report_of(
 
 
 def tell(reports: Iterable[Report], *, as_json: bool, save: bool) -> int:
-    """Print reports as they come, or all as one JSON object; keep them if asked to. Return the exit code."""
+    """Print each report when it is ready, or all as one JSON object; keep them if `save`. Return the exit code."""
     told = []
     for one in reports:
         told.append(one)
@@ -146,7 +147,7 @@ def table(report: Report) -> str:
 
 
 def notes(report: Report) -> str:
-    """Return what is to be known of a table: where it comes from, how often was measured, how far losses differ."""
+    """Return the notes of a table: its origin, the numbers of launches and rounds, how far losses differ."""
     text = f"`{report['command']}` on `{report['commit']}`, {report['date']}, {report['machine']}, "
     text += f"torch {report['versions']['torch']}: {report['launches']} launches"
     text += f" of {report['rounds']} rounds" * (report["rounds"] > 1)
@@ -160,7 +161,7 @@ def notes(report: Report) -> str:
 
 
 def _own(row: dict[str, Any]) -> dict[str, float | None]:
-    """Return the figures that only the rows of some scripts have, by the heads of their columns."""
+    """Return the figures of a row's extra columns, by column head."""
     return row.get("columns", {})
 
 
@@ -174,7 +175,7 @@ def _figures(row: dict[str, Any]) -> list[str]:
 
 
 def _rounded(value: float | None) -> str:
-    """Return a figure with three digits, or as many as are before its point."""
+    """Format a figure with three significant digits, or with all digits before the point if those are more."""
     digits = 2 - math.floor(math.log10(abs(value))) if value else 0
     return _number(value, max(0, digits))
 

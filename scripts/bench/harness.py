@@ -1,13 +1,13 @@
-"""Time systems side by side: launches of all their processes, and rounds in which each does one step.
+"""Time systems side by side: in launches, which start all processes, and rounds, in which each system does one step.
 
-A script gives groups of systems, as many as fit into memory together, each group with its reference. A launch starts
-all processes of a group again; in a round of it every system does one step, one system at a time, in an order drawn at
-random. Every group has its reference twice: what the second copy's ratio differs from 1 is noise. `times.py` says how
-ratios and their intervals come about. No round is thrown away: the share of the processors that other processes of the
-machine took is told beside the table.
+A script gives groups of systems, each with its reference and small enough to fit into memory. A launch starts all
+processes of a group again. In a round of a launch every system does one step, one system at a time, in random order.
+Every group has its reference twice: the difference of the second copy's ratio from 1 is noise. `times.py` explains the
+ratios and their intervals. No round is discarded; the notes of a table give the share of the machine's processors that
+other processes took.
 
-Systems that train from the same weights on the same tokens give losses: the largest difference between the first
-group's first system and any other, over all groups, launches and common steps, is told as well.
+Systems that train from the same weights on the same tokens return losses. The notes also give the largest difference
+between the first group's first system and any other, over all groups, launches and common steps.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from scripts.bench.processes import Memory, Running, System, running
 from scripts.bench.times import Ratio, Rounds, ratio, seconds, spread
 
 WARM_UP = 2  # steps before the first round of a launch
-LAUNCHES, ROUNDS = 3, 7  # of a group; rounds are those of one launch
+LAUNCHES, ROUNDS = 3, 7  # launches of a group; rounds per launch
 AGAIN = ", again"  # after the name of a reference's second copy
 
 
@@ -38,7 +38,7 @@ class Pair:
     """A row of a table: the ratio of one call's time to another's.
 
     Attributes:
-        row: its name.
+        row: name of the row.
         call, reference: names of calls.
         divide_by: see `times.ratio`.
         bound: the least ratio that theory allows.
@@ -56,15 +56,15 @@ class Group:
     """Systems that run side by side.
 
     Attributes:
-        title: of the table.
+        title: title of the table.
         systems: the first is the reference.
         divide_by: see `times.ratio`.
-        pairs: gives more rows for the names of all calls, or, for systems of several calls, all rows.
+        pairs: names of all calls -> more rows, or, if systems have several calls, all rows.
         absent: systems that cannot run here, with the reason.
-        again: whether the reference is there twice.
-        bounds: by name of a system, see `Pair`.
-        scale_bounds_by: a system whose ratio over the reference's own tells by how much processes that work at the same
-            time slow each other; bounds are multiplied by it.
+        again: whether the reference runs twice.
+        bounds: `Pair.bound` by name of a system.
+        scale_bounds_by: a system whose ratio to the reference shows how much concurrent processes slow each other;
+            bounds are multiplied by that ratio.
     """
 
     title: str
@@ -79,13 +79,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the launches of a group gave.
+    """The results of the launches of a group.
 
     Attributes:
-        launches: seconds of each call, by its name, of each launch.
-        losses: of each launch and each system that has losses, by step, warm-up included.
-        memory: by name of the system, the most of all launches.
-        foreign: of each round the share of the machine's processors that other processes took.
+        launches: per launch, the seconds of each call by name.
+        losses: per launch, the losses of each system that has them, by step, including the warm-up.
+        memory: peak over all launches, by name of the system.
+        foreign: per round, the share of the machine's processors that other processes took.
     """
 
     launches: list[Rounds]
@@ -95,7 +95,7 @@ class Measured:
 
 
 def measure(systems: Sequence[System], launches: int, rounds: int) -> Measured:
-    """Time every call of some systems in `rounds` rounds of each of some launches."""
+    """Time every call of the systems in `launches` launches of `rounds` rounds each."""
     found = Measured([], [], {}, [])
     for launch in range(launches):
         order = torch.Generator().manual_seed(launch)
@@ -129,7 +129,7 @@ def _keep_most(memory: dict[str, Memory], live: Sequence[Running]) -> None:
 
 
 def rows_of(group: Group, measured: Measured) -> list[dict[str, Any]]:
-    """Return the rows of a group's table, as JSON has them."""
+    """Return the rows of a group's table, in the form of the JSON files."""
     reference, systems = group.systems[0].name, {system.name: system for system in _with_again(group)}
     calls = list(measured.launches[0])
     slower = ratio(measured.launches, group.scale_bounds_by, reference).value if group.scale_bounds_by else 1.0
@@ -162,7 +162,7 @@ def _with_again(group: Group) -> list[System]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all scripts have."""
+    """Add the options that all benchmark scripts share."""
     parser.add_argument("--launches", type=int, default=LAUNCHES, help="of all processes (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=LAUNCHES * ROUNDS, help="rounds, over all launches (default: 21)")
     parser.add_argument("--only", nargs="+", default=["*"], help="systems next to the reference, by shell patterns")
@@ -171,13 +171,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(systems: Sequence[System], only: Sequence[str]) -> list[System]:
-    """Return the first system, and of the others those whose name fits one of some patterns, as the shell has them."""
+    """Return the first system, and all others whose name matches one of the shell patterns."""
     reference, *others = systems
     return [reference, *(one for one in others if any(fnmatchcase(one.name, pattern) for pattern in only))]
 
 
 def run(groups: Iterable[Group], options: argparse.Namespace) -> int:
-    """Measure groups one after the other; print their tables, or one JSON object; keep them if asked to."""
+    """Measure the groups one after the other; print tables or one JSON object; keep the reports if asked to."""
     rounds, reports, losses = -(-options.pairs // options.launches), [], list[dict[str, list[float]]]()
     for group in groups:
         measured = measure(_with_again(group), options.launches, rounds)
@@ -193,10 +193,10 @@ def run(groups: Iterable[Group], options: argparse.Namespace) -> int:
 
 
 def loss_difference(launches: Sequence[Mapping[str, Sequence[float]]]) -> float | None:
-    """Return the largest relative difference of any system's losses from the first one's, on the common steps.
+    """Return the largest relative difference between any system's losses and the first's, on their common steps.
 
     Args:
-        launches: of all groups so far, each system's losses by step.
+        launches: the launches of all groups so far; each has the losses of its systems by step.
     """
     histories = [history for launch in launches for history in launch.values()]
     if len(histories) < 2:
@@ -220,7 +220,7 @@ def _report(group: Group, measured: Measured, options: argparse.Namespace, diffe
 
 
 def cpu_times() -> tuple[float, float]:
-    """Return (busy, all) CPU seconds of the whole machine since it started."""
+    """Return (busy, total) CPU seconds of the whole machine since it started."""
     with open("/proc/stat") as file:
         ticks = [int(word) for word in file.readline().split()[1:9]]
     per_second = os.sysconf("SC_CLK_TCK")
@@ -228,5 +228,5 @@ def cpu_times() -> tuple[float, float]:
 
 
 def foreign_share(before: tuple[float, float], after: tuple[float, float], own: float) -> float:
-    """Return the share of the machine's CPU time between two readings that was neither idle nor ours."""
+    """Return the share of the machine's CPU time between two readings that other processes took."""
     return max(0.0, after[0] - before[0] - own) / max(after[1] - before[1], 1e-9)

@@ -1,23 +1,23 @@
-"""Time what the host takes per layer: plain torch, our engine, DDP, FSDP and DeepSpeed on tensors that cost nothing.
+"""Time the host's work per layer: plain torch, our engine, DDP, FSDP and DeepSpeed on tiny tensors.
 
     python scripts/bench/host.py [--groups alone unsent sent] [--launches 3] [--pairs 21] [--json] [--save]
     python scripts/bench/host.py --groups unsent --only 'ours-stage?' --before TREE    next to another checkout
 
 A GPU is only as fast as the host that queues its work. Here a GPT of 24 layers has hidden size 16 and 4 tokens, so that
-a step is nothing but the host's work: Python, autograd, torch's dispatcher, and the bookkeeping of what wraps them.
+a step consists of the host's work only: Python, autograd, torch's dispatcher, and the bookkeeping of the wrappers.
 
-    alone     one rank of one: what wrapping costs where there is no other rank
-    unsent    rank 0 of 2 whose operations end at once (ours: `comm/fake_group.py`, calls of NCCL; the others: torch's
-              "fake" backend): what a rank's host does on GPUs, where the transport is the device's own
-    sent      two ranks that exchange: ours through shared memory in the thread that trains, the others through gloo's
-              sockets in threads of their own. What is more than in "unsent" is transport, which a GPU's host has not
+    alone     one rank of one: the cost of wrapping without other ranks
+    unsent    rank 0 of 2 whose collectives end at once (ours: `comm/fake_group.py`, calls of NCCL; the others: torch's
+              "fake" backend): the work of a rank's host on GPUs, where the device does the transport
+    sent      two ranks that communicate: ours through shared memory in the training thread, the others through gloo's
+              sockets in their own threads. The excess over "unsent" is transport, which the host of a GPU does not do
 
-Figures are processor seconds of the thread that trains, of the fastest of 10 steps (the rest is noise), per layer (of
-a step / 24: embedding, head and loss are in it); `wall` is the clock's. `step` has the update in it: there stages 1 and
-2 start to gather their parameters. `excess` is what is more than plain torch's. The aims: stages 0 to 2 at most 1.3 of
-plain torch, stage 3 at most half of the excess of `fsdp2-reshard`, both in "unsent".
+Figures are processor seconds of the training thread in the fastest of 10 steps (slower ones are noise), per layer (a
+step's figure / 24, including embedding, head and loss); `wall` is wall time. `step` includes the update, in which
+stages 1 and 2 start to gather their parameters. `excess` is the difference from plain torch. The aims, both in
+"unsent": stages 0 to 2 take at most 1.3 times plain torch, stage 3 has at most half the excess of `fsdp2-reshard`.
 
-Values mean nothing in "unsent": what would have been received holds anything.
+In "unsent" values are meaningless: receive buffers have arbitrary contents.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
 import torch
 import torch.distributed as dist
@@ -62,13 +62,13 @@ from scripts.bench.plain_gpt import Block
 from scripts.bench.processes import Call, System
 from scripts.bench.times import seconds
 
-Phases = Iterator[None]  # one step after the other; pauses at a step's beginning, after forward, backward, and update
+Phases = Iterator[None]  # endless steps; yields before a step, after its forward, its backward and its update
 Place = Literal["alone", "unsent", "sent"]
 Stage = Literal[0, 1, 2, 3]
 PLACES: tuple[Place, ...] = ("alone", "unsent", "sent")
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 TITLES = {"alone": "one rank", "unsent": "one of two ranks, nothing is sent", "sent": "two ranks"}
-LAYERS, STEPS = 24, 10  # steps of a call, of which the fastest counts: what is more than that is other work
+LAYERS, STEPS = 24, 10  # steps of a call; the fastest counts, as the others include other work
 REFERENCE = "plain torch"
 _ALL = {"forward us": "forward", "backward us": "backward", "both us": "", "wall us": "wall", "step us": "step"}
 
@@ -103,7 +103,7 @@ def missing(name: str) -> str | None:
 
 
 def with_columns(rows: Sequence[dict[str, Any]], measured: Measured) -> list[dict[str, Any]]:
-    """Return rows with the microseconds per layer of each of a system's calls."""
+    """Return the rows with the microseconds per layer of each of their system's calls."""
 
     def columns(name: str) -> dict[str, float]:
         found = {head: 1e6 * seconds(measured.launches, call_of(name, part)) for head, part in _ALL.items()}
@@ -114,10 +114,12 @@ def with_columns(rows: Sequence[dict[str, Any]], measured: Measured) -> list[dic
 
 
 def call_of(name: str, part: str) -> str:
+    """Return the name of the call that times a part of a system's step."""
     return f"{name}: {part}" if part else name
 
 
 def config_of(stage: Stage, ranks: int) -> Config:
+    """Return the config of the tiny GPT in a ZeRO stage."""
     shape = Model(layers=LAYERS, hidden=16, heads=2, vocab=64, seq_len=4)
     return resolved(Config(model=shape, batch=Batch(**{"global": ranks, "micro": 1}), zero=Zero(stage=stage)))
 
@@ -126,7 +128,7 @@ def systems_of(place: Place, ours_are: str = "ours") -> list[System]:
     """Return all systems of a group, the reference first.
 
     Args:
-        ours_are: how names of calls of ours begin, which differ between two trees.
+        ours_are: prefix of the names of our calls; it differs between two trees.
     """
     ranks, processes = (1, 1) if place == "alone" else (2, 2 if place == "sent" else 1)
     ours: list[tuple[str, Callable[..., Phases], Any, Stage]] = [
@@ -165,11 +167,11 @@ def timed(
     size: int = 1,
     store: str = "",
 ) -> Mapping[str, Call]:
-    """Return the calls of a system: each does some steps, and returns the least of one figure, in seconds per layer.
+    """Return the calls of a system: each does `STEPS` steps and returns the minimum of one figure, in s per layer.
 
     Args:
-        name: of the system.
-        phases: builds it; called with `what`, `config`, `place` and the three that follow.
+        name: name of the system.
+        phases: builds the system; called with `what` and all arguments after it.
     """
     steps = phases(what, config, place, rank, size, store)
 
@@ -190,12 +192,12 @@ def timed(
     def call(part: str) -> float:
         return min(step()[part] for _ in range(STEPS)) / LAYERS
 
-    step()  # builds the system, and meets the other ranks
+    step()  # builds the system and connects the ranks
     return {call_of(name, part): lambda part=part: call(part) for part in _ALL.values()}
 
 
 def our_phases(stage: Stage, config: Config, place: Place, rank: int, size: int, store: str) -> Phases:
-    """Yield between the phases of our engine's steps, as the trainer has them."""
+    """Run our engine's steps as the trainer does; yield between their phases."""
     grid = our_grid(place, rank, size, store)
     built = build(config, grid, CPU, choose("auto", CPU, torch.float32))
     feed, pipeline = feeder(config, grid), built.pipeline
@@ -218,6 +220,7 @@ def our_phases(stage: Stage, config: Config, place: Place, rank: int, size: int,
 
 
 def our_grid(place: Place, rank: int, size: int, store: str) -> Grid:
+    """Return the grid of our engine in a group."""
     if place == "sent":
         return grid_of(rank, size, store)
     if place == "alone":
@@ -229,7 +232,7 @@ def our_grid(place: Place, rank: int, size: int, store: str) -> Grid:
 def torch_phases(
     wrap: Callable[[nn.Module], nn.Module] | None, config: Config, place: Place, rank: int, size: int, store: str
 ) -> Phases:
-    """Yield between the phases of a step in plain torch style; `wrap` makes the model a distributed one."""
+    """Run steps in plain torch style and yield between their phases; `wrap` makes the model distributed."""
     if wrap is not None:
         join(place, rank, size, store)
     model = peers.peer(config) if wrap is None else wrap(peers.peer(config))
@@ -250,7 +253,7 @@ def torch_phases(
 
 
 def join(place: Place, rank: int, size: int, store: str) -> None:
-    """Join the other ranks, if there are any, as a peer's rank."""
+    """Make the process group of a peer's rank: real, of one rank, or fake."""
     if place == "sent":
         meet(rank, size, store)
     elif place == "alone":
@@ -260,20 +263,22 @@ def join(place: Place, rank: int, size: int, store: str) -> None:
 
 
 def ddp(model: nn.Module) -> nn.Module:
+    """Wrap a model in DDP."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if dist.get_backend() == "fake":  # whose operations have no result, which DDP asks for
+    if dist.get_backend() == "fake":  # its operations return no result, which DDP needs
         wrapped.register_comm_hook(None, _nothing_to_sum)
     return wrapped
 
 
 def _nothing_to_sum(state: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return what is there already; called once for each bucket, here one or two a step."""
+    """Return the bucket unchanged; called once per bucket, here once or twice a step."""
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
 def fsdp1(model: nn.Module) -> nn.Module:
+    """Wrap a model in FSDP1 with full sharding."""
     policy, strategy = ModuleWrapPolicy({Block}), ShardingStrategy.FULL_SHARD
     return FullyShardedDataParallel(
         model, auto_wrap_policy=policy, sharding_strategy=strategy, use_orig_params=True, device_id=CPU
@@ -281,10 +286,12 @@ def fsdp1(model: nn.Module) -> nn.Module:
 
 
 def fsdp2_reshard(model: nn.Module) -> nn.Module:
+    """Apply FSDP2; blocks are resharded after forward."""
     return _fsdp2(model, reshard=True)
 
 
 def fsdp2_no_reshard(model: nn.Module) -> nn.Module:
+    """Apply FSDP2; blocks stay gathered after forward."""
     return _fsdp2(model, reshard=False)
 
 
@@ -292,13 +299,13 @@ def _fsdp2(model: nn.Module, *, reshard: bool) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in [module for module in model.modules() if isinstance(module, Block)]:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh)  # in its place
+    fully_shard(model, mesh=mesh)  # in place
     return model
 
 
 def deepspeed_phases(stage: int, config: Config, place: Place, rank: int, size: int, store: str) -> Phases:
-    """Yield between the phases of a step of DeepSpeed, set up as `data_parallel.deepspeed_rank` has it."""
-    folder = tempfile.TemporaryDirectory()  # as long as this generator: DeepSpeed makes more groups there
+    """Run steps of DeepSpeed, set up as in `data_parallel.deepspeed_rank`; yield between their phases."""
+    folder = tempfile.TemporaryDirectory()  # lives as long as this generator: DeepSpeed makes more groups in it
     deepspeed = peers.join_deepspeed(rank, size, store or f"{folder.name}/store")
     model = peers.peer(config)
     settings = {

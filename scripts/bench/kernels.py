@@ -1,12 +1,12 @@
-"""Compare the CPU's kernels with the memory's speed, their specification and torch: AdamW, others (`operations.py`).
+"""Compare the CPU kernels with the memory bandwidth, their specification and torch: AdamW, and `operations.py`.
 
     python scripts/bench/kernels.py [--launches 3] [--pairs 21] [--json] [--save]
 
 AdamW of 16-bit parameters, as the host does it: one thread, 16.8M parameters, ten updates a step. An update with fp32
-gradients reads masters, gradients and both moments and writes masters, moments and the rounded parameters: 30 bytes a
-parameter; with bf16 gradients 28. *limit* is an in-place pass (x *= a, fp32) over as many bytes, 30 for each parameter,
-the fastest that reads and writes memory; a ratio to it of 1.11 is 0.90 of its speed. torch's route is its fused kernel
-and a copy (38 bytes), with bf16 gradients widened first (48).
+gradients reads masters, gradients and both moments and writes masters, moments and the rounded parameters: 30 bytes per
+parameter, or 28 with bf16 gradients. *limit* is an in-place pass (x *= a, fp32) over 30 bytes per parameter: the
+fastest way to read and write memory. A ratio of 1.11 to it means 0.90 of its speed. torch's way is its fused kernel and
+a copy (38 bytes), with bf16 gradients widened first (48).
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def groups_of(only: list[str]) -> Iterator[Group]:
-    """Yield AdamW, and the other operations in each dtype and size."""
+    """Yield the group of AdamW, then one group of other operations per dtype and size."""
     systems = [System("limit", limit, has_loss=False)]
     for name in GRADIENTS:
         systems.append(System(f"ours, {name} gradients", ours, (name,), has_loss=False))
@@ -50,6 +50,7 @@ def groups_of(only: list[str]) -> Iterator[Group]:
 
 
 def limit() -> Call:
+    """Return ten in-place passes over as many bytes as an update with fp32 gradients moves."""
     x = torch.ones(BYTES * PARAMETERS // 8)
 
     def step() -> float:
@@ -61,6 +62,7 @@ def limit() -> Call:
 
 
 def ours(gradients: str) -> Call:
+    """Return ten updates by our kernel."""
     cpu.load()
     update = getattr(torch.ops, schema.NAMESPACE).adamw_
     masters, first, second, grads, published = _state(gradients)
@@ -79,6 +81,7 @@ def ours(gradients: str) -> Call:
 
 
 def torch_route(gradients: str) -> Call:
+    """Return ten updates by torch's fused AdamW, each with a copy to the 16-bit parameters."""
     masters, first, second, grads, published = _state(gradients)
     step_count, divide_by, skip = torch.zeros(()), torch.ones(()), torch.zeros(())
     widened = grads if grads.dtype == torch.float32 else torch.empty(PARAMETERS)
@@ -107,7 +110,7 @@ def torch_route(gradients: str) -> Call:
 
 
 def _state(gradients: str) -> tuple[Tensor, ...]:
-    """Return masters, moments, gradients, parameters; every page touched."""
+    """Return masters, both moments, gradients and 16-bit parameters; every page is touched."""
     masters, first, second = torch.full((PARAMETERS,), 0.5), torch.zeros(PARAMETERS), torch.zeros(PARAMETERS)
     return masters, first, second, torch.full((PARAMETERS,), 1e-3, dtype=GRADIENTS[gradients]), masters.bfloat16()
 

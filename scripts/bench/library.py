@@ -7,13 +7,13 @@
             tokens, micro-batch 1                                                                    67M parameters
     vit     transformers' ViT-B/16 cut to 6 layers: hidden 768, 12 heads, 224 x 224, micro-batch 2    43M parameters
 
-Two ranks of one thread each, fp32, no dropout, fused AdamW, clip 1.0. The model is transformers' own everywhere: what
-differs is what shards it. The reference (ratio 1.000) is two ranks of plain torch that exchange nothing, each of which
-makes the whole update.
+Two ranks of one thread each, fp32, no dropout, fused AdamW, clip 1.0. All systems train the model of transformers; they
+differ only in how it is sharded. The reference (ratio 1.000) is two ranks of plain torch without communication, each of
+which updates all parameters.
 
-How the bytes went: `ours-stageN` through memory that the ranks of a host share; `ours-stageN-sockets` through gloo's
-sockets over the loopback, as all peers' do. Systems run in groups, because not all fit into memory together; each group
-has its own reference.
+Transport: `ours-stageN` uses memory that the ranks of a host share; `ours-stageN-sockets` uses gloo's sockets over the
+loopback, as all peers do. Systems run in groups, because not all fit into memory together; each group has its own
+reference.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
 import torch
 import transformers
@@ -58,14 +58,16 @@ def main() -> int:
 
 
 def gpt2() -> nn.Module:
+    """Return the GPT-2 with its initial weights."""
     with torch.random.fork_rng():
-        torch.default_generator.manual_seed(0)  # a stranger's model draws from no other
+        torch.default_generator.manual_seed(0)  # transformers draws from the global generator
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
 
 
 def vit() -> nn.Module:
+    """Return the ViT with its initial weights."""
     with torch.random.fork_rng():
-        torch.default_generator.manual_seed(0)  # a stranger's model draws from no other
+        torch.default_generator.manual_seed(0)  # transformers draws from the global generator
         return transformers.ViTForImageClassification(transformers.ViTConfig(**VIT))
 
 
@@ -84,14 +86,17 @@ def image_batches(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def token_loss(model: Any, tokens: Tensor) -> Tensor:
+    """Return the mean loss of next tokens."""
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
 def image_loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the mean loss of (images, labels)."""
     return model(pixel_values=batch[0], labels=batch[1]).loss
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether weight decay applies to a parameter."""
     return parameter.dim() >= 2
 
 
@@ -128,6 +133,7 @@ def systems_of(model: str) -> list[System]:
 
 
 def our_rank(work: Work, stage: Stage, transport: str, rank: int, size: int, store: str) -> Call:
+    """Return a step under `megazero.shard` on one rank."""
     place, comm = comm_of(rank, size, store, transport=transport)
     meeting.be(place, comm)
     model = work.make()

@@ -1,21 +1,21 @@
-"""Memory that recompute, Pa and offload spare, and what they cost in time, compared with torch and DeepSpeed.
+"""Compare the memory that recompute, Pa and offload save, and their cost in time, with torch and DeepSpeed.
 
     python scripts/bench/memory.py [--launches 3] [--pairs 21] [--json] [--save]
 
     one process    ours without and with recompute (the core of attention, whole blocks), and a model of plain torch
                    modules without and with torch.utils.checkpoint
     tp=2           two tensor ranks: ours with recompute, Pa, Pa+cpu, and optimizer state on the host; the plain model
-                   spread with DTensor without and with torch.utils.checkpoint, and with DeepSpeed's checkpointing
-                   (whole inputs, partitioned, partitioned and on the host). The reference is ours without. Our host is
-                   declared apart, as with a GPU, so that every copy is made; DeepSpeed's copy to the host is none on
-                   a CPU
+                   spread with DTensor, without and with torch.utils.checkpoint, and with DeepSpeed's checkpointing
+                   (whole inputs, partitioned, partitioned and on the host). The reference is ours without any of
+                   these. Ours treats the host as apart from the device, as with a GPU, so that every copy is made; on
+                   a CPU, DeepSpeed does not copy to the host
 
 The model has 8 blocks of hidden size 512 with 8 heads, vocabulary 8,192 (untied), sequences of 256 tokens, micro-batch
 4, fp32, no dropout; every process has one thread.
 
-How the bytes went: of `tp=2, ours, ...` through memory that the ranks of a host share, of `-sockets` through gloo's
-sockets over the loopback, as the peers'; `-reference` as the first, with the operations' specification in plain torch
-in the place of our kernels.
+Transport: `tp=2, ours, ...` uses memory that the ranks of a host share; `-sockets` uses gloo's sockets over the
+loopback, as the peers do; `-reference` is like the first, with the operations' specification in plain torch instead of
+our kernels.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
 import torch
 
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def groups_of(only: list[str]) -> Iterator[Group]:
-    """Yield the groups: one process, and two tensor ranks, which do not fit into memory all at once."""
+    """Yield the groups: one process; then two tensor ranks, in parts, as not all fit into memory together."""
     plain = config_of("none")
     systems = [
         System(f"plain torch{', torch.utils.checkpoint' * again}", plain_step, (plain, again)) for again in (0, 1)
@@ -86,6 +86,7 @@ def groups_of(only: list[str]) -> Iterator[Group]:
 
 
 def config_of(mode: str, tensor: int = 1) -> Config:
+    """Return the config of a mode (`MODES`) over some tensor ranks."""
     memory, offload = MODES[mode]
     return resolved(
         Config(
@@ -99,10 +100,12 @@ def config_of(mode: str, tensor: int = 1) -> Config:
 
 
 def our_step(mode: str) -> Call:
+    """Return a step of the engine in one process."""
     return _step(mode, "auto", single())
 
 
 def our_rank(mode: str, kernels: str, transport: str, rank: int, size: int, store: str) -> Call:
+    """Return a step of the engine on one of `size` tensor ranks."""
     return _step(mode, kernels, grid_of(rank, size, store, tensor=size, transport=transport))
 
 

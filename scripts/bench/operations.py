@@ -1,11 +1,11 @@
-"""Every fused operation on the CPU compared with the memory's speed, its specification and torch's own function.
+"""Compare each fused CPU operation with the memory bandwidth, its specification and torch's own function.
 
-One process, one thread; tensors of 24 MiB, so that two of them do not stay in a cache, and of 2 MiB, which do, as the
-residual stream of a small model does. Of each operation four things
-are timed: *limit*, a pass y = x + 1 over the operation's minimum bytes (half read, half written, to memory that is
-there); ours; the specification in plain torch; and, where torch has one, its own function (`F.layer_norm`). An
-operation that reads more than it writes can be faster than its limit. Each row says whose operation a run with
-`precision.kernels=auto` takes; where that is ours, a ratio to the others above 1 is a reason to take theirs.
+One process, one thread. Tensors have 24 MiB, so that two of them do not fit into a cache, or 2 MiB, which do, like the
+residual stream of a small model. Four calls are timed for each operation: *limit*, a pass y = x + 1 over the
+operation's minimum bytes (half read, half written to memory that is already mapped); ours; the specification in plain
+torch; and torch's own function if there is one (`F.layer_norm`). An operation that reads more than it writes can be
+faster than its limit. Each row tells whose operation `precision.kernels=auto` selects; where it selects ours, a ratio
+above 1 is a reason to select the other one.
 """
 
 import ctypes
@@ -35,12 +35,12 @@ Kind = Callable[[torch.dtype, int], Iterator[Case]]
 
 
 def group_of(dtype: str, mebibytes: int) -> Group:
-    """Return the operations in one dtype, on tensors of one size, in one process."""
+    """Return the group of all operations in one dtype on tensors of one size."""
     return _group(f"operations, {dtype}, {mebibytes} MiB", dtype, mebibytes, (_rows_of, _rotary_and_loss))
 
 
 def quantised_group(dtype: str, mebibytes: int, threads: int) -> Group:
-    """Return what quantises values of one dtype, and brings them back, in one process."""
+    """Return the group of the operations that quantise and dequantise values of one dtype."""
     title = f"quantised values, {dtype}, {mebibytes} MiB, {threads} threads"
     return _group(title, dtype, mebibytes, (_quantised,), threads)
 
@@ -51,7 +51,7 @@ def _group(title: str, dtype: str, mebibytes: int, kinds: Sequence[Kind], thread
 
 
 def pairs_of(dtype: str, calls: Collection[str]) -> list[Pair]:
-    """Return the rows of the table: each operation next to its limit, its specification, and torch's."""
+    """Return the rows of the table: each operation over its limit, its specification, and torch's function."""
     auto = choose("auto", torch.device("cpu"), DTYPES[dtype])
     names = [call for call in calls if LIMIT + call in calls]
     beside = {LIMIT: "the limit", SPECIFIED: "the specification", TORCH: "torch's"}
@@ -68,7 +68,7 @@ def _whose(operation: object) -> str:
 
 
 def calls_of(dtype: str, mebibytes: int, kinds: Sequence[Kind]) -> dict[str, Call]:
-    """Return what is timed, by name."""
+    """Return the calls that are timed, by name."""
     cpu.load()
     _keep_freed_memory()
     calls: dict[str, Call] = {}
@@ -91,7 +91,7 @@ def _silent(work: Work) -> Call:
 
 
 def _keep_freed_memory() -> None:
-    """Keep freed memory, so that results are allocated without page faults: those would be most of the time."""
+    """Let malloc keep freed memory: otherwise page faults of new results would take most of the time."""
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_MAX, 0)
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -139,7 +139,7 @@ def _rows_of(dtype: torch.dtype, size: int) -> Iterator[Case]:
 
 
 def _quantised(dtype: torch.dtype, size: int) -> Iterator[Case]:
-    """Yield the cases of values as they are sent between ranks (`zero.quantize`)."""
+    """Yield the cases of quantised messages between ranks (`zero.quantize`)."""
     flat = _draw(dtype, size // dtype.itemsize, seed=0)
     into = torch.zeros_like(flat)
     for bits in (8, 4):
@@ -158,7 +158,7 @@ def _rotary_and_loss(dtype: torch.dtype, size: int) -> Iterator[Case]:
     yield _case("rotary", 2 * item * heads.numel(), heads, angles.cos(), angles.sin(), False)
     rows = numel // VOCAB
     logits, targets, ones = _draw(dtype, rows, VOCAB, seed=4), torch.arange(rows), torch.ones(rows)
-    # Both are written over and over; their values do not matter to the time, as long as they are finite.
+    # Both calls overwrite the logits again and again; values do not affect the time as long as they are finite.
     eager = lambda: F.cross_entropy(logits, targets)  # noqa: E731
     yield _case("cross_entropy_parts_", item * logits.numel(), logits, targets, eager=eager)
     yield _case("cross_entropy_backward_", 2 * item * logits.numel(), logits, 4 * ones, 14 * ones, targets, ones)

@@ -1,7 +1,7 @@
-"""The engine of another checkout of this project, as systems of the same run next to those of this one.
+"""Run our systems of another checkout of this project next to those of this one.
 
-Their processes import megazero from there, and nothing of it from here before: torch takes the fused operations of one
-tree in a process. Only numbers and text go over, because the classes of two trees differ.
+Their processes import megazero only from the other checkout, because torch accepts the fused operations of one tree per
+process. Only numbers and text are passed to them, because the classes of two trees differ.
 """
 
 import argparse
@@ -23,16 +23,16 @@ def add_before(parser: argparse.ArgumentParser) -> None:
 
 
 def checkout(path: str) -> str:
-    """Return the whole path of a checkout; a type of argparse."""
+    """Return the absolute path of a checkout; an argparse type."""
     if not (Path(path) / "megazero/__init__.py").is_file():
         raise argparse.ArgumentTypeError(f"{path} is no checkout of this project: it has no megazero/__init__.py")
     return str(Path(path).resolve())
 
 
 def with_before(systems: Sequence[System], tree: str | None, script: str, arguments: tuple) -> list[System]:
-    """Return the systems, each of ours ("ours...") followed by itself in the checkout `tree`, if any ("before...").
+    """Return the systems, each "ours..." followed by "before...", its counterpart in the checkout `tree`, if given.
 
-    Both trees have them in `systems_of(*arguments)` of the script, a name in scripts/bench.
+    In both trees `systems_of(*arguments)` of the script, a name in scripts/bench, returns them.
     """
     found = []
     for one in systems:
@@ -44,16 +44,16 @@ def with_before(systems: Sequence[System], tree: str | None, script: str, argume
 
 
 def pairs_of(names: Collection[str]) -> list[Pair]:
-    """Return a row for each of ours that is there before, too: the ratio of our time to that before."""
+    """Return a row for each pair of "ours..." and "before...": the ratio of their times."""
     named = [(name, _before(name)) for name in names]
     return [Pair(f"{ours} / {before}", ours, before) for ours, before in named if before != ours and before in names]
 
 
 def in_tree(tree: str, script: str, name: str, arguments: tuple, *place: int | str) -> Callable[[], float]:
-    """Build the system `name` of a script of another tree; `place` is what System.build gets after its arguments.
+    """Build the system `name` of a script of another tree; `place`: further arguments of `System.build`.
 
     Raises:
-        SystemExit: a module is not in the tree, or the system is not in the module; the text is one line.
+        SystemExit: the tree lacks a module, or the module lacks the system; the text is one line.
     """
     assert "megazero" not in sys.modules, "this process has imported another tree"
     for module in [module for module in sys.modules if module.partition(".")[0] == "scripts"]:
@@ -72,7 +72,7 @@ def _before(name: str) -> str:
 
 
 def _import_from(tree: str, name: str) -> ModuleType:
-    """Return a module of the tree; elsewhere on the path there may be an installed one."""
+    """Import a module and check that it comes from the tree and not from an installation."""
     try:
         module = importlib.import_module(name)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Build our engine as the benchmarks run it: the same settings, weights and tokens as the systems next to it."""
+"""Build our engine for the benchmarks, with the settings, weights and tokens of the systems compared with it."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,33 +27,33 @@ from megazero.model.parameter import declarations_by_name
 CPU = torch.device("cpu")
 VOCAB, SEQ_LEN = 8192, 256
 SHARED, SOCKETS = "shared memory", "sockets"  # how bytes go from rank to rank
-# Suffixes of names of our systems, with the kernels that they take and the transport: what each shows is in zero.py.
+# Suffixes of names of our systems, their kernels and their transport; zero.py explains them.
 VARIANTS = (("", "auto", SHARED), ("-sockets", "auto", SOCKETS), ("-reference", "reference", SHARED))
 LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 ADAM: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
 
 
 def meet(rank: int, size: int, store: str) -> None:
-    """Join the other ranks, as a peer's rank."""
+    """Join a gloo process group as a rank of a peer system."""
     stay_on("lo")
     dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size)
 
 
 def comm_of(rank: int, size: int, store: str, *, transport: str = SHARED) -> tuple[RankContext, CommContext]:
-    """Meet the other ranks at the file `store`; return this rank's place and its communication."""
+    """Connect to the other ranks through the file `store`; return this rank's context and its communication."""
     place = RankContext(World(rank, size, rank, "local"), StatusBoard().status_slot(0), Path(store))
     shared = transport == SHARED
     return place, connect(place, timeout=timedelta(seconds=120), fingerprint="", shared_memory=shared)
 
 
 def grid_of(rank: int, size: int, store: str, tensor: int = 1, pipeline: int = 1, *, transport: str = SHARED) -> Grid:
-    """Return the grid of one of `size` ranks that meet at the file `store`; the data axis is what the others leave."""
+    """Connect `size` ranks through the file `store`; return a rank's grid. The data axis takes the remaining ranks."""
     _, comm = comm_of(rank, size, store, transport=transport)
     return make_grid(tensor=tensor, pipeline=pipeline, comm=comm, device_type="cpu")
 
 
 def feeder(config: Config, grid: Grid, device: torch.device = CPU) -> Callable[[int], StageInputs]:
-    """Return a function that gives this rank's next micro-batch, for a step."""
+    """Return a function step -> this rank's next micro-batch."""
     feed_of = feeds_of(grid["tensor"], device, config.parallel.sequence)
     micro = config.batch.rows
     batches = random_batches(micro, grid["data"].rank, config.model.vocab, config.model.seq_len)
@@ -85,7 +85,7 @@ def engine_step(
 
 
 def initial_weights(config: Config) -> Callable[[str], Tensor]:
-    """Return the whole initial weights by name, each made when asked for: they are no part of any peak."""
+    """Return a function name -> whole initial weight, made on demand so that no peak includes all weights."""
     declarations = declarations_by_name(build_model(config).named_parameters())
 
     def weight(name: str) -> Tensor:

@@ -1,20 +1,20 @@
-"""Training speed of pipeline parallelism over two ranks compared with torch.distributed.pipelining, and its bounds.
+"""Compare pipeline parallelism over two ranks with torch.distributed.pipelining and with theoretical bounds: speed.
 
     python scripts/bench/pipeline.py [--launches 3] [--pairs 21] [--json] [--save]
     python scripts/bench/pipeline.py --only ours-gpipe ours-1f1b --before TREE    ours next to itself in another tree
 
 The model: 7 blocks, hidden 512, 8 heads, vocabulary 8,192 untied (the head costs about as much as a block), sequence
 256; 8 micro-batches of one sequence. Stages: 4 blocks | 3 and the head; with two chunks 2 | 2 | 2 | 1 and the head.
-Torch gets the same cuts.
+Torch has the same cuts.
 
 Every process has one thread. The reference is our engine in one process, and ratios are to half its time: 1.00 is a
-perfect division of the work. The bound of a schedule is what the simulator makes of the costs of each stage's forward
-and of both parts of its backward, measured in the same run, and of the update; times what two processes at once lose
-to each other on this machine, each doing the reference's step for itself ("two at once", half its ratio).
+perfect division of the work. The bound of a schedule is the simulator's time, from the costs of each stage's forward,
+of both parts of its backward, and of the update, measured in the same run. It is multiplied by the slowdown of two
+processes that each do the reference's step at the same time on this machine ("two at once", half its ratio).
 
-How the bytes went: `ours-SCHEDULE` through memory that the ranks of a host share, which is our transport, and no
-peer's; `ours-SCHEDULE-sockets` through gloo's sockets over the loopback, as torch's; `ours-SCHEDULE-reference` as the
-first, with the operations' specification in plain torch in the place of our kernels.
+Transport: `ours-SCHEDULE` uses memory that the ranks of a host share, as no peer does; `ours-SCHEDULE-sockets` uses
+gloo's sockets over the loopback, as torch does; `ours-SCHEDULE-reference` is like the first, with the operations'
+specification in plain torch instead of our kernels.
 
 fp32, no dropout, AdamW, clip 1.0. All start from the same weights and see the same tokens. Systems run in two groups,
 because not all fit into memory together; each has its own reference.
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def groups_of(only: list[str], before: str | None) -> Iterator[Group]:
-    """Yield the groups of systems: ours through shared memory with torch's, then ours otherwise."""
+    """Yield two groups: our systems through shared memory and torch's; then our other variants."""
     reference, *systems = chosen(systems_of(None), only)
     first, ideal = [one for one in systems if one.transport != SOCKETS or one.name.startswith("torch")], bounds()
     first = [one for one in first if not one.name.endswith("-reference")]
@@ -107,6 +107,7 @@ def systems_of(only: str | None) -> list[System]:
 
 
 def config_of(pipeline: int = 1, schedule: str = "1f1b", chunks: int = 1) -> Config:
+    """Return the config of the model over some pipeline ranks."""
     options = {
         "model": {"layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "vocab": VOCAB, "seq_len": SEQ_LEN}
         | {"tie_embeddings": False},
@@ -118,12 +119,12 @@ def config_of(pipeline: int = 1, schedule: str = "1f1b", chunks: int = 1) -> Con
 
 
 def our_step() -> Call:
-    """Return one training step of the engine in one process; it returns the step's loss."""
+    """Return a training step of the engine in one process."""
     return engine_step(config_of(), single(), choose("auto", CPU, torch.float32))
 
 
 def one_of_two(rank: int, size: int, store: str) -> Call:
-    """Return the same step, alone, in parallel with another process that does it too."""
+    """Return `our_step`, for a process that runs next to another one that does the same."""
     return our_step()
 
 
@@ -131,13 +132,13 @@ TWO = System("two at once, each for itself", one_of_two, ranks=RANKS, has_loss=F
 
 
 def our_rank(schedule: str, chunks: int, kernels: str, transport: str, rank: int, size: int, store: str) -> Call:
-    """Return the same step on one of `size` ranks."""
+    """Return a training step of the engine on one of `size` pipeline ranks."""
     grid = grid_of(rank, size, store, pipeline=size, transport=transport)
     return engine_step(config_of(size, schedule, chunks), grid, choose(kernels, CPU, torch.float32))
 
 
 def torch_rank(name: str, schedule: str, rank: int, size: int, store: str) -> Call:
-    """Return the same step with torch's pipelining, cut like ours."""
+    """Return a training step with torch's pipelining and our cuts."""
     meet(rank, size, store)
     config = config_of(size, schedule, OURS[schedule])
     model = UntiedGPT(LAYERS, HIDDEN, HEADS, VOCAB, SEQ_LEN)
@@ -153,9 +154,9 @@ def torch_rank(name: str, schedule: str, rank: int, size: int, store: str) -> Ca
 
 
 def bounds() -> dict[str, float]:
-    """Return for each of our schedules the least ratio that its order of things allows.
+    """Return the lowest ratio that each of our schedules allows.
 
-    A step of one process does all the work and the whole update, a rank waits as the simulator says and updates its
+    One process does all passes and the whole update. A rank takes as long as the simulator says, and then updates its
     own parameters.
     """
     both = on_ranks(costs_of_parts, RANKS)
@@ -177,10 +178,10 @@ def _sum(embedding: list[float], block: list[float], head: list[float], parts: r
 
 
 def costs_of_parts(rank: int, size: int, store: str) -> tuple[list[float], list[float], list[float], float]:
-    """Return the seconds of forward and of backward's two parts, of embedding, block and head, and of the update.
+    """Return seconds [forward, backward input, backward weight] of embedding, block and head, and those of the update.
 
-    Every block is a stage of its own; the first has the embedding too, and the last the head. Both ranks measure at
-    once, each a whole model, so that they share the machine's memory as they do when they train.
+    Every block is a stage; the first also has the embedding, the last also the head. Both ranks measure at the same
+    time, each on a whole model, so that they share the machine's memory bandwidth as in training.
     """
     built = build(config_of(1, "interleaved", LAYERS), single(), CPU, choose("auto", CPU, torch.float32))
     next_feed = feeder(config_of(), single())

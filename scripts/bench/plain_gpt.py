@@ -1,4 +1,4 @@
-"""A GPT-2 of plain torch modules, written the usual way: what single.py is compared with.
+"""A GPT-2 of plain torch modules, written in the usual way: the peer of single.py.
 
 Batch first, nn.Linear and nn.LayerNorm, one projection for q, k and v, F.cross_entropy, fused AdamW,
 clip_grad_norm_, zero_grad(set_to_none=True). Nothing in it is slowed down on purpose.
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
+    """A pre-norm transformer block; batch first."""
+
     def __init__(self, hidden: int, heads: int):
         super().__init__()
         self.heads = heads
@@ -29,7 +31,7 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """A tied GPT-2 without dropout."""
+    """A GPT-2 with tied embeddings and no dropout."""
 
     def __init__(self, layers: int, hidden: int, heads: int, vocab: int, seq_len: int):
         super().__init__()
@@ -47,9 +49,9 @@ class PlainGPT(nn.Module):
 
     @torch.no_grad()
     def take_weights(self, ours: Callable[[str], Tensor]) -> None:
-        """Copy the weights of a megazero model of the same shape.
+        """Copy the weights of a megazero model of the same shape; `ours` returns them by name.
 
-        Its row weights are [in, out], its qkv rows are grouped by head.
+        Its row-parallel weights are [in, out]; its qkv rows are grouped by head.
         """
         self.tokens.weight.copy_(ours("embedding.tokens.weight"))
         self.positions.weight.copy_(ours("embedding.positions.weight"))

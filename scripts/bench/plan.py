@@ -1,12 +1,12 @@
-"""Compare `plan` with real steps of layouts on this machine: seconds, and bytes of the fullest rank.
+"""Compare `plan` with real steps of layouts on this machine: seconds, and bytes of the rank with the most.
 
     python scripts/bench/plan.py [--steps 9] [--only PATTERN ...] [--json] [--save]
 
-`megazero doctor --write` measures the machine, as many ranks at once as the layouts have, before the steps and after
-them; of both the faster figures count. Each layout trains on real ranks of so many threads that all cores are used, on
-random tokens, twice, at least six seconds each: once through the list and once back. The seconds are the median of the
-steps of the faster run. Bytes are what the ledger holds and the most that a step allocates besides
-(`observe/allocations.py`), of the fullest rank. fp32, no dropout, our kernels.
+`megazero doctor --write` measures the machine before and after the steps, with as many concurrent ranks as the layouts
+have; the faster of both figures counts. Each layout trains twice, at least six seconds each, on random tokens: once in
+the order of the list and once in reverse. Its ranks have so many threads that they use all cores together. Seconds are
+the median of the steps of the faster run. Bytes are those of the ledger plus the peak of what a step allocates in
+addition (`observe/allocations.py`), on the rank with the most. fp32, no dropout, our kernels.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
 import torch
 
@@ -42,8 +42,8 @@ from scripts.bench.ours import CPU, engine_step, grid_of
 from scripts.bench.processes import Call, System, running
 
 WARM_UP, STEPS = 2, 9
-LEAST = 6.0  # seconds of steps: a machine is slow for some seconds now and then, whatever a step takes
-BASE = ("layers=4", "hidden=512", "heads=8", "vocab=4096", "seq_len=256", "dropout=0.0")  # of model
+LEAST = 6.0  # least seconds of steps: from time to time a machine is slow for some seconds
+BASE = ("layers=4", "hidden=512", "heads=8", "vocab=4096", "seq_len=256", "dropout=0.0")  # options of `model`
 PARTS = ("norm=rmsnorm", "activation=swiglu", "position=rotary", "kv_heads=2")
 
 
@@ -60,14 +60,16 @@ class Layout:
     options: tuple[str, ...] = ()
 
     def config(self) -> Config:
+        """Return the config with these options."""
         options = [*(f"model.{size}" for size in BASE), "batch.global=4", "batch.micro=4", *self.options]
         return load("tiny", options)
 
     def job(self) -> Job:
+        """Return the planner's job for this layout."""
         return job_of(self.config(), self.ranks)
 
     def planned_bytes(self) -> int:
-        """Return the bytes of the fullest rank."""
+        """Return the planned bytes of the rank with the most."""
         job = self.job()
         return max(memory(job, rank).peak for rank in range(job.pipeline))
 
@@ -101,10 +103,10 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Compared:
-    """A layout's plan next to its real step: seconds, and bytes of the fullest rank.
+    """A layout's plan and its real step: seconds, and bytes of the rank with the most.
 
     Attributes:
-        foreign: the share of the machine's processors that other processes took meanwhile.
+        foreign: the share of the machine's processors that other processes took during the steps.
     """
 
     name: str
@@ -117,13 +119,16 @@ class Compared:
 
     @property
     def of_time(self) -> float:
+        """Return planned over real seconds."""
         return self.planned_s / self.seconds
 
     @property
     def of_bytes(self) -> float:
+        """Return planned over real bytes."""
         return self.planned_bytes / self.bytes
 
     def columns(self) -> dict[str, float]:
+        """Return the figures of the table by column head."""
         times = {
             "ranks": self.ranks,
             "planned s": self.planned_s,
@@ -147,12 +152,12 @@ def main() -> int:
 
 
 def compare(layouts: Sequence[Layout], steps: int) -> list[Compared]:
-    """Measure the machine, train each layout twice, and compare its faster run with its plan."""
+    """Measure the machine, train each layout twice, compare its faster run with its plan."""
     ranks = sorted({layout.ranks for layout in layouts})
     before = {count: measured_machine(count) for count in ranks}
     first = {layout.name: train(layout, steps) for layout in layouts}
     again = {layout.name: train(layout, steps) for layout in reversed(layouts)}
-    real = {name: min(first[name], again[name]) for name in first}  # by seconds: other work only makes a step slower
+    real = {name: min(first[name], again[name]) for name in first}  # by seconds: interference only slows a step
     machines = {count: faster(before[count], measured_machine(count)) for count in ranks}
     found = []
     for layout in layouts:
@@ -163,15 +168,15 @@ def compare(layouts: Sequence[Layout], steps: int) -> list[Compared]:
 
 
 def threads_of(ranks: int) -> int:
-    """Return the threads of each of so many ranks, which use all cores together."""
+    """Return the threads per rank with which `ranks` ranks use all cores."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def measured_machine(ranks: int) -> Machine:
-    """Return this machine as `doctor` measures it with so many ranks at once."""
+    """Return this machine as `doctor` measures it with `ranks` concurrent ranks."""
     with tempfile.TemporaryDirectory(prefix="bench-plan-") as folder:
         path = f"{folder}/machine.yaml"
-        threads = ["env", f"OMP_NUM_THREADS={threads_of(ranks)}"]  # as it trains, whatever the caller has
+        threads = ["env", f"OMP_NUM_THREADS={threads_of(ranks)}"]  # as in `train`, whatever the caller's environment
         doctor = [sys.executable, "-m", "megazero", "doctor", "--nproc", str(ranks), "--write", path, "--run", folder]
         done = subprocess.run([*threads, *doctor], cwd=figures.ROOT, capture_output=True, text=True)
         if not Path(path).exists():
@@ -180,7 +185,7 @@ def measured_machine(ranks: int) -> Machine:
 
 
 def faster(first: Machine, second: Machine) -> Machine:
-    """Return the better of two measurements, figure by figure: other work only makes a machine slower."""
+    """Return the better figures of two measurements: interference only makes a machine slower."""
     peaks = {dtype: max(rate, second.peak_flops[dtype]) for dtype, rate in first.peak_flops.items()}
     links = {
         name: Link(max(a.bandwidth, b.bandwidth), min(a.latency, b.latency))
@@ -202,11 +207,11 @@ def faster(first: Machine, second: Machine) -> Machine:
 
 
 def train(layout: Layout, steps: int, least: float = LEAST) -> tuple[float, int, float]:
-    """Return the median seconds of a layout's steps, the bytes of its fullest rank, and the share of other work.
+    """Return the median seconds of a layout's steps, the bytes of its rank with the most, and the share of other work.
 
     Args:
-        steps: at least so many.
-        least: and for so many seconds.
+        steps: least number of steps.
+        least: least seconds of all steps together.
     """
     threads = threads_of(layout.ranks)
     arguments = (layout.name,) if layout.ranks > 1 else (layout.name, 0, 1, "")
@@ -223,7 +228,7 @@ def train(layout: Layout, steps: int, least: float = LEAST) -> tuple[float, int,
 
 
 def calls_of(name: str, rank: int, size: int, store: str) -> Mapping[str, Call]:
-    """Return what a rank can do: a step, which returns its seconds, and one that returns the bytes that it takes."""
+    """Return the calls of a rank: "step" returns the seconds of a step, "bytes" the bytes that a step takes."""
     layout = next(one for one in LAYOUTS if one.name == name)
     config = layout.config()
     axes = config.parallel
@@ -239,6 +244,7 @@ def calls_of(name: str, rank: int, size: int, store: str) -> Mapping[str, Call]:
 
 
 def held(step: Call, grid: Grid) -> float:
+    """Return the device bytes of this rank: those of the ledger plus the peak of allocations in a step."""
     with Allocations() as counted:
         step()
     sizes = grid.comm.ledger.bytes.items()
@@ -247,6 +253,7 @@ def held(step: Call, grid: Grid) -> float:
 
 
 def report_of(found: Sequence[Compared], steps: int) -> figures.Report:
+    """Return the report of some layouts."""
     rows = [{"system": one.name, "columns": one.columns()} for one in found]
     return figures.report_of("layouts", rows, launches=2, rounds=steps, foreign=[one.foreign for one in found])
 

@@ -1,7 +1,7 @@
-"""Run systems to be timed: each is one process, or several ranks that work together, kept alive with its model built.
+"""Run the systems to be timed: each is one process or several ranks, which stay alive after building their model.
 
-The parent tells a system which of its calls to do, and gets seconds, processor seconds and what the call returned from
-every rank. A call of several ranks takes as long as its slowest rank.
+The parent orders a call from a system; every rank answers with its seconds, its processor seconds and the call's
+result. A call of several ranks takes as long as its slowest rank.
 """
 
 import multiprocessing
@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 Call = Callable[[], float]
-_MEMORY, _STOP = "memory", "stop"  # orders besides the names of calls
+_MEMORY, _STOP = "memory", "stop"  # orders other than names of calls
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class System:
     """One system to time.
 
     Args:
-        name: as in the table; its only call has this name too.
-        build: called in the system's own process with `arguments`; returns a function that does one step and returns
-            the step's loss, or several such calls by name. With several ranks it is called in each one's process with
-            `arguments`, the rank, the number of ranks, and a path for the file at which they meet (torch's FileStore).
-        arguments: for `build`.
-        threads: of torch, in each process.
-        ranks: processes that the system consists of. Its loss is the mean of theirs.
-        transport: how its ranks exchange bytes: "shared memory", "sockets"; "": they do not.
-        has_loss: what a call returns is a loss, to be compared with others'.
-        times_itself: what a call returns are its seconds: what it prepares and clears away does not count.
-        needs_script: whether its processes import the script that runs, as spawned ones do. `build` of a system that
-            does not is in a module.
+        name: name in the table; a single call has this name too.
+        build: called in the system's process with `arguments`; returns a function that does one step and returns the
+            step's loss, or several such calls by name. With several ranks, each rank's process calls it with
+            `arguments`, the rank, the number of ranks, and the path of the file for their rendezvous (FileStore).
+        arguments: arguments of `build`.
+        threads: threads of torch in each process.
+        ranks: number of processes. The system's loss is the mean of theirs.
+        transport: how its ranks communicate: "shared memory", "sockets"; "": they do not.
+        has_loss: calls return a loss, which is compared with those of other systems.
+        times_itself: calls return their seconds, without those of preparation and cleanup.
+        needs_script: whether its processes import the running script, as spawned processes do. Otherwise `build` must
+            be in a module.
     """
 
     name: str
@@ -55,7 +55,7 @@ class System:
 
 @dataclass(frozen=True)
 class Done:
-    """What a call took, of all ranks of a system: seconds of the slowest, processor seconds of all, mean of results."""
+    """The result of a call on all ranks: seconds of the slowest, sum of processor seconds, mean of results."""
 
     seconds: float
     processor: float
@@ -64,7 +64,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak resident megabytes of the largest rank of a system: until it was built, and from then on."""
+    """Peak resident megabytes of the largest rank of a system: while it was built, and afterwards."""
 
     built_mb: float
     steady_mb: float
@@ -72,7 +72,7 @@ class Memory:
 
 @dataclass(frozen=True, eq=False)
 class Running:
-    """A system whose processes have built it: this side of their pipes, in rank order."""
+    """A system whose processes are ready; `ends`: the parent's ends of their pipes, in rank order."""
 
     system: System
     ends: list[Connection]
@@ -80,7 +80,7 @@ class Running:
     calls: list[str]
 
     def do(self, call: str) -> Done:
-        """Do a call. All ranks get the order before the first answer is read: they may need each other."""
+        """Do a call. Send the order to all ranks before reading an answer, as they may wait for each other."""
         answers = self._ask(call)
         seconds = max(seconds for seconds, _, _ in answers)
         result = statistics.fmean(result for _, _, result in answers)
@@ -89,17 +89,23 @@ class Running:
         return Done(seconds, sum(processor for _, processor, _ in answers), result)
 
     def memory(self) -> Memory:
+        """Return the peak memory of the largest rank."""
         answers = self._ask(_MEMORY)
         return Memory(max(built for built, _ in answers), max(steady for _, steady in answers))
 
     def stop(self) -> None:
+        """Stop all processes and wait until they have ended."""
         for end in self.ends:
             end.send(_STOP)
         for process in self.processes:
             process.join()
 
     def _ask(self, order: str) -> list[Any]:
-        """Raise SystemExit where a process has ended: the system may have ended it, if memory was short."""
+        """Send an order to all ranks; return their answers.
+
+        Raises:
+            SystemExit: a process has ended, perhaps because the kernel killed it for lack of memory.
+        """
         try:
             for end in self.ends:
                 end.send(order)
@@ -111,10 +117,10 @@ class Running:
 
 @contextmanager
 def running(systems: Sequence[System]) -> Iterator[list[Running]]:
-    """Start systems one after the other, so that no two build at once; stop all at the end.
+    """Start systems one after the other, so that no two build at the same time; stop all at the end.
 
     Raises:
-        EOFError: a process ended; what it printed says why.
+        EOFError: a process ended while it built; its output says why.
     """
     context = multiprocessing.get_context("spawn")
     started: list[Running] = []
@@ -137,7 +143,7 @@ def running(systems: Sequence[System]) -> Iterator[list[Running]]:
 
 
 def on_ranks(call: Callable[..., Any], ranks: int) -> list[Any]:
-    """Return what `call(rank, ranks, store)` returns on each of several concurrent ranks of one thread each."""
+    """Run `call(rank, ranks, store)` on concurrent ranks of one thread each; return the results in rank order."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
@@ -162,9 +168,10 @@ def _once(call: Callable[..., Any], rank: int, ranks: int, store: str, end: Conn
 
 
 def _answers(ends: Sequence[Connection]) -> list[Any]:
-    """Return one answer of each rank, read as they come: when a rank dies, others may never answer.
+    """Return one answer of each rank. Read whichever pipe is ready: after a rank dies, others may never answer.
 
-    The dead rank's pipe raises EOFError.
+    Raises:
+        EOFError: a rank has died.
     """
     found: dict[Connection, Any] = {}
     while len(found) < len(ends):
@@ -175,7 +182,7 @@ def _answers(ends: Sequence[Connection]) -> list[Any]:
 
 
 def _start(process: BaseProcess, needs_script: bool) -> None:
-    """Start a process; hide the script that runs from one that does not need it, so that it imports no more of ours."""
+    """Start a process; unless it needs the running script, hide the script so that the process does not import it."""
     script = sys.modules["__main__"]
     try:
         if not needs_script:
@@ -186,7 +193,7 @@ def _start(process: BaseProcess, needs_script: bool) -> None:
 
 
 def _serve(system: System, rank: int, store: str, end: Connection) -> None:
-    """Run one rank of a system in its process: do what the parent says until it says stop (or is gone)."""
+    """Run one rank of a system in its process: obey the parent's orders until the order to stop."""
     import torch
 
     torch.set_num_threads(system.threads)
@@ -194,7 +201,7 @@ def _serve(system: System, rank: int, store: str, end: Connection) -> None:
     built = system.build(*system.arguments, *place)
     calls = built if isinstance(built, Mapping) else {system.name: built}
     most = _peak_mb()
-    with suppress(OSError):  # forget the peak of building
+    with suppress(OSError):  # reset the peak, which is that of building
         Path("/proc/self/clear_refs").write_text("5")
     end.send(list(calls))
     while (order := end.recv()) != _STOP:
@@ -207,13 +214,13 @@ def _serve(system: System, rank: int, store: str, end: Connection) -> None:
 
 
 def _processor_seconds() -> float:
-    """Return the processor seconds of this process and of those that it started and that have ended."""
+    """Return the processor seconds of this process and of its children that have ended."""
     used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def _peak_mb() -> float:
-    """Return the most megabytes (1e6) that have been resident since the start, or since they were last forgotten."""
+    """Return the peak resident megabytes (1e6) since the start, or since the last reset."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024 / 1e6

@@ -1,9 +1,9 @@
-"""The peers of memory.py: recompute as torch and DeepSpeed have it, around every block of a plain GPT.
+"""The peers of memory.py: recompute with torch and with DeepSpeed, around every block of a plain GPT.
 
-torch        torch.utils.checkpoint, not reentrant, with its early stop (the default); no random state to keep, since
-             there is no dropout
-DeepSpeed    deepspeed.checkpointing, whole inputs, or parts of them over the tensor ranks (partition_activations),
-             or these on the host (cpu_checkpointing), of the same model spread with DTensor
+torch        torch.utils.checkpoint, non-reentrant, with its early stop (the default); no random state is kept, as there
+             is no dropout
+DeepSpeed    deepspeed.checkpointing of the same model spread with DTensor: whole inputs, inputs partitioned over the
+             tensor ranks (partition_activations), or these on the host (cpu_checkpointing)
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Around = Callable[[Callable[[Tensor], Tensor], Tensor], Any]
 
 
 def plain_step(config: Config, again: bool) -> Callable[[], float]:
-    """Return one training step of plain torch in one process."""
+    """Return a training step of plain torch in one process; `again`: with recompute."""
     model = _peer(config, _torch_checkpoint if again else None)
     (optimizer,) = make_optimizers(model, **ADAM)
     batches = random_batches(config.batch.rows)
@@ -41,7 +41,7 @@ def plain_step(config: Config, again: bool) -> Callable[[], float]:
 
 
 def spread_step(config: Config, again: str, rank: int, size: int, store: str) -> Callable[[], float]:
-    """Return one training step of the same model over `size` tensor ranks.
+    """Return a training step of the same model spread over `size` tensor ranks with DTensor.
 
     Args:
         again: none | torch | deepspeed | deepspeed partitioned | deepspeed partitioned, cpu.
@@ -84,7 +84,7 @@ def _torch_checkpoint(forward: Callable[[Tensor], Tensor], x: Tensor) -> Any:
 
 
 class _TensorRanks:
-    """The interface that DeepSpeed asks of a model-parallel library, where all ranks are tensor ranks."""
+    """The model-parallel interface that DeepSpeed needs; all ranks are tensor ranks."""
 
     get_model_parallel_rank = staticmethod(torch.distributed.get_rank)
     get_model_parallel_world_size = staticmethod(torch.distributed.get_world_size)

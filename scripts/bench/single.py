@@ -1,4 +1,4 @@
-"""Training speed of one process compared with the same model in plain torch.
+"""Compare training speed in one process with the same model in plain torch.
 
     python scripts/bench/single.py [--model small wide] [--threads 1 2] [--launches 3] [--pairs 21] [--json] [--save]
 
@@ -7,7 +7,7 @@
 
 fp32, no dropout, AdamW fused, clip 1.0; all start from the same weights and see the same tokens. The reference (ratio
 1.000) is plain torch. `plain torch, compiled` has torch.compile around each block, as torchtitan advises; `ours,
-reference kernels` takes the operations' specification in plain torch in the place of our kernels. Nothing is sent.
+reference kernels` uses the operations' specification in plain torch instead of our kernels. There is no communication.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
 import torch
 from torch import nn
@@ -43,6 +43,7 @@ def main() -> int:
 
 
 def group_of(model: str, threads: int, only: list[str]) -> Group:
+    """Return the group of a model with some threads per process."""
     systems = [
         System("plain torch", plain_step, (model, False), threads),
         System("plain torch, compiled", plain_step, (model, True), threads),
@@ -53,18 +54,19 @@ def group_of(model: str, threads: int, only: list[str]) -> Group:
 
 
 def config_of(model: str) -> Config:
+    """Return the config of a model by its name in `SIZES`."""
     layers, hidden, heads, micro = SIZES[model]
     shape = Model(layers=layers, hidden=hidden, heads=heads, vocab=VOCAB, seq_len=SEQ_LEN)
     return resolved(Config(model=shape, batch=Batch(**{"global": micro, "micro": micro})))
 
 
 def our_step(model: str, kernels: str) -> Call:
-    """Return one training step of the engine; it returns the step's loss."""
+    """Return a training step of the engine."""
     return engine_step(config_of(model), single(), choose(kernels, CPU, torch.float32))
 
 
 def plain_step(model: str, compiled: bool) -> Call:
-    """Return one training step of plain torch, from the same weights on the same tokens."""
+    """Return a training step of plain torch, with the same initial weights and tokens."""
     work = peers.gpt(config_of(model), ranks=1)
     return peers.plain_rank(replace(work, make=partial(_compiled, work)) if compiled else work, 0, 1, "")
 

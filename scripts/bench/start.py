@@ -1,16 +1,17 @@
-"""The start of many ranks, rehearsed on this host with a real store: seconds and requests of each stage.
+"""Rehearse the start of many ranks on this host with a real store: seconds and requests of each stage.
 
     python scripts/bench/start.py [--ranks 8 64 512 2048] [--launches 3] [--json] [--save]
 
-A rank is a thread with connections of its own; `PROCESSES` processes have them, and one more has rank 0 and the store,
-as in a job. Eight ranks are a pretended host. What is rehearsed is what goes through the store: connecting, the roll
-call, one key for each communicator of a grid as NCCL exchanges them (tensor 8,
-pipeline 4, where there are so many ranks), and a failure, on which every rank publishes its slot and one reads them
-all. The roll is unpacked once in a process (20 ms for 2,048 ranks, which real ranks take at the same time). Neither
-torch's process groups nor NCCL's connections are made, and nothing goes over a network.
+A rank is a thread with its own connections. The ranks are spread over `PROCESSES` processes; one more process has rank
+0 and the store, as in a job. Eight ranks form a simulated host. The rehearsal covers what goes through the store:
+connecting; the roll call; one key for each communicator of a grid, as NCCL exchanges them (tensor 8, pipeline 4, if
+there are enough ranks); and a failure, upon which every rank publishes its slot and one rank reads them all. The roll
+is unpacked once per process (20 ms for 2,048 ranks, which real ranks spend in parallel). It makes neither torch's
+process groups nor NCCL's connections, and nothing goes over a network.
 
-Seconds are those until the last rank is through a stage, the median of the launches. *Requests* of a rank to the store,
-over all stages, are the median of all ranks but rank 0; rank 0, which answers for all, has a column of its own.
+Seconds are those until the last rank has finished a stage, as the median of the launches. *Requests* are those of a
+rank to the store over all stages, as the median of all ranks but rank 0; rank 0, which answers for all, has its own
+column.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
 from torch._C._distributed_c10d import Store, TCPStore
 
@@ -49,10 +50,11 @@ TIMEOUT = timedelta(seconds=300)
 
 
 class CountingStore:
-    """A client of torch's store that counts its requests, and the keys in them.
+    """A client of torch's store that counts its requests and their keys.
 
     Args:
-        store: the client; None: a new one of the store at a port of this host.
+        port: the port of the store on this host.
+        store: the client; None: a new one.
     """
 
     timeout = TIMEOUT
@@ -72,7 +74,7 @@ class CountingStore:
         return counted
 
     def clone(self) -> "CountingStore":
-        """Return a client with a connection of its own, as torch's does; its requests do not count."""
+        """Return a client with its own connection, as torch's `clone` does; its requests do not count here."""
         return CountingStore(self._port)
 
 
@@ -82,11 +84,11 @@ def _client(port: int) -> TCPStore:
 
 @dataclass
 class Rehearsed:
-    """What one rank has done.
+    """The figures of one rank.
 
     Attributes:
-        ends: the time at the start, and at the end of each stage.
-        requests, keys: in each stage.
+        ends: the time at the start and at the end of each stage.
+        requests, keys: numbers in each stage.
     """
 
     rank: int
@@ -95,7 +97,7 @@ class Rehearsed:
     keys: list[int] = field(default_factory=list)
 
     def note(self, store: CountingStore | None) -> None:
-        """Note the end of a stage."""
+        """Record the end of a stage."""
         self.ends.append(time.monotonic())
         if store is not None:
             self.requests.append(store.requests - sum(self.requests))
@@ -118,7 +120,7 @@ def main() -> int:
 
 
 def rehearse(size: int, processes: int) -> list[Rehearsed]:
-    """Start `size` ranks, and return what each has done; with 0 processes in threads of this one."""
+    """Run `size` ranks and return their figures; with 0 processes, run them as threads of this process."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listener.getsockname()[1]
     shares = [range(size)]
@@ -138,7 +140,7 @@ def rehearse(size: int, processes: int) -> list[Rehearsed]:
 
 
 def columns_of(launches: Sequence[Sequence[Rehearsed]]) -> dict[str, float]:
-    """Return the figures of one number of ranks, by the heads of their columns."""
+    """Return the figures of one number of ranks by column head."""
     seconds = [_seconds(found) for found in launches]
     return {
         **{f"{name} s": statistics.median(one[at] for one in seconds) for at, name in enumerate(STAGES)},
@@ -148,13 +150,13 @@ def columns_of(launches: Sequence[Sequence[Rehearsed]]) -> dict[str, float]:
 
 
 def _seconds(found: Sequence[Rehearsed]) -> list[float]:
-    """Return the seconds of each stage, until the last rank is through it."""
+    """Return the seconds of each stage, until the last rank has finished it."""
     ends = [max(one.ends[at] for one in found) for at in range(len(STAGES) + 1)]
     return [after - before for before, after in itertools.pairwise(ends)]
 
 
 class _Once:
-    """`unpacked` of the roll, computed once for all ranks of this process."""
+    """`meeting.unpacked`, computed once for all ranks of this process."""
 
     def __init__(self) -> None:
         self._lock, self._found = threading.Lock(), dict[bytes, Verdict]()
@@ -179,12 +181,12 @@ def _run(ranks: range, size: int, port: int, begin: float) -> list[Rehearsed]:
 
 
 def _be(rank: int, size: int, port: int, begin: float, found: list[Rehearsed]) -> None:
-    """Run one rank, from its first connection to the end."""
+    """Run one rank from its first connection to its end."""
     done = Rehearsed(rank)
     time.sleep(max(0.0, begin - time.monotonic()))
     done.note(None)
     counting = CountingStore(port)
-    store: Any = counting  # what a rank asks of a store
+    store: Any = counting  # it has the methods that a rank calls
     done.note(counting)
     host = rank // PER_HOST
     mine = Presence(f"host{host}", "same", os.getpid(), host)
@@ -209,7 +211,7 @@ def _be(rank: int, size: int, port: int, begin: float, found: list[Rehearsed]) -
 
 
 def _exchange(store: Store, rank: int, size: int) -> None:
-    """Exchange one key for each communicator that this rank is in: the first of its ranks makes it."""
+    """Exchange one key for each communicator of this rank; the first rank of a communicator sets it."""
     tensor = min(8, size)
     pipeline = 4 if size % (4 * tensor) == 0 else 1
     grid = lay_out(rank, size, comm=CommContext(), tensor=tensor, pipeline=pipeline)
@@ -220,7 +222,7 @@ def _exchange(store: Store, rank: int, size: int) -> None:
 
 
 def _fail(size: int, slot: StatusSlot, board: JobBoard) -> None:
-    """Let this rank fail, and read where all others are."""
+    """Let this rank fail, and read the slots of all ranks."""
     slot.set_state(STUCK, "world")
     board.raise_alarm()
     statuses = board.gather(TIMEOUT.total_seconds())
@@ -228,7 +230,7 @@ def _fail(size: int, slot: StatusSlot, board: JobBoard) -> None:
 
 
 def _forked(work: Callable[[], list[Rehearsed]]) -> Callable[[], list[Rehearsed]]:
-    """Run `work` in a process of its own; return what waits for its result."""
+    """Run `work` in a forked process; return a function that waits for its result."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:

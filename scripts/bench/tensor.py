@@ -1,4 +1,4 @@
-"""Training speed of tensor parallelism over two ranks compared with torch DTensor.
+"""Compare training speed of tensor parallelism over two ranks with torch DTensor.
 
     python scripts/bench/tensor.py [--model small wide] [--launches 3] [--pairs 21] [--json] [--save]
     python scripts/bench/tensor.py --only 'ours-tp2, *' 'ours-tp2-sequence, *' --before TREE
@@ -10,11 +10,11 @@
 Every process has one thread, so two ranks have twice the cores of one process. The reference is our engine in one
 process, and ratios are to half its time: 1.00 is a perfect division of the work, 2.00 the reference itself.
 
-How the bytes went: `ours-tp2` through memory that the ranks of a host share, which is our transport, and no peer's;
-`ours-tp2-sockets` through gloo's sockets over the loopback, as DTensor's; `ours-tp2-reference` as the first, with the
-operations' specification in plain torch in the place of our kernels; `ours-tp2-chunks` as the first, with sums and
-gathers of forward in two chunks (`parallel.tensor_chunks`). *no exchange* is `ours-tp2` whose operations end at once:
-what is above 1.00 there is no price of the transport. Its losses mean nothing.
+Transport: `ours-tp2` uses memory that the ranks of a host share, as no peer does; `ours-tp2-sockets` uses gloo's
+sockets over the loopback, as DTensor does; `ours-tp2-reference` is like the first, with the operations' specification
+in plain torch instead of our kernels; `ours-tp2-chunks` is like the first, with the sums and gathers of forward in two
+chunks (`parallel.tensor_chunks`). *no exchange* is `ours-tp2` with collectives that end at once: its excess over 1.00
+is not a cost of the transport. Its losses are meaningless.
 
 fp32, no dropout, AdamW, clip 1.0. All start from the same weights and see the same tokens.
 """
@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,7 @@ def main() -> int:
 
 
 def group_of(model: str, only: list[str], before: str | None) -> Group:
+    """Return the group of a model."""
     systems = with_before(chosen(systems_of(model), only), before, "tensor", (model,))
     return Group(model, systems, divide_by=RANKS, pairs=pairs_of)
 
@@ -83,6 +84,7 @@ def systems_of(model: str) -> list[System]:
 
 
 def config_of(model: str, tensor: int = 1, sequence: bool = False, chunks: int = 1) -> Config:
+    """Return the config of a model in `SIZES` over some tensor ranks."""
     layers, hidden, heads, micro = SIZES[model]
     shape = Model(layers=layers, hidden=hidden, heads=heads, vocab=VOCAB, seq_len=SEQ_LEN, tie_embeddings=False)
     batch = Batch(**{"global": micro, "micro": micro})
@@ -91,22 +93,23 @@ def config_of(model: str, tensor: int = 1, sequence: bool = False, chunks: int =
 
 
 def our_step(model: str) -> Call:
-    """Return one training step of the engine in one process; it returns the step's loss."""
+    """Return a training step of the engine in one process."""
     return engine_step(config_of(model), single(), choose("auto", CPU, torch.float32))
 
 
 def our_rank(
     model: str, sequence: bool, kernels: str, transport: str, chunks: int, rank: int, size: int, store: str
 ) -> Call:
-    """Return the same step on one of `size` ranks."""
+    """Return a training step of the engine on one of `size` tensor ranks."""
     grid = grid_of(rank, size, store, tensor=size, transport=transport)
     return engine_step(config_of(model, size, sequence, chunks), grid, choose(kernels, CPU, torch.float32))
 
 
 class Zeros(FakeProcessGroup):
-    """A group of one process whose other ranks have zeros, so that all numbers stay finite."""
+    """A fake group in which the other ranks' parts are zeros, so that all numbers stay finite."""
 
     def all_gather_single(self, whole: Tensor, part: Tensor, *options: Any) -> dist.Work:
+        """Fill `whole` with this rank's part and zeros."""
         own = part.reshape(-1).clone()
         whole.zero_().view(self.size(), -1)[self.rank()].copy_(own)
         return super().all_gather_single(whole, part)
@@ -115,19 +118,19 @@ class Zeros(FakeProcessGroup):
 
 
 def lone_rank(model: str, rank: int, size: int, store: str) -> Call:
-    """Return the step of the first of `size` ranks, whichever this is: it goes on with its own part of every sum."""
+    """Return a step of rank 0 of `size` without communication: it uses its own part instead of each sum."""
     grid = alone(0, size, tensor=size, pipeline=1, backend="nccl", bucket=BUCKET, ledger=Ledger())
     grid = grid.with_groups({axis.name: Zeros(axis.rank, axis.size) for axis in grid.values()})
     return engine_step(config_of(model, size), grid, choose("auto", CPU, torch.float32))
 
 
 def plain_step(model: str) -> Call:
-    """Return one training step of plain torch in one process."""
+    """Return a training step of plain torch in one process."""
     return recomputing_peers.plain_step(config_of(model), again=False)
 
 
 def dtensor_rank(model: str, sequence: bool, rank: int, size: int, store: str) -> Call:
-    """Return one training step of the same model spread with DTensor, on one of `size` ranks."""
+    """Return a training step of the same model spread with DTensor, on one of `size` ranks."""
     return recomputing_peers.spread_step(config_of(model, sequence=sequence), "none", rank, size, store)
 
 

@@ -1,10 +1,10 @@
-"""Compare the times of systems: ratios within a round, one value a launch, and an interval over launches.
+"""Compare the times of systems: ratios within a round, one value per launch, and an interval over launches.
 
-Machines are noisy in three ways: from one step to the next, over minutes, and from one start of the processes to the
-next (where memory is, which core a thread got). Ratios are paired within a round, which takes out the minutes; the
-median over a launch's rounds takes out single steps; what differs between launches is seen only by launching again. So
-the unit is the launch: of each, the median of the paired ratios; over launches the mean of their logarithms, with the
-95 % interval of Student's t. With three launches that interval is wide, and it should be.
+Timings vary in three ways: from step to step, over minutes, and from one start of the processes to the next (placement
+of memory and threads). Ratios are taken within a round, which removes the variation over minutes. The median over the
+rounds of a launch removes that of single steps. The variation between launches shows only in several launches. So each
+launch gives one value, the median of its ratios, and the result is their geometric mean with the 95 % interval of
+Student's t. With three launches that interval is wide, as it should be.
 """
 
 import math
@@ -21,7 +21,7 @@ Rounds = Mapping[str, Sequence[float]]  # of one launch: seconds of each call by
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of times with its 95 % interval over launches; of one launch the interval is infinitely wide."""
+    """A ratio of times with its 95 % interval over launches; with one launch the interval is infinite."""
 
     value: float
     low: float
@@ -43,7 +43,7 @@ def ratio(launches: Sequence[Rounds], name: str, reference: str, divide_by: int 
 
 
 def interval(values: Sequence[float]) -> Ratio:
-    """Return the geometric mean of positive values, one of each launch, with its 95 % interval."""
+    """Return the geometric mean of positive values, one per launch, with its 95 % interval."""
     logs = [math.log(value) for value in values]
     mean = statistics.fmean(logs)
     if len(logs) < 2:
@@ -55,9 +55,9 @@ def interval(values: Sequence[float]) -> Ratio:
 
 
 def spread(launches: Sequence[Rounds], name: str) -> float:
-    """Return how far single steps lie apart: the interquartile range of their seconds over the median, all launches.
+    """Return the spread of single steps in all launches: interquartile range of their seconds over the median.
 
-    Of a single step: 0.
+    With a single step: 0.
     """
     seconds = [second for rounds in launches for second in rounds[name]]
     if len(seconds) < 2:
@@ -67,5 +67,5 @@ def spread(launches: Sequence[Rounds], name: str) -> float:
 
 
 def seconds(launches: Sequence[Rounds], name: str) -> float:
-    """Return the median over all launches."""
+    """Return the median seconds of a call over all launches."""
     return statistics.median(second for rounds in launches for second in rounds[name])

@@ -1,7 +1,6 @@
 """The peers of pipeline.py: the untied GPT-2 of dtensor_gpt.py in stages under torch.distributed.pipelining.
 
-They have the same cuts, the same micro-batches, and torch's own schedules. Gradients are clipped by the norm over both
-ranks.
+Cuts and micro-batches are those of ours; schedules are torch's. Gradients are clipped by the norm over both ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ SCHEDULES = {
     "zero-bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
-ONE_STAGE = ("gpipe", "1f1b")  # per rank; these take a stage, the others a list
+ONE_STAGE = ("gpipe", "1f1b")  # schedules with one stage per rank take a stage, the others a list
 
 
 class Part(nn.Module):
@@ -60,11 +59,11 @@ def make_step(
     clip: float,
     adam: dict[str, float | tuple[float, float]],
 ) -> Callable[[], float]:
-    """Return one training step on one rank.
+    """Return a training step on one rank.
 
     Args:
-        cuts: the parts of each of this rank's stages.
-        batches: gives (tokens, targets) [S, B] of all micro-batches, each of one sequence.
+        cuts: number of a stage -> its parts, for this rank's stages.
+        batches: returns (tokens, targets) [S, B] of all micro-batches of a step, each of one sequence.
     """
     device = torch.device("cpu")
     parts = [Part(model, parts) for parts in cuts.values()]

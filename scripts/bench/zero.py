@@ -7,20 +7,20 @@
     wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 1     122.0M
 
 Two ranks of one thread each, fp32, no dropout, AdamW fused, clip 1.0. The reference (ratio 1.000) is two ranks of plain
-torch that each do the work of one rank of DDP and exchange nothing: no gradients, so each makes the whole update of its
-own model. It is no lower bound: a stage that divides the update does less. "ours, no exchange" is the same of our
-engine, so that what a stage costs can be told from how fast the model is.
+torch that each do the work of one rank of DDP without communication: gradients are not reduced, and each rank updates
+all of its own model. It is not a lower bound: a stage that shards the update does less. "ours, no exchange" is the same
+with our engine, which separates the cost of a stage from the speed of the model.
 
-How the bytes went: `ours-stageN` through memory that the ranks of a host share, which is our transport, and no peer's;
-`ours-stageN-sockets` through gloo's sockets over the loopback, as all peers' do; `ours-stageN-reference` as the first,
-with the operations' specification in plain torch in the place of our kernels.
+Transport: `ours-stageN` uses memory that the ranks of a host share, as no peer does; `ours-stageN-sockets` uses gloo's
+sockets over the loopback, as all peers do; `ours-stageN-reference` is like the first, with the operations'
+specification in plain torch instead of our kernels.
 
 Systems run in groups, because not all fit into memory together; each group has its own reference. All systems that
-exchange start from the same weights and see the same tokens, and their losses are compared over all groups.
+communicate start from the same weights and see the same tokens; their losses are compared over all groups.
 
     python scripts/bench/zero.py --gpu [--json]
 
-The engine alone on one GPU, world 1: a GPT of 1.3B parameters (24 layers, hidden 2,048, sequence 2,048) in bf16 with
+The engine alone on one GPU, one rank: a GPT of 1.3B parameters (24 layers, hidden 2,048, sequence 2,048) in bf16 with
 fp32 masters, micro-batch 4: tokens/s, MFU, peak bytes.
 """
 
@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder, uninstalled too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
 import torch
 
@@ -52,10 +52,10 @@ from scripts.bench.ours import CPU, SEQ_LEN, SOCKETS, VARIANTS, VOCAB, engine_st
 from scripts.bench.processes import Call, System
 
 Stage = Literal[0, 1, 2, 3]
-SIZES = {"small": (8, 512, 8, 2), "wide": (9, 1024, 16, 1)}  # layers, hidden, heads, micro-batch of a rank
+SIZES = {"small": (8, 512, 8, 2), "wide": (9, 1024, 16, 1)}  # layers, hidden, heads, micro-batch per rank
 RANKS = 2
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
-TOGETHER = {"small": 6, "wide": 2}  # systems that run next to one reference and its copy
+TOGETHER = {"small": 6, "wide": 2}  # systems in a group, besides the reference and its copy
 REFERENCE = "plain torch, no exchange"
 
 
@@ -90,12 +90,12 @@ def groups_of(model: str, accumulation: int, only: list[str], before: str | None
 
 
 def plain(work: peers.Work) -> System:
-    """Return the reference: two ranks of plain torch that exchange nothing."""
+    """Return the reference: two ranks of plain torch without communication."""
     return System(REFERENCE, peers.plain_rank, (work,), ranks=RANKS, has_loss=False)
 
 
 def cut(title: str, systems: Sequence[System], together: int) -> Iterator[Group]:
-    """Yield groups of at most `together` systems, pairs of two trees together; the first is the reference of each."""
+    """Yield groups of at most `together` systems and the reference, the first one; keep pairs of two trees together."""
     reference, *asked = systems
     absent = {system.name: reason for system in asked if (reason := missing(system.name)) is not None}
     here = [one for one in asked if one.name not in absent]
@@ -141,6 +141,7 @@ def systems_of(model: str, accumulation: int) -> list[System]:
 
 
 def config_of(model: str, stage: Stage, accumulation: int) -> Config:
+    """Return the config of a model in `SIZES`."""
     layers, hidden, heads, micro = SIZES[model]
     shape = Model(layers=layers, hidden=hidden, heads=heads, vocab=VOCAB, seq_len=SEQ_LEN)
     batch = Batch(**{"global": micro * RANKS * accumulation, "micro": micro})
@@ -148,17 +149,18 @@ def config_of(model: str, stage: Stage, accumulation: int) -> Config:
 
 
 def our_rank(config: Config, kernels: str, transport: str, rank: int, size: int, store: str) -> Call:
+    """Return a training step of the engine on one of `size` ranks."""
     return engine_step(config, grid_of(rank, size, store, transport=transport), choose(kernels, CPU, torch.float32))
 
 
 def alone_rank(config: Config, kernels: str, rank: int, size: int, store: str) -> Call:
-    """Return the same work on one rank, without any other."""
+    """Return a training step of one rank's share of the batch, without the other ranks."""
     own = config.batch.model_copy(update={"global_": config.batch.global_ // size})
     return engine_step(config.model_copy(update={"batch": own}), single(), choose(kernels, CPU, torch.float32))
 
 
 def on_gpu() -> dict[str, object]:
-    """Return speed and memory of the engine on this machine's first GPU."""
+    """Measure speed and memory of the engine on this machine's first GPU."""
     device = torch.device("cuda", 0)
     shape = Model(layers=24, hidden=2048, heads=16, vocab=50304, seq_len=2048)
     batch = Batch(**{"global": 4, "micro": 4})
@@ -169,7 +171,7 @@ def on_gpu() -> dict[str, object]:
     seconds = []
     for _ in range(10):
         began = time.perf_counter()
-        step()  # reads its loss: the device has finished
+        step()  # reads its loss, so the device has finished
         seconds.append(time.perf_counter() - began)
     rate = config.batch.global_ * shape.seq_len / statistics.median(seconds)
     name = torch.cuda.get_device_name(device)

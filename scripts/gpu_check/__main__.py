@@ -1,15 +1,15 @@
-"""Check on one machine, in at most nine minutes, all that needs a GPU.
+"""Check everything that needs a GPU, on one machine, in at most nine minutes.
 
-That is: that kernels build, are right, and how fast they are; that train.py trains, saves, resumes and repeats its
-bits; that a step waits for the GPU in named places only; that training in several ranks and with fused kernels
-computes what a CPU does; and how fast steps are, compared with plain torch, torch.compile and FSDP2.
+The parts check that kernels build and are correct; that train.py trains, saves, resumes and gives the same bits again;
+that a step waits for the GPU only in named places; that training on several ranks and with fused kernels computes what
+a CPU does. They measure the speed of kernels and of steps, compared with plain torch, torch.compile and FSDP2.
 
     scripts/gpu_check.sh [--device cuda|cpu] [--tiny] [--only PART ...] [--second] [--seconds S] [--json FILE]
 
-Each part (`parts.py`) is a process of its own with a limit: if one hangs or breaks, the others are run all the same. A
-missing tool (nvcc, Liger, compute-sanitizer, a second GPU) is a line, not a failure. With --json, FILE has the figures,
-a Markdown file next to it has them for people, and FILE.parts has the rows and the output of each part; all are written
-while the check runs. The summary is printed last. Exits 1 when something is wrong (not when slow).
+Each part (`parts.py`) is a process with a time limit: if one hangs or fails, the others still run. A missing tool
+(nvcc, Liger, compute-sanitizer, a second GPU) is a line of the report, not a failure. With --json the figures go to
+FILE, as tables to a Markdown file next to it, and the rows and the output of each part to the folder FILE.parts; all
+are written while the check runs. The summary is printed last. Exits with 1 if something is wrong (not if it is slow).
 """
 
 import argparse
@@ -25,7 +25,7 @@ import torch
 from scripts.gpu_check.findings import Asked, Row, finite, markdown, summary
 from scripts.gpu_check.parts import ALL, PARTS, SECOND, SHOWN, imported, run
 
-SECONDS = {False: 525.0, True: 190.0}  # for all parts together, of the first call and of the second
+SECONDS = {False: 525.0, True: 190.0}  # for all parts together; True: --second
 
 
 def main() -> int:
@@ -51,7 +51,7 @@ def main() -> int:
             report["machine"] = rows[0] if rows else {}
         if options.json is not None:
             write(report, options.json)
-        return name != "machine" or not report["failures"]  # nothing else would find its device
+        return name != "machine" or not report["failures"]  # no other part would find its device
 
     imported(chosen)
     with TemporaryDirectory(prefix="megazero-check-") as scratch:
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def write(report: dict[str, Any], target: Path) -> None:
-    """Write a report to a file, and as tables next to it."""
+    """Write a report to a JSON file, and as Markdown tables next to it."""
     target.write_text(json.dumps(finite(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     target.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
 

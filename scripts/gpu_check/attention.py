@@ -1,11 +1,11 @@
 """Check and time attention: the run's own choice, and each of torch's implementations, forward and backward.
 
-Heads and layouts are those of the models that `steps.py` trains: q, k and v are views into one projection. An error is
-the largest of the output and the three gradients, each relative to the largest number of its fp64 values, on the first
-sample. Times are of the whole batch.
+Heads and layouts are those of the models that `steps.py` trains: q, k and v are views into one projection. The error is
+the largest over the output and the three gradients of the first sample, each relative to the largest of its fp64
+values. Times are those of the whole batch.
 
-Allowed in bf16: scores, probabilities, and in backward their gradients are rounded to 2^-9 on the way to a product, as
-are inputs and results, about eight roundings in all: 2^-6.
+Allowed in bf16: scores, probabilities and (in backward) their gradients are rounded by 2^-9 before a product, as are
+inputs and results. These are about eight roundings: 2^-6.
 """
 
 import traceback
@@ -30,7 +30,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def rows(asked: Asked) -> Iterator[Row]:
-    """Yield, for the heads of each model, what a run chooses, then each implementation that takes them."""
+    """Yield, for the heads of each model, the choice of a run, then each implementation."""
     for name, (shape, micro) in MODELS.items():
         m = shape.of(asked).model
         heads = Heads(m["heads"], m["kv_heads"], m["hidden"] // m["heads"], m["seq_len"])
@@ -59,14 +59,14 @@ def _of_model(name: str, heads: Heads, micro: int, asked: Asked) -> Iterator[Row
                 row["fault"] = f"error {error:.1e}, allowed {ALLOWED:.1e}"
         except torch.OutOfMemoryError:
             row["absent"] = "does not fit into the memory"
-        except Exception as error:  # one that does not take these heads
+        except Exception as error:  # an implementation that does not support these heads
             traceback.print_exc()
             row["absent"] = told(error)
         yield row
 
 
 def systems(heads: Heads, asked: Asked) -> dict[str, Attend]:
-    """Return the implementations by name; a CPU tries one."""
+    """Return the implementations by name; on a CPU only one."""
     if not asked.on_gpu:
         return {"math": _plain}
     found: dict[str, Attend] = {name: partial(_taking, name) for name in NAMES}
@@ -90,7 +90,7 @@ _plain: Attend = partial(_taking, "math")
 
 
 def _varlen(attend: VariableLength) -> Attend:
-    """Return variable-length attention of samples that are one document each."""
+    """Return variable-length attention on samples of one document each."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, _, length, _ = q.shape
@@ -113,7 +113,7 @@ def _inputs(heads: Heads, micro: int, device: torch.device, dtype: torch.dtype) 
 
 
 def _results(attend: Attend, qkv: Tensor, grad: Tensor, heads: Heads) -> list[Tensor]:
-    """Return the output, and the gradient of the projection: of q, of k, of v."""
+    """Return the output, and the gradients of q, k and v, which are views into the projection."""
     qkv, group = qkv.detach().requires_grad_(), heads.queries // heads.keys
     parts: Any = qkv.view(*qkv.shape[:2], heads.keys, group + 2, heads.channels)
     q, k, v = parts.split((group, 1, 1), dim=3)

@@ -1,13 +1,13 @@
-"""Measure each kernel's bytes per second next to a copy's, and its time next to torch eager's and torch.compile's.
+"""Compare each kernel's bytes per second with a copy's, and its time with torch eager's and torch.compile's.
 
-All systems of one operation take turns, round after round, on the same arguments; reported are medians. Bytes are those
-that the operation must move, whatever moves them, so a kernel that moves more looks slower, not better. The arguments
-are several times the level-2 cache. torch.compile takes some seconds for each operation, so it compiles six.
+All systems of one operation take turns, round after round, on the same arguments; the figures are medians. Bytes are
+the minimum that the operation must move, so a kernel that moves more looks slower, not better. The arguments are
+several times as large as the level-2 cache. torch.compile takes some seconds per operation, so it compiles only six.
 
-Columns: microseconds of ours, GB/s of ours, its share of the copy's speed (wanted: 0.90 of an update, 0.88 forward,
-0.80 backward), and how many times as long as ours the others take. Cross entropy is forward and backward of 4,096 rows
-of logits; ours and Liger's write the gradient over the logits, so all systems get a fresh copy of them in each call,
-whose time is `copy_times`.
+Columns: microseconds and GB/s of ours, the share of the copy's speed (aims: 0.90 for an update, 0.88 forward, 0.80
+backward), and the time of the others as a multiple of ours. Cross entropy is forward and backward of 4,096 rows of
+logits; ours and Liger's overwrite the logits with the gradient, so each call of every system first copies the logits.
+`copy_times` is the time of that copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ TINY = Sizes(8, 2, 64, 96, 128, 2, 16, 4096)
 LARGE = Sizes(2048, 8, 4096, 16_384, 131_072, 16, 128, 1 << 28)
 COMPILED = ("layer_norm", "layer_norm_backward", "bias_gelu", "bias_gelu_backward", "swiglu_backward")
 ROWS, VOCAB = 4096, 128_256
-HIDDEN = (2048, 8192, 16_384)  # norms are timed at these widths as well, with as many elements
+HIDDEN = (2048, 8192, 16_384)  # norms are also timed at these widths, with the same number of elements
 
 
 def rows(asked: Asked) -> Iterator[Row]:
@@ -54,7 +54,7 @@ def rows(asked: Asked) -> Iterator[Row]:
 
 
 def copy_speed(asked: Asked) -> float:
-    """Return the bytes per second of a large copy on the device, those read and those written."""
+    """Return the bytes per second of a large copy on the device: bytes read plus bytes written."""
     generator = torch.Generator(asked.device).manual_seed(0)
     x = Draw(torch.float32, generator)(1 << (12 if asked.tiny else 29))
     y = torch.empty_like(x)
@@ -86,7 +86,7 @@ def _timed(name: str, sizes: Sizes, asked: Asked, compiling: bool, copy: float) 
 
 
 def _compared(name: str, shape: Sequence[int], systems: dict[str, Callable[[], object]], asked: Asked) -> Row:
-    """Return the time of the first system, and how many times as long the others take."""
+    """Return the time of the first system, and the times of the others as multiples of it."""
     first, *others = medians(list(systems.values()), asked.device)
     row: Row = {"name": name, "size": "x".join(map(str, shape))}
     if isinstance(first, str):
@@ -97,7 +97,7 @@ def _compared(name: str, shape: Sequence[int], systems: dict[str, Callable[[], o
 
 
 def _loss(asked: Asked) -> Row:
-    """Return the time of our cross entropy, compared with others."""
+    """Time our cross entropy and compare it with others."""
     count, vocab = (64, 64) if asked.tiny else (ROWS, VOCAB)
     draw = Draw(torch.bfloat16, torch.Generator(asked.device).manual_seed(0))
     source, targets = draw(count, vocab), draw.words(count, low=0, high=vocab)
@@ -133,7 +133,7 @@ def _loss(asked: Asked) -> Row:
 
 
 def _eager(name: str) -> Callable[..., Any]:
-    """Return what one writes without kernels: the specification, or torch's own where it has a better one."""
+    """Return the operation without our kernels: its specification, or a faster function of torch if there is one."""
     if name == "adamw_":
         return _torch_update
     if name == "sums_of_squares":
@@ -144,7 +144,7 @@ def _eager(name: str) -> Callable[..., Any]:
 def _torch_update(
     master: Tensor, grad: Tensor, first: Tensor, second: Tensor, published: Tensor, step: Tensor, *rest: Any
 ) -> None:
-    """Update with torch's fused AdamW, and a copy."""
+    """Update with torch's fused AdamW, then copy to the 16-bit parameters."""
     divide_by, skip, lr, beta1, beta2, eps, decay = rest
     torch.ops.aten._fused_adamw_(
         *([master], [grad], [first], [second], [], [step]),

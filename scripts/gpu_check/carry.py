@@ -1,11 +1,11 @@
-"""Make the folder that goes to a machine that can fetch nothing, and install from it there.
+"""Make a folder to carry to a machine without network access, and install from it there.
 
     python -m scripts.gpu_check.carry              fetches wheels and makes token files: build/carried, under 40 MB
-    python -m scripts.gpu_check.carry --install    prints the folder for PYTHONPATH, or nothing where nothing is missing
+    python -m scripts.gpu_check.carry --install    prints the folder for PYTHONPATH, or nothing if nothing is missing
 
-The wheels are of Python 3.12 on x86-64 Linux, in the versions of the lock file. They are unpacked into a folder next to
-them, which leaves the machine's Python as it is, and needs no pip. The token files are this repository's own sources,
-byte by byte. `--install` needs nothing but the standard library.
+The wheels are for Python 3.12 on x86-64 Linux, in the versions of the lock file. They are unpacked into a folder next
+to them, which does not change the machine's Python and needs no pip. The token files hold this repository's sources,
+one token per byte. `--install` needs only the standard library.
 """
 
 import argparse
@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 CARRIED = ROOT / "build" / "carried"
 LOCK = ROOT / "locks" / "linux-x86_64-py3.12.txt"
 LOCKED = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions", "ruamel-yaml")
-PEERS = ("liger-kernel==0.8.5",)  # compared with, not in the lock
+PEERS = ("liger-kernel==0.8.5",)  # systems to compare with; not in the lock
 PLATFORMS = ("manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_28_x86_64")
 RUNS = "Python 3.12 on Linux x86_64"
-MOST = 40e6  # bytes of the folder
-TEXT = 3_000_000  # bytes of sources
+MOST = 40e6  # largest size of the folder, in bytes
+TEXT = 3_000_000  # size of the text, in bytes, about
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def fetch(wheels: Path) -> None:
-    """Fetch the wheels."""
+    """Download the wheels to a folder."""
     lines = [line.split(" ")[0] for line in LOCK.read_text().splitlines()]
     wanted = [line for line in lines if line.partition("==")[0] in LOCKED]
     where = [word for each in PLATFORMS for word in ("--platform", each)]
@@ -54,10 +54,10 @@ def fetch(wheels: Path) -> None:
 
 
 def install(carried: Path) -> str:
-    """Unpack the wheels into a folder next to them where one is missing; return the folder, or "".
+    """Unpack all wheels into a folder next to them if a package is missing; return the folder, or "".
 
-    All of them: those that are there may be of versions that do not go together. Without them, the parts that need them
-    fail, and the others go on.
+    Unpack even those that are installed: mixed versions may be incompatible. On another Python or system return "":
+    the parts that need the packages then fail, and the others run.
     """
     wheels = sorted((carried / "wheels").glob("*.whl"))
     if not any(_is_missing(wheel.name.split("-")[0]) for wheel in wheels):
@@ -82,7 +82,7 @@ def _is_missing(name: str) -> bool:
 
 
 def tokens(folder: Path) -> Path:
-    """Make token files of this repository's sources, if they are not there; return their path without .bin."""
+    """Make token files of this repository's sources if they do not exist; return their path without suffix."""
     prefix, text = folder / "train", folder / "text.jsonl"
     if not prefix.with_suffix(".idx").exists():
         folder.mkdir(parents=True, exist_ok=True)

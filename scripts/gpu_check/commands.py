@@ -1,4 +1,4 @@
-"""Run a command of the check in a process of its own, with a limit and a log."""
+"""Run a command of the check in its own process, with a time limit and a log."""
 
 import subprocess
 import sys
@@ -9,23 +9,24 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
-LAST_S = 5  # from SIGTERM to SIGKILL
+LAST_S = 5  # seconds from SIGTERM to SIGKILL
 
 
 def python(words: Sequence[object], log: Path, limit: float, device: torch.device, **environment: str) -> str:
-    """Run Python in the repository, and print what it said; return "", or what was wrong and its last line.
+    """Run Python in the repository and print its output; return "", or the fault and its last line of output.
 
     Args:
+        words: arguments of Python.
         log: the file for its output.
-        limit: seconds after which it is ended.
-        device: a CPU: no GPU is shown to it.
-        environment: variables that are set for it.
+        limit: seconds after which it is stopped.
+        device: if it is a CPU, GPUs are hidden from the process.
+        environment: additional environment variables.
     """
     return run([sys.executable, *words], log, limit, device, **environment)
 
 
 def run(words: Sequence[object], log: Path, limit: float, device: torch.device, **environment: str) -> str:
-    """Run any command as `python` does."""
+    """Run any command; arguments and result as in `python`."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}
     variables = {"OMP_NUM_THREADS": "1"} | hidden | environment
     line = ["env", *(f"{name}={value}" for name, value in variables.items()), *map(str, words)]

@@ -1,8 +1,8 @@
-"""Check every kernel against its specification in fp64, on fresh random inputs, on the device at hand.
+"""Check every kernel on the given device against its specification in fp64, on fresh random inputs.
 
-An error is in units of what is allowed: more than 1 is a fault. The reasons for what is allowed are in `samples.py`.
+Errors are in units of the allowed error: more than 1 is a fault. `samples.py` explains the allowed error.
 
-    python -m scripts.gpu_check.correctness cuda      calls each of them once, for compute-sanitizer
+    python -m scripts.gpu_check.correctness cuda      calls each kernel once, for compute-sanitizer
 """
 
 import math
@@ -24,9 +24,9 @@ from scripts.gpu_check.kernels import missing, obstacle
 from scripts.gpu_check.samples import FORMS, SAMPLES, Arguments, Draw, Sizes, distances, results
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SANITIZER_S = 90  # for one tool
+SANITIZER_S = 90  # limit of one tool, in seconds
 TINY = (Sizes(3, 2, 64, 48, 72, 2, 16, 100), Sizes(5, 1, 33, 7, 50, 1, 6, 33_001))
-# Rows of whole packs, odd rows, rows that a block holds in two ways, rows that none holds.
+# Rows of whole packs, rows of an odd length, rows for both register layouts of the norms, rows too long for registers.
 LARGE = (
     Sizes(257, 3, 4096, 5120, 50_304, 8, 128, 1 << 22),
     Sizes(129, 2, 1001, 333, 50_257, 3, 22, (1 << 22) + 5),
@@ -37,7 +37,7 @@ LARGE = (
 
 
 def rows(asked: Asked) -> Iterator[Row]:
-    """Yield all operations in all forms and dtypes; the seed is the clock, and told."""
+    """Yield all operations in all forms and dtypes; a row gives the seed, which comes from the clock."""
     if (absent := missing(asked.device)) is not None:
         yield absent
         return
@@ -49,7 +49,7 @@ def rows(asked: Asked) -> Iterator[Row]:
             row: Row = {"name": name, "dtype": str(dtype).removeprefix("torch.")}
             try:
                 error, complaint = _checked(name, make, Draw(dtype, generator), TINY if asked.tiny else LARGE)
-            except Exception as broken:  # the others are wanted all the more
+            except Exception as broken:  # go on with the other operations
                 error, complaint = math.inf, told(broken)
             if not complaint and not error <= 1:
                 complaint = f"{error:.3g} times what is allowed"
@@ -57,10 +57,10 @@ def rows(asked: Asked) -> Iterator[Row]:
 
 
 def sanitized(asked: Asked) -> Iterator[Row]:
-    """Yield what compute-sanitizer finds while each operation runs on small sizes: memcheck, and racecheck.
+    """Run each operation on small sizes under compute-sanitizer; yield the results of memcheck and racecheck.
 
-    Each tensor has memory of its own: in torch's cache, an access past its end would hit another tensor. On a CPU the
-    operations run without the tool.
+    torch's caching allocator is off: in its cache, an access past the end of a tensor would hit another tensor. On a
+    CPU the operations run without the tool.
     """
     if (absent := missing(asked.device)) is not None:
         yield absent
@@ -86,7 +86,7 @@ def sanitized(asked: Asked) -> Iterator[Row]:
 
 
 def verdict(tool: str, said: str, fault: str, asked: Asked) -> Row:
-    """Return the row of what compute-sanitizer said; what it reports of torch's kernels is counted, and no fault."""
+    """Return the row of compute-sanitizer's output; reports on torch's kernels are counted, but are no fault."""
     reports = [report for report in re.split(r"^=========\s*$", said, flags=re.MULTILINE) if " at " in report]
     ours = [line for report in reports for line in re.findall(r".*(?:megazero::|8megazero).*", report)[:1]]
     summary = re.findall(r"SUMMARY: (.*)", said) or [""]
@@ -98,7 +98,7 @@ def verdict(tool: str, said: str, fault: str, asked: Asked) -> Row:
 
 
 def call_all(device: torch.device) -> None:
-    """Call each operation in all forms and dtypes on small sizes; compare nothing."""
+    """Call each operation in all forms and dtypes on small sizes, without checking results."""
     obstacle(device)
     generator = torch.Generator(device).manual_seed(0)
     for name, make in (SAMPLES | FORMS).items():
@@ -113,7 +113,7 @@ def call_all(device: torch.device) -> None:
 def _checked(
     form: str, make: Callable[[Draw, Sizes], Arguments], draw: Draw, all_sizes: tuple[Sizes, ...]
 ) -> tuple[float, str]:
-    """Return the largest error of all sizes, and what else is wrong."""
+    """Return the largest error over all sizes, and a text on any other fault."""
     worst, complaint, name = 0.0, "", form.partition(",")[0]
     for sizes in all_sizes:
         arguments = make(draw, sizes)

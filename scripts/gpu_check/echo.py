@@ -1,9 +1,9 @@
-"""A grid of two ranks of which one is here: what it sends comes back to it through a communicator of NCCL.
+"""A grid of two ranks with only one real rank: the data that it sends comes back to it through NCCL.
 
-NCCL refuses two ranks on one GPU. So the communicator has one rank, and an operation between two is one of its own
-(`EchoGroup`). What that shows: NCCL's streams, events and launches next to the computation, the host's time for them,
-the monitor's queue, and what the exchange takes of the device's memory bandwidth. What it does not show: links, other
-ranks, sums. On a CPU the group copies.
+NCCL refuses two ranks on one GPU. So the communicator has one rank, which does the collectives of two ranks with itself
+(`EchoGroup`). This covers NCCL's streams, events and launches next to the computation, their host time, the monitor's
+queue, and the device memory bandwidth that communication takes. It does not cover links, other ranks, or sums. On a CPU
+the group copies.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,13 +30,13 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class EchoGroup(FakeProcessGroup):
-    """A process group of rank 0 of two, which gets its own part in place of the other rank's.
+    """The process group of rank 0 of two; it receives its own data instead of the other rank's.
 
-    What a rank does is done: an operation each, with its stream and its end, that moves within the device as many bytes
-    as would come from the other rank. A sum is this rank's summand alone. So numbers are finite, and of no real model.
+    Each collective is one operation on a stream, with a completion event. It moves as many bytes within the device as
+    would come from the other rank. A sum is this rank's summand only, so numbers are finite but meaningless.
 
     Args:
-        inner: a group of this process alone, whose operations do the moving; None: copies on the current stream.
+        inner: a group of this process only, whose operations move the data; None: copies on the current stream.
     """
 
     def __init__(self, inner: dist.ProcessGroup | None = None):
@@ -44,11 +44,13 @@ class EchoGroup(FakeProcessGroup):
         self._inner = inner
 
     def allreduce(self, tensors: Sequence[Tensor], *options: Any) -> dist.Work:
+        """All-reduce within this process: the values do not change."""
         if self._inner is None:
             return super().allreduce(tensors)
         return _under_way(dist.all_reduce(tensors[0], group=self._inner, async_op=True))
 
     def all_gather_single(self, whole: Tensor, part: Tensor, *options: Any) -> dist.Work:
+        """Copy this rank's part into the other rank's place of `whole` too."""
         own, other = part.view(-1), whole.view(2, -1)[1]
         if self._inner is not None:
             return _under_way(nccl_gather(other, own, group=self._inner, async_op=True))
@@ -56,6 +58,7 @@ class EchoGroup(FakeProcessGroup):
         return super().all_gather_single(whole, part)
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
+        """Copy this rank's half of `x` to `out`, without another rank's summand."""
         own, result = x.view(2, -1)[0], out.view(-1)
         if self._inner is not None:
             return _under_way(nccl_scatter(result, own, group=self._inner, async_op=True))
@@ -64,6 +67,7 @@ class EchoGroup(FakeProcessGroup):
         return super().reduce_scatter_single(out, x)
 
     def all_to_all_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
+        """Copy `x` to `out`."""
         out.copy_(x)
         return super().all_to_all_single(out, x)
 
@@ -72,6 +76,7 @@ class EchoGroup(FakeProcessGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def recv(self, tensors: Sequence[Tensor], *source: Any) -> dist.Work:
+        """Receive zeros."""
         for x in tensors:
             x.zero_()
         return super().recv(tensors)
@@ -84,7 +89,7 @@ def _under_way(work: dist.Work | None) -> dist.Work:
 
 @contextmanager
 def one_rank_group(asked: Asked) -> Iterator[dist.ProcessGroup | None]:
-    """Make a process group of NCCL with this process alone; None on a CPU."""
+    """Make an NCCL process group of this process only; yield None on a CPU."""
     if not asked.on_gpu:
         yield None
         return
@@ -99,7 +104,7 @@ def one_rank_group(asked: Asked) -> Iterator[dist.ProcessGroup | None]:
 
 
 def echoing(inner: dist.ProcessGroup | None, *, tensor: int = 1, pipeline: int = 1) -> Grid:
-    """Return the grid of rank 0 of two, along the data axis unless another is given."""
+    """Return the grid of rank 0 of two; the axis is data, unless `tensor` or `pipeline` is 2."""
     sizes = {"tensor": tensor, "pipeline": pipeline}
     grid = alone(0, 2, backend="nccl", bucket=BUCKET, ledger=Ledger(), **sizes)
     groups = {axis.name: EchoGroup(inner) for axis in grid.values() if axis.size > 1}

@@ -1,7 +1,7 @@
-"""Measure stage 2 and 3 with all their gathers and reductions, and the time of the host for a layer.
+"""Measure stages 2 and 3 with all their gathers and reductions, and the host time per layer.
 
-Rank 0 of two is here, the other rank is an echo (`echo.py`): all that its host, its streams and its memory do for the
-exchange is done, nothing goes over a link. Its loss is of no real model, and only has to be finite.
+Rank 0 of two is real, the other rank is an echo (`echo.py`): the host, the streams and the memory do all their work for
+the communication, but nothing goes over a link. The loss is meaningless and only has to be finite.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from scripts.gpu_check.findings import Asked, Row
 from scripts.gpu_check.layouts import Case
 from scripts.gpu_check.speed import GPT_1_3B, STEPS, WARM_UP, Shape, gpt, measured, stepper
 
-# So small that a GPU waits for its host, not the host for it.
+# So small that the GPU waits for its host, and not the host for the GPU.
 HOST, HOST_LAYERS = Shape(gpt(24, 64, 2, 16) | {"vocab": 128}, 1), 24
 
 
 def rows(asked: Asked) -> Iterator[Row]:
-    """Yield a GPT of 1.3B in stage 0, then in stages with their exchange, and how much longer their steps are."""
+    """Yield a GPT of 1.3B in stage 0, then in stages 2 and 3 with their step time as a multiple of stage 0's."""
     shape = GPT_1_3B.of(asked)
     alone = speed_of(0, single(), asked, shape, 4, "stage 0, one rank")
     yield alone
@@ -37,7 +37,7 @@ def rows(asked: Asked) -> Iterator[Row]:
 
 
 def host(asked: Asked) -> Iterator[Row]:
-    """Yield the host's microseconds for each layer of a whole step: plain torch, ours alone, and in every stage."""
+    """Yield the host's microseconds of a step per layer: plain torch, ours on one rank, ours in every stage."""
     systems = {
         "plain torch": measured("plain torch", partial(peers.plain, HOST, 1, asked, compiled=False), asked, HOST)
     }
@@ -51,7 +51,7 @@ def host(asked: Asked) -> Iterator[Row]:
 
 
 def speed_of(stage: int, grid: Grid, asked: Asked, shape: Shape, micro: int, name: str) -> Row:
-    """Return the row of some steps in a stage, with the bytes that this rank sent in each."""
+    """Measure steps in a stage; return their row with the bytes that this rank sent per step."""
     ops = choose("auto", asked.device, torch.bfloat16)
     case = Case(name, {"stage": stage, "micro_batch": micro, "data": grid["data"].size}, "bf16", "auto")
     row = measured(name, partial(stepper, case, grid, asked, ops, shape), asked, shape)
@@ -59,7 +59,7 @@ def speed_of(stage: int, grid: Grid, asked: Asked, shape: Shape, micro: int, nam
 
 
 def left_in_queue(asked: Asked) -> Row:
-    """Return a fault if the monitor takes for unfinished what has ended: nothing is under way any more."""
+    """Synchronize, then return a fault if the monitor still takes an operation for unfinished."""
     asked.synchronize()
     left = [one.group for one in flight_recorder(True)]
     found: Row = {"operations": len(flight_recorder(False))}

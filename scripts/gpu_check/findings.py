@@ -1,7 +1,7 @@
-"""What the parts of the check find: rows, and how they are shown in lines, in JSON and in Markdown.
+"""The results of the parts of the check: rows, and their output as lines, JSON and Markdown.
 
-A row is a dictionary with a `name`. `fault` says what is wrong, if anything is. `absent` says what this machine has
-not, which is no fault. Whatever else is in it is shown as it is.
+A row is a dictionary with a `name`. `fault` says what is wrong, if anything. `absent` says what this machine lacks,
+which is not a fault. All other entries are shown as columns.
 """
 
 import math
@@ -18,28 +18,29 @@ _WORDS = ("name", "fault", "absent")
 
 @dataclass(frozen=True)
 class Asked:
-    """The request to a part: which device, and whether sizes are for a try, not for figures."""
+    """The request to a part: the device, and whether to use tiny sizes, for a trial run without meaningful figures."""
 
     device: torch.device
     tiny: bool
 
     @property
     def on_gpu(self) -> bool:
+        """Return whether the device is a GPU."""
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
-        """Wait for all that the device has queued."""
+        """Wait for all work that is queued on the device."""
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
 
 def told(error: BaseException) -> str:
-    """Return an error in one short line."""
+    """Return an error as one short line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def finite(value: Any) -> Any:
-    """Replace what is not a finite number by null: JSON has no other."""
+    """Replace NaN and infinities by None, because JSON cannot hold them."""
     if isinstance(value, Mapping):
         return {name: finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -54,9 +55,9 @@ def line(row: Row) -> str:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """Return a whole report: what it belongs to, and tables of the rows of each part.
+    """Return a report in Markdown: the facts of the machine, then tables of the rows of each part.
 
-    Rows with other columns than those before them begin a table.
+    A row with other columns than the previous row begins a new table.
     """
     facts = {name: value for name, value in report["machine"].items() if name != "name" and _is_plain(value)}
     head = f"{report['failures']} failures, {report['seconds']:.0f} s"
@@ -80,10 +81,11 @@ def _columns(row: Row) -> list[str]:
 
 
 def summary(report: Mapping[str, Any], shown: Sequence[str], most: int = 11_500) -> str:
-    """Return a report in so many characters at most: what is wrong, what is missing, and what was found.
+    """Return a summary of a report: faults, missing tools, and figures.
 
     Args:
-        shown: the parts whose rows are shown, the most important first; of others the largest of each number.
+        shown: the parts whose rows are shown, most important first; other parts show the maximum of each number.
+        most: largest number of characters.
     """
     parts, machine = report["parts"], report["machine"]
     facts = [str(machine[name]) for name in ("gpu", "torch", "python", "driver", "commit") if machine.get(name)]
@@ -102,7 +104,7 @@ def summary(report: Mapping[str, Any], shown: Sequence[str], most: int = 11_500)
 
 
 def _most(rows: Sequence[Row], with_numbers: bool) -> str:
-    """Return how many rows there are, and the largest of each number in them."""
+    """Return the number of rows and, if `with_numbers`, the maximum of each of their numbers."""
     numbers: dict[str, float] = {}
     for row in rows if with_numbers else []:
         for name, value in row.items():

@@ -1,4 +1,4 @@
-"""The kernels of this machine: build them, load them, and say what they take of a multiprocessor."""
+"""Build and load this machine's kernels, and report the resources that they use per multiprocessor."""
 
 import time
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ _ = schema  # defines the operations
 
 
 def obstacle(device: torch.device) -> Row | None:
-    """Load the kernels; return a row that says why there are none, None where they are loaded.
+    """Load the kernels; return None, or a row that says why it failed.
 
-    A machine without a compiler and without a library that is ready lacks them; all else is a fault.
+    A machine with neither a compiler nor a prebuilt library lacks the kernels; any other failure is a fault.
     """
     on_gpu = device.type == "cuda"
     try:
@@ -32,13 +32,13 @@ def obstacle(device: torch.device) -> Row | None:
 
 
 def missing(device: torch.device) -> Row | None:
-    """Return the same for a part that needs them: whoever builds them has said what is wrong."""
+    """Load the kernels for a part that needs them; on failure refer to the part `build`, which reports the reason."""
     row = obstacle(device)
     return None if row is None else {"name": "kernels", "absent": "see build"}
 
 
 def built(asked: Asked) -> Iterator[Row]:
-    """Build and load; a row for each kernel that spills, the others in the first row."""
+    """Build and load the kernels; yield one row for all of them, then one for each kernel that spills."""
     begin = time.perf_counter()
     row = obstacle(asked.device)
     if row is not None:

@@ -1,6 +1,6 @@
-"""A tiny GPT in a few layouts: what each is made of, the text it reads, and one rank's part of training it.
+"""A tiny GPT in several layouts: their options, their tokens, and the training of one rank.
 
-Everything between the options and the numbers is what a run of train.py uses.
+All code between the options and the results is that of a run of train.py.
 """
 
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ from megazero.run.attention import take
 from megazero.tools.certify.rank import Results, record
 
 GLOBAL_BATCH, STEPS, CLIP = 8, 3, 0.5
-LR = 1e-4  # an element whose gradient is near zero moves by up to that, whichever sign rounding gives it
+LR = 1e-4  # where a gradient is near zero, rounding decides its sign, and so moves the weight by up to +-LR
 HEADS = 4
 MODEL = {
     "layers": 4,
@@ -32,7 +32,7 @@ MODEL = {
     "heads": HEADS,
     "kv_heads": HEADS,
     "ffn": 256,
-    "vocab": 251,  # does not divide by two: the last tensor rank pads
+    "vocab": 251,  # odd, so that the last of two tensor ranks pads
     "seq_len": 32,
     "position": "learned",
     "norm": "layernorm",
@@ -49,7 +49,7 @@ class Case:
     """A way to train the model.
 
     Attributes:
-        how: the fields of its `Job` that are others than those of one process in stage 0.
+        how: the fields of its `Job` that differ from those of one process in stage 0.
         kernels: as in precision.kernels.
         grad_dtype: as in zero.grad_dtype.
     """
@@ -62,19 +62,20 @@ class Case:
 
     @property
     def job(self) -> Job:
+        """Return the planner's job of this case."""
         return replace(_ALONE, **self.how)
 
     @property
     def folder(self) -> str:
-        """Return the name of the folder of its results."""
+        """Return the name of the folder for its results."""
         return f"{self.name}, {self.dtype}, {self.kernels}"
 
 
 def config_of(case: Case, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BATCH) -> Config:
-    """Return the checked config of a case.
+    """Return the validated config of a case.
 
     Args:
-        batch: sequences in a step.
+        batch: sequences per step.
     """
     options = {
         "model": model,
@@ -97,7 +98,7 @@ _ALONE = Job(
 
 
 def train(case: Case, grid: Grid, device: torch.device) -> Results:
-    """Train one rank's part of `STEPS` steps; the host is apart from the device, also where both are the CPU."""
+    """Train one rank for `STEPS` steps; the host counts as apart from the device even if both are the CPU."""
     host = Host(device, grid.comm.ledger, apart=True)
     ops = choose(case.kernels, device, DTYPES[case.dtype])
     host_ops = for_host(case.kernels, torch.float32)
@@ -114,11 +115,11 @@ def train(case: Case, grid: Grid, device: torch.device) -> Results:
 
 
 def exact(device: torch.device) -> None:
-    """Set torch to give the same bits every time, and fp32 products in fp32; before the first product.
+    """Make torch deterministic, with fp32 products in fp32; call this before the first product.
 
-    No TF32, no sums in 16 bits, no atomics. Attention by plain products: the backward of other implementations adds up
-    in any order, and their fp32 sums may differ from a CPU's by more than `tolerances.py` allows. `attention.py`
-    compares the attention that a run chooses; `waits.py`, `steps.py` and `train.py` train with it.
+    No TF32, no sums in 16 bits, no atomics. Attention uses plain products: the backward of other implementations adds
+    in an arbitrary order, and their fp32 sums may differ from a CPU's by more than `tolerances.py` allows.
+    `attention.py` checks the attention that a run chooses; `waits.py`, `steps.py` and `train.py` train with it.
     """
     torch.set_num_threads(1)
     if device.type == "cuda":
@@ -130,7 +131,7 @@ def exact(device: torch.device) -> None:
 
 
 def _batch(step: int, micro_batch: int, data_rank: int, job: Job) -> MicroBatch:
-    """Return tokens and uneven valid targets of samples, each a function of its number."""
+    """Return random tokens, with a different share of valid targets per sample; a function of the sample numbers."""
     indices = [index_of(data_rank, micro_batch, row, job.data, job.micro_batch) for row in range(job.micro_batch)]
     samples = [sample_id(step, index, GLOBAL_BATCH) for index in indices]
     windows, valids = [], []

@@ -1,4 +1,4 @@
-"""What the figures belong to: the machine, its software, and the state of the code."""
+"""Describe the origin of the figures: the machine, its software, and the commit of the code."""
 
 import importlib.metadata
 import platform
@@ -19,7 +19,7 @@ PACKAGES = ("numpy", "xxhash", "einops", "safetensors", "triton", "liger-kernel"
 
 
 def rows(asked: Asked) -> Iterator[Row]:
-    """Yield one row of facts; then one for what the check can do without."""
+    """Yield one row of facts, then a row for each optional package that is missing, and one for nvcc."""
     facts: Row = {"name": "machine", "commit": commit() or "-", "host": machine(), "system": platform.platform()}
     facts |= {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "-"}
     facts["temporary_gb_free"] = shutil.disk_usage(tempfile.gettempdir()).free / 1e9
@@ -51,7 +51,7 @@ def _of_gpu(device: torch.device) -> Row:
 
 
 def version(package: str) -> str | None:
-    """Return the installed version of a package; None: it is not installed."""
+    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""The parts of the check, each run in a process of its own that may not last longer than its limit.
+"""Run the parts of the check, each in its own process with a time limit.
 
-The processes are forked from one that has imported everything and has not touched a GPU, which saves each of them some
-seconds. A part writes its rows into a file as it finds them, so what it has found is there even if it is ended. Parts
-that measure run alone; others run a few at a time.
+The processes are forked from a process that has imported everything and has not used a GPU, which saves some seconds
+per part. A part appends each row to a file, so its rows survive if the part is stopped. Parts that measure run alone;
+others run a few at a time.
 """
 
 import importlib
@@ -24,8 +24,8 @@ from megazero.launcher.environment import set_for_gpus
 from scripts.gpu_check.findings import Asked, Row, finite, line, told
 
 _FORK = multiprocessing.get_context("fork")
-LANES = {"cuda": 4, "cpu": 2}  # parts at a time that do not measure
-LEAST = 5.0  # without so many seconds left, a part is not begun
+LANES = {"cuda": 4, "cpu": 2}  # concurrent parts that do not measure
+LEAST = 5.0  # no part starts with fewer seconds left
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Part:
     """One part of the check.
 
     Attributes:
-        title: for people.
-        limit: seconds after which it is ended.
-        where: "module:function" in this package; the function is called with what is asked and yields rows.
-        as_run: CUDA is set as a run sets it. Loading all kernels at the start takes some seconds.
-        alone: it measures, so nothing else runs.
-        after: a part that has to end before it begins; "": none.
+        title: title in the report.
+        limit: seconds after which it is stopped.
+        where: "module:function" in this package; the function is called with the request (`Asked`) and yields rows.
+        as_run: sets CUDA as a run does. This loads all kernels at the start, which takes some seconds.
+        alone: it measures, so no other part runs at the same time.
+        after: a part that must end before this one starts; "": none.
     """
 
     title: str
@@ -49,13 +49,13 @@ class Part:
     after: str = ""
 
     def rows(self) -> Callable[[Asked], Iterator[Row]]:
-        """Return the function that finds the rows."""
+        """Return the function that yields the rows."""
         module, _, function = self.where.partition(":")
         return getattr(importlib.import_module(f"scripts.gpu_check.{module}"), function)
 
 
-# In the order of importance: there may be no time for the last ones. The kernels are built while the first parts run
-# on the reference.
+# In order of importance, as time may run out before the last ones. The kernels are built while the first parts run on
+# the reference.
 PARTS = {
     "machine": Part("The machine", 30, "machine:rows", alone=True),
     "build": Part("Kernels: build", 120, "kernels:built"),
@@ -75,23 +75,22 @@ PARTS = {
     "bandwidth": Part("Kernels: bytes per second", 75, "bandwidth:rows", alone=True, after="build"),
     "host": Part("Host time for each layer", 35, "exchange:host", as_run=True, alone=True, after="build"),
 }
-# A second call, for a GPU with more memory.
+# The parts of --second, for a GPU with more memory.
 SECOND = {
     **{name: PARTS[name] for name in ("machine", "build")},
     "whole": Part("Llama 2 7B in the memory of one GPU", 60, "steps:whole", as_run=True, alone=True, after="build"),
     "hosted": Part("Llama 2 7B, optimizer on the host", 120, "steps:hosted", as_run=True, alone=True, after="build"),
 }
-# The parts whose rows the summary shows, the most important first. Of the others it shows the largest number of each
-# column.
+# The parts whose rows the summary shows, most important first. For the others it shows the maximum of each column.
 SHOWN = ("gpt", "llama", "whole", "hosted", "train", "rates", "attention", "exchange", "host", "bandwidth", "sanitizer")
 ALL = PARTS | SECOND
 
 
 class Running:
-    """A part's process, which writes its rows and what it prints into two files.
+    """A running part; its process writes its rows and its output to two files.
 
     Args:
-        limit: seconds after which it is ended.
+        limit: seconds after which it is stopped.
     """
 
     def __init__(self, name: str, asked: Asked, limit: float, folder: Path):
@@ -103,15 +102,15 @@ class Running:
         self._process.start()
 
     def ended(self) -> bool:
-        """Return whether the process has ended, or its time."""
+        """Return whether the process has ended or its time is over."""
         return not self._process.is_alive() or time.perf_counter() - self._began >= self._limit
 
     def result(self) -> tuple[list[Row], float]:
-        """Print what the part said; return its rows, and the seconds that it took."""
+        """Stop the process and print its output; return its rows and its seconds."""
         late, seconds = self._process.is_alive(), time.perf_counter() - self._began
         self.end()
         texts = self._found.read_text().splitlines(keepends=True)
-        rows = [json.loads(text) for text in texts if text.endswith("\n")]  # it may have been killed within a row
+        rows = [json.loads(text) for text in texts if text.endswith("\n")]  # a kill may leave a partial row
         print(f"\n{ALL[self.name].title}\n{self._log.read_text(errors='replace').rstrip()}", flush=True)
         last: Row = {"name": self.name}
         if late and self._limit < ALL[self.name].limit:
@@ -126,18 +125,18 @@ class Running:
         return rows, seconds
 
     def end(self) -> None:
-        """Kill the process and all that it has started."""
+        """Kill the process and all processes that it has started."""
         pid = self._process.pid
         assert pid is not None, "it was started"
         if self._process.is_alive():
-            for kill in (os.killpg, os.kill):  # it may not have come to make a group of its own
+            for kill in (os.killpg, os.kill):  # it may not have made its own group yet
                 with suppress(ProcessLookupError):
                     kill(pid, signal.SIGKILL)
         self._process.join()
 
 
 def imported(names: list[str]) -> None:
-    """Import the modules of some parts; one that cannot be imported is its own part's fault."""
+    """Import the modules of some parts; ignore failures, which the parts themselves report."""
     for name in names:
         with suppress(Exception):
             ALL[name].rows()
@@ -146,12 +145,12 @@ def imported(names: list[str]) -> None:
 def run(
     names: list[str], asked: Asked, seconds: float, folder: Path, tell: Callable[[str, list[Row], float], bool]
 ) -> None:
-    """Run parts, each as soon as its turn comes.
+    """Run parts in order, each as soon as it may start.
 
     Args:
-        seconds: for all of them together.
-        folder: for the files of each part.
-        tell: called with the name, rows and seconds of each part; false: no more parts are to be begun.
+        seconds: time limit of all parts together.
+        folder: the folder for the files of the parts.
+        tell: called with the name, rows and seconds of each part; if it returns False, no more parts start.
     """
     begin, waiting, running = time.perf_counter(), list(names), list[Running]()
     try:
@@ -180,7 +179,7 @@ def run(
 
 
 def _run(name: str, asked: Asked, found: Path, log: Path) -> None:
-    """Find a part's rows, in its own process."""
+    """Run a part in its own process."""
     os.setsid()
     with log.open("wb") as out:
         os.dup2(out.fileno(), 1)
@@ -188,7 +187,7 @@ def _run(name: str, asked: Asked, found: Path, log: Path) -> None:
     if ALL[name].as_run:
         set_for_gpus()
     if not (asked.on_gpu and ALL[name].alone):
-        torch.set_num_threads(1)  # or processes that share cores wait for each other after each operation
+        torch.set_num_threads(1)  # else threads of processes that share cores wait for each other in every operation
     with found.open("w", encoding="utf-8", buffering=1) as file:
 
         def tell(row: Row) -> None:

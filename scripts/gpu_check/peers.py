@@ -1,8 +1,8 @@
-"""The systems that ours is compared with: plain torch, the same with torch.compile, and FSDP2 of one rank.
+"""The systems compared with ours: plain torch and FSDP2 on one rank, each without and with torch.compile.
 
-All hold parameters, gradients and moments in fp32 and compute in bf16, as ours does: plain torch by autocast, FSDP2 by
-its mixed precision. AdamW is torch's fused one; attention is what torch takes by itself. The blocks are compiled one by
-one, as torchtitan does (all share one compilation), and the loss.
+All hold parameters, gradients and moments in fp32 and compute in bf16, as ours does: plain torch with autocast, FSDP2
+with its mixed precision. AdamW is torch's fused one; torch chooses the attention. torch.compile compiles the loss and
+each block, as torchtitan does (all blocks share one compilation).
 """
 
 from collections.abc import Callable, Iterator
@@ -25,11 +25,12 @@ CLIP = 1.0
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross entropy in fp32 from logits [B, S, V] and targets [B, S]."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class PlainGPTOnDevice(PlainGPT):
-    """The same with positions that are on the device."""
+    """`PlainGPT` with positions that are on the device."""
 
     loss = staticmethod(loss_of)
 
@@ -41,6 +42,8 @@ class PlainGPTOnDevice(PlainGPT):
 
 
 class LlamaBlock(nn.Module):
+    """A Llama block with grouped-query attention and SwiGLU; batch first."""
+
     def __init__(self, hidden: int, heads: int, kv_heads: int, ffn: int):
         super().__init__()
         self.sizes = [heads * (hidden // heads), kv_heads * (hidden // heads), kv_heads * (hidden // heads)]
@@ -60,7 +63,7 @@ class LlamaBlock(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """A Llama of plain torch modules; the head is the embedding where they are tied."""
+    """A Llama of plain torch modules; head and embedding may be tied."""
 
     loss = staticmethod(loss_of)
 
@@ -85,9 +88,9 @@ class PlainLlama(nn.Module):
 
 
 def built(shape: Shape, device: torch.device) -> nn.Module:
-    """Return the model of a shape, with weights of the scale that ours has."""
+    """Return the model of a shape, with random weights of the same scale as ours."""
     m, generator = shape.model, torch.Generator(device).manual_seed(0)
-    for each in ("cudnn", "flash", "mem_efficient", "math"):  # of which ours has left one
+    for each in ("cudnn", "flash", "mem_efficient", "math"):  # all of them: ours has enabled only one
         getattr(torch.backends.cuda, f"enable_{each}_sdp")(True)
     with device:
         if m["position"] == "learned":
@@ -112,7 +115,7 @@ def plain(shape: Shape, micro: int, asked: Asked, *, compiled: bool) -> Step:
 
 
 def fsdp2(shape: Shape, micro: int, asked: Asked, *, compiled: bool) -> Step:
-    """Return a step of FSDP2 with this process as its one rank; the process group is there (`alone`)."""
+    """Return a step of FSDP2 on one rank, this process; needs the process group that `alone` makes."""
     model, mesh = built(shape, asked.device), init_device_mesh(asked.device.type, (1,))
     if compiled:
         compile_blocks(model, asked)
@@ -124,7 +127,7 @@ def fsdp2(shape: Shape, micro: int, asked: Asked, *, compiled: bool) -> Step:
 
 
 def compile_blocks(model: nn.Module, asked: Asked) -> None:
-    """Let torch compile each block, and the loss; a CPU only traces them, as its compiler takes a minute."""
+    """Compile each block and the loss; on a CPU only trace them, because compilation takes a minute."""
     backend = "inductor" if asked.on_gpu else "eager"
     for block in model.blocks:  # pyright: ignore[reportGeneralTypeIssues]
         block.compile(backend=backend)
@@ -133,7 +136,7 @@ def compile_blocks(model: nn.Module, asked: Asked) -> None:
 
 @contextmanager
 def alone(asked: Asked) -> Iterator[None]:
-    """Make a process group of this process alone."""
+    """Make a process group of this process only."""
     device = asked.device if asked.on_gpu else None
     kind = "nccl" if asked.on_gpu else "gloo"
     dist.init_process_group(kind, store=HashStore(), rank=0, world_size=1, device_id=device)

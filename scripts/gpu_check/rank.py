@@ -1,11 +1,11 @@
 """The ranks of one job of the check: python -m scripts.gpu_check.rank FOLDER.
 
-FOLDER/job.json says how many ranks there are, on which device, whether they share it, and which layouts they train one
-after the other. Ranks that share a GPU do it as `train.py --share-gpus` lets them; others talk through NCCL. On a CPU
-ranks talk through shared memory, or where they are to share, as they would on a GPU.
+FOLDER/job.json gives the number of ranks, their device, whether they share it, and the layouts, which they train one
+after the other. Ranks that share a GPU communicate as under `train.py --share-gpus`, others through NCCL. On a CPU
+ranks communicate through shared memory or, if the job says that they share the device, as they would on a shared GPU.
 
-This process imports all that is needed, touches no GPU, and forks the ranks. The last line that is printed says what
-went wrong, if something did.
+This process imports all modules, does not use a GPU, and forks the ranks. If something fails, the last line of the
+output says what.
 """
 
 import json
@@ -24,7 +24,7 @@ from megazero.launcher.spawn import run_local
 from megazero.tools.certify.rank import write_results
 from scripts.gpu_check.layouts import Case, config_of, exact, train
 
-TIMEOUT = timedelta(seconds=60)  # a step takes a moment, but the first one on a GPU loads its kernels
+TIMEOUT = timedelta(seconds=60)  # steps are short, but the first one on a GPU loads its kernels
 
 
 def main() -> int:
@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def be(place: RankContext, job: dict[str, Any], folder: Path) -> None:
-    """Do one rank's part of a job."""
+    """Run one rank of a job."""
     world = place.world
     if world.device.type != job["device"]:
         raise UserError(340, f"asked for {job['device']}, torch has {world.device.type}", "see --device")

@@ -1,17 +1,18 @@
-"""Compare training on the device with training on the CPU, and a sharded, offloading engine with a plain one.
+"""Compare training on the device with training on the CPU, and a sharded engine with offload with a plain one.
 
-    ranks     two or four processes on one GPU, gloo through the host's memory, with one process on the CPU: initial
-              weights equal, losses, norms, gradients and weights within the tolerances of certify
-    nccl      the same layouts with a GPU for each rank, where there are several: NCCL
-    fused     some of them, and one process, with fused kernels on the device; the CPU computes with the reference
-    engine    one process on the device, stage 3 with recompute and offload, with stage 0 there: every bit, but for
-              what an optimizer on the host computes, which is another device's arithmetic
+    ranks     two or four processes on one GPU (gloo through host memory), compared with one process on the CPU: equal
+              initial weights; losses, norms, gradients and weights within the tolerances of certify
+    nccl      the same layouts with one GPU per rank, if there are several: NCCL
+    fused     some of these layouts, and one process, with fused kernels on the device; the CPU uses the reference
+    engine    one process on the device in stage 3 with recompute and offload, compared with stage 0 on the device: bit
+              for bit, unless the optimizer is on the host, whose arithmetic differs
 
-The tolerances are those of the certificate, whose CPU ranks differ by the order of their sums: so do a GPU and a CPU,
-with fp32 products in fp32, and attention by plain products (`layouts.exact`). Layouts that send integers have the
-tolerances of these codes. In 16 bits no single gradient or weight is held, so it is fp32 that shows a wrong kernel.
+The tolerances are those of the certificate, whose CPU ranks differ in the order of their sums. A GPU and a CPU differ
+in the same way, with fp32 products in fp32 and attention by plain products (`layouts.exact`). Layouts with quantised
+messages have the tolerances of their codes. In 16 bits no single gradient or weight is compared, so a wrong kernel
+shows in fp32.
 
-Ranks are forked from a fresh interpreter: a fork cannot use a GPU, or threads, that its parent has used.
+Ranks are forked from a fresh interpreter: a forked process cannot use a GPU or threads that its parent has used.
 """
 
 import json
@@ -32,7 +33,7 @@ from scripts.gpu_check.findings import Asked, Row, told
 from scripts.gpu_check.kernels import missing
 from scripts.gpu_check.layouts import HEADS, Case, exact, train
 
-LIMIT_S = 60  # for the ranks of one size
+LIMIT_S = 60  # limit of all layouts with the same number of ranks, in seconds
 DTYPES = ("fp32", "bf16")
 _MEASURES = {"loss": "loss", "norm": "gradient norm", "gradients": "first gradients", "weights": "weights"}
 SAVED = {"recompute": "full", "partition": True, "offload": "cpu"}
@@ -68,12 +69,12 @@ FUSED_TWO = tuple(replace(case, kernels="fused") for case in (TWO[2], TWO[5]))
 
 
 def on_shared_gpu(asked: Asked) -> Iterator[Row]:
-    """Yield the comparison of several processes on the one device with one on the CPU."""
+    """Compare several processes that share one device with one process on the CPU."""
     yield from _beside_cpu(SHARED, asked, shares_gpus=True)
 
 
 def on_own_gpus(asked: Asked) -> Iterator[Row]:
-    """Yield the comparison of processes that have a GPU each, through NCCL, with one on the CPU."""
+    """Compare processes with one GPU each (NCCL) with one process on the CPU."""
     gpus = torch.cuda.device_count() if asked.on_gpu else 1
     fitting = [layouts for layouts in SHARED if layouts[0].job.ranks <= gpus]
     if not fitting:
@@ -82,7 +83,7 @@ def on_own_gpus(asked: Asked) -> Iterator[Row]:
 
 
 def fused(asked: Asked) -> Iterator[Row]:
-    """Yield the comparison of fused kernels with the reference on the CPU, in fp32: one process, then two."""
+    """Compare fused kernels with the reference on the CPU, in fp32: in one process, then in two."""
     if (absent := missing(asked.device)) is not None:
         yield absent
         return
@@ -95,7 +96,7 @@ def fused(asked: Asked) -> Iterator[Row]:
 
 
 def engine(asked: Asked) -> Iterator[Row]:
-    """Yield the comparison, in one process, of what is sharded, computed again and moved with what is not."""
+    """Compare stage 3 with recompute and offload with stage 0, in one process on the device."""
     yield from _allowed()
     exact(asked.device)
     for dtype in DTYPES:
@@ -106,10 +107,12 @@ def engine(asked: Asked) -> Iterator[Row]:
 
 
 def row_of(layout: Case, ranks: list[Results] | str, alone: Results | None, *, exact: bool) -> Row:
-    """Return the largest relative differences of a layout, or why there are none.
+    """Return the row of a layout: its largest relative differences, or the fault.
 
     Args:
-        exact: every bit must be equal.
+        ranks: results of each rank; a text: why there are none.
+        alone: results of the one process to compare with.
+        exact: require equality of every bit.
     """
     if isinstance(ranks, str) or alone is None:
         found = Compared(fault=str(ranks))
@@ -126,7 +129,7 @@ def row_of(layout: Case, ranks: list[Results] | str, alone: Results | None, *, e
 
 
 def _alone(layout: Case, asked: Asked) -> list[Results] | str:
-    """Return the results of one process on the device; or why there are none."""
+    """Return the results of one process on the device, or a text on why there are none."""
     try:
         return [train(layout, single(), asked.device)]
     except Exception as error:
@@ -153,7 +156,7 @@ def _beside_cpu(sizes: Sequence[Sequence[Case]], asked: Asked, *, shares_gpus: b
 
 
 def _trained(asked: Asked, layouts: Sequence[Case], *, shares_gpus: bool) -> Iterator[tuple[Case, list[Results] | str]]:
-    """Yield what each rank of each layout, all of one size, computed; or why it did not."""
+    """Train layouts of one number of ranks; yield the results of all ranks of each, or why there are none."""
     with TemporaryDirectory(prefix="megazero-check-") as name:
         folder = Path(name)
         size = layouts[0].job.ranks
@@ -161,14 +164,14 @@ def _trained(asked: Asked, layouts: Sequence[Case], *, shares_gpus: bool) -> Ite
         for layout in layouts:
             where, last = folder / layout.folder, layout is layouts[-1]
             found = [results for rank in range(size) if (results := load_results(where, rank)) is not None]
-            if len(found) == size and not (fault and last):  # one that fails after its last layout has failed too
+            if len(found) == size and not (fault and last):  # a failure after the last layout counts too
                 yield layout, found
             else:
                 yield layout, fault or "no results"
 
 
 def _run(folder: Path, size: int, asked: Asked, layouts: Sequence[Case], *, shares_gpus: bool) -> str:
-    """Run the ranks of a job (`rank.py`); return what the first that failed said last, or ""."""
+    """Run the ranks of a job (`rank.py`); return "", or the fault and the last line of output."""
     job = {"size": size, "device": asked.device.type, "shares_gpus": shares_gpus, "layouts": list(map(asdict, layouts))}
     (folder / "job.json").write_text(json.dumps(job))
     return commands.python(["-m", "scripts.gpu_check.rank", folder], folder / "log", LIMIT_S, asked.device)

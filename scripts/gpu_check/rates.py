@@ -1,10 +1,10 @@
-"""Measure what steps are made of: products of weight gradients, host memory, a host's update, a disk, kernel loading.
+"""Measure components of steps: weight gradient products, host memory, an update on the host, a disk, kernel loading.
 
-products  the gradient of a weight in fp32 out of bf16 factors, compared with the same product in bf16
-host      copies between a GPU and pinned memory, how long pinning takes, and AdamW on all cores
-disk      the best of some settings, past the system's cache
-loading   seconds and bytes of the device of a process that loads all kernels at the start (EAGER, as a run does)
-          or each at its first use (LAZY): for a first step of a tiny GPT
+products  weight gradients in fp32 from bf16 factors, compared with the same products in bf16
+host      copies between a GPU and pinned memory, the time of pinning, and AdamW on all cores
+disk      the best of several settings, without the page cache
+loading   seconds and device bytes of the first steps of a tiny GPT, in a process that loads all kernels at the start
+          (EAGER, as a run does) or each kernel at its first use (LAZY)
 """
 
 import json
@@ -36,18 +36,18 @@ from scripts.gpu_check.steps import GPT, LLAMA
 from scripts.gpu_check.timing import medians, seconds
 
 DISK, PINNED, UPDATED = 4 << 30, 4 << 30, 100_000_000  # bytes, bytes, elements
-BYTES = 30  # that an update reads and writes of an element (scripts/bench/kernels.py)
+BYTES = 30  # that an update reads and writes per element (scripts/bench/kernels.py)
 LOADING_S = 40
 
 
 def rows(asked: Asked) -> Iterator[Row]:
-    """Yield all of them."""
+    """Yield the rows of all measurements."""
     for each in (products, loading, host, disk):
         yield from each(asked)
 
 
 def products(asked: Asked) -> Iterator[Row]:
-    """Yield the speed of weight gradients [N, K] of T tokens: written, and added, in fp32; written in bf16."""
+    """Yield the speed of weight gradients [N, K] of T tokens: written or accumulated in fp32, or written in bf16."""
     wide = wide_products(asked.device, torch.bfloat16)
     if wide is None:
         yield {"name": "products with an fp32 result", "absent": "this torch has none for this device"}
@@ -75,7 +75,7 @@ def products(asked: Asked) -> Iterator[Row]:
 
 
 def host(asked: Asked) -> Iterator[Row]:
-    """Yield the speed of pinned memory, and of an update on the host."""
+    """Yield the speeds of pinning, of copies to and from the device, and of an update on the host."""
     size = 1 << 20 if asked.tiny else PINNED
     if asked.on_gpu:
         begin = time.perf_counter()
@@ -98,7 +98,7 @@ def host(asked: Asked) -> Iterator[Row]:
 
 
 def disk(asked: Asked) -> Iterator[Row]:
-    """Yield the speed of the disk of temporary files, as state that is offloaded to it is written and read."""
+    """Yield the speed of the disk of temporary files, with the reads and writes of offloaded state."""
     folder = Path(tempfile.gettempdir())
     most = min(1 << 24 if asked.tiny else DISK, shutil.disk_usage(folder).free // 4)
     for name, home in HOMES.items():
@@ -112,7 +112,7 @@ def disk(asked: Asked) -> Iterator[Row]:
 
 
 def loading(asked: Asked) -> Iterator[Row]:
-    """Yield what a process takes with each way of loading kernels."""
+    """Yield the seconds and the memory of a process with each way of loading kernels."""
     with TemporaryDirectory(prefix="megazero-loading-") as name:
         folder = Path(name)
         for way in ("EAGER", "LAZY"):
@@ -123,7 +123,7 @@ def loading(asked: Asked) -> Iterator[Row]:
 
 
 def first_steps(device: torch.device) -> Row:
-    """Return the seconds of this process' first steps, and the bytes of the device that are no tensor of torch."""
+    """Return the seconds of this process' first steps, and the device megabytes outside of torch's allocator."""
     asked, begin = Asked(device, tiny=True), time.perf_counter()
     found: Row = {}
 

@@ -1,6 +1,6 @@
-"""Make fresh random arguments of every operation at any size, and measure how far results are from the truth.
+"""Make random arguments of any size for every operation, and measure the errors of results.
 
-The truth is the specification (`megazero.kernels.reference`) on the same arguments in fp64.
+The expected results are those of the specification (`megazero.kernels.reference`) on the same arguments in fp64.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,17 @@ _ = schema  # defines the operations, whose schemas say which arguments are writ
 KEY = 0xFEDCBA98
 DROP = 0.1
 _EPS = 1e-5
-# Roundings of fp32 that a result may have gathered, in units of the largest result: sums over a row or over the rows of
-# one block, and an exponential whose argument is some tens.
+# Allowed fp32 roundings of a result, in units of the largest result: from sums over a row or over the rows of a block,
+# and from an exponential with an argument of some tens.
 _ROUNDINGS = 32
-_UNREAD = {"adamw_": 4, "cast_": 0, "quantize_": 0, "dequantize_": 0}  # arguments that are written without a look
+_UNREAD = {"adamw_": 4, "cast_": 0, "quantize_": 0, "dequantize_": 0}  # place of a written argument that is not read
 
 Arguments = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The shapes: x is [sequence, batch, hidden], activations [.., ffn], rotated heads [.., heads, head_dim]."""
+    """The sizes: x is [sequence, batch, hidden], activations [.., ffn], rotated heads [.., heads, head_dim]."""
 
     sequence: int
     batch: int
@@ -52,19 +52,21 @@ class Draw:
         return torch.randn(*shape, generator=self.generator, device=device).to(dtype or self.dtype)
 
     def fp32(self, *shape: int) -> Tensor:
+        """Draw a normal tensor in fp32."""
         return self(*shape, dtype=torch.float32)
 
     def words(self, *shape: int, low: int, high: int) -> Tensor:
+        """Draw integers in [low, high)."""
         return torch.randint(low, high, shape, generator=self.generator, device=self.generator.device)
 
 
 def _norm(draw: Draw, s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x (with a mean of its own), weight, bias."""
+    """Return x (with a mean that is not 0), weight, bias."""
     return draw(s.sequence, s.batch, s.hidden) * 2 + 0.5, draw(s.hidden) * 0.1 + 1, draw(s.hidden)
 
 
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, 1 / deviation and 1 / root mean square of the rows, in fp32."""
+    """Return mean, 1 / standard deviation and 1 / root mean square of the rows, in fp32."""
     wide = x.double()
     mean = wide.mean(-1, keepdim=True)
     rstd = (wide.var(-1, keepdim=True, correction=0) + _EPS).rsqrt()
@@ -88,8 +90,8 @@ def _mask(draw: Draw, s: Sizes) -> Arguments:
 
 
 def _rotary(draw: Draw, s: Sizes) -> Arguments:
-    """Return the query part of a fused product, and the angles of each position."""
-    length = 4 * s.sequence  # else it would be in the cache of a large GPU
+    """Return the query part of a fused product, and the cosines and sines of each position."""
+    length = 4 * s.sequence  # otherwise it would fit into the cache of a large GPU
     product = draw(length, s.batch, s.heads, 3, s.head_dim)
     half = draw.fp32(length, 1, 1, s.head_dim // 2) * 3
     angles = torch.cat((half, half), -1)
@@ -97,7 +99,7 @@ def _rotary(draw: Draw, s: Sizes) -> Arguments:
 
 
 def _logits(draw: Draw, s: Sizes) -> tuple[Tensor, Tensor]:
-    """Return logits, and targets of which some lie in another part of the vocabulary."""
+    """Return logits, and targets of which some belong to another part of the vocabulary."""
     rows = s.sequence * s.batch
     return draw(rows, s.vocab) * 3, draw.words(rows, low=-s.vocab // 2, high=s.vocab + s.vocab // 2)
 
@@ -109,7 +111,7 @@ def _loss_gradient(draw: Draw, s: Sizes) -> Arguments:
 
 
 def _update(draw: Draw, s: Sizes) -> Arguments:
-    """Return an update late in a run, with gradients in fp32 that are to be divided by 300."""
+    """Return an update after several steps, with fp32 gradients that it divides by 300."""
     low = torch.bfloat16 if draw.dtype == torch.float32 else draw.dtype
     numbers = (torch.tensor(each, device=draw.generator.device) for each in (7.0, 300.0, 0.0))
     memory = (draw.fp32(s.flat), draw.fp32(s.flat) * 256, draw.fp32(s.flat) * 0.1, draw.fp32(s.flat).square() * 0.01)
@@ -122,7 +124,7 @@ def _cast(draw: Draw, s: Sizes) -> Arguments:
 
 
 def _quantize(bits: int) -> Callable[[Draw, Sizes], Arguments]:
-    """Return samples whose codes are of so many bits."""
+    """Return a function that makes arguments of `quantize_` with this number of bits."""
 
     def make(draw: Draw, s: Sizes) -> Arguments:
         x = draw(16 * (s.flat // 16 + 1))
@@ -133,7 +135,7 @@ def _quantize(bits: int) -> Callable[[Draw, Sizes], Arguments]:
 
 
 def _dequantize(bits: int, *, add: bool) -> Callable[[Draw, Sizes], Arguments]:
-    """Return samples of what the specification has quantised."""
+    """Return a function that makes arguments of `dequantize_`, quantised by the specification."""
 
     def make(draw: Draw, s: Sizes) -> Arguments:
         codes, x, _ = _quantize(bits)(draw, s)
@@ -181,7 +183,7 @@ SAMPLES: dict[str, Callable[[Draw, Sizes], Arguments]] = {
 
 
 def _without(place: int, name: str, by: object = None) -> Callable[[Draw, Sizes], Arguments]:
-    """Return the sample of an operation with another argument in one place."""
+    """Return a function that makes an operation's arguments with the one at `place` replaced."""
 
     def make(draw: Draw, s: Sizes) -> Arguments:
         arguments = SAMPLES[name](draw, s)
@@ -200,7 +202,7 @@ def _skipped_update(draw: Draw, s: Sizes) -> Arguments:
     return *arguments[:7], torch.ones_like(arguments[7]), *arguments[8:]
 
 
-# The same operations in the forms that the samples above do not have; of each the operation's name comes first.
+# Other forms of the operations above; each name begins with that of the operation.
 FORMS: dict[str, Callable[[Draw, Sizes], Arguments]] = {
     "bias_gelu, no bias": _without(1, "bias_gelu"),
     "bias_gelu_backward, no bias": _without(2, "bias_gelu_backward"),
@@ -216,29 +218,29 @@ FORMS: dict[str, Callable[[Draw, Sizes], Arguments]] = {
 
 
 def written(name: str) -> list[int]:
-    """Return which arguments of an operation it writes."""
+    """Return the places of the arguments that an operation writes."""
     arguments = getattr(torch.ops.megazero, name).default._schema.arguments
     return [place for place, argument in enumerate(arguments) if argument.alias_info is not None]
 
 
 def results(implementation: Any, name: str, arguments: Arguments) -> tuple[Tensor, ...]:
-    """Return what an operation returns, then what it wrote, the arguments themselves being spared."""
+    """Run an operation on copies of the arguments it writes; return its results, then the written arguments."""
     places = written(name)
     own = [each.clone() if place in places else each for place, each in enumerate(arguments)]
     returned = getattr(implementation, name)(*own)
     if isinstance(returned, Tensor):
         returned = (returned,)
-    # What the forward of the loss leaves in the logits is between it and its own backward.
+    # Leave out the logits: each implementation of the loss leaves in them what its own backward needs.
     return (*(returned or ()), *(own[place] for place in places if name != "cross_entropy_parts_"))
 
 
 def truth(name: str, arguments: Arguments) -> tuple[Tensor, ...]:
-    """Return the results in fp64."""
+    """Return the expected results in fp64."""
     wide = pytree.tree_map_only(Tensor, lambda each: each.double() if each.is_floating_point() else each, arguments)
-    if name.startswith("add_") and not name.endswith("backward"):  # normed is the sum as it is rounded
+    if name.startswith("add_") and not name.endswith("backward"):  # the norm is of the rounded sum
         total = (arguments[0] + arguments[1]).double()
         return wide[0] + wide[1], *getattr(reference, name.removeprefix("add_"))(total, *wide[2:])
-    if name == "cross_entropy_backward_":  # of what the specification's own forward leaves
+    if name == "cross_entropy_backward_":  # on the output of the specification's own forward
         logits = wide[0].clone()
         maxima = reference.cross_entropy_parts_(logits, wide[3])[0]
         return results(reference, name, (logits, maxima, *wide[2:]))
@@ -257,7 +259,7 @@ def distances(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> lis
 
 
 def _norm_scales(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> list[float]:
-    """Return how large a rounding of x becomes: its distance from the mean is multiplied by 1 / deviation."""
+    """Return the scale of errors from a rounding of x, which is multiplied by 1 / standard deviation."""
     adds = name.startswith("add_")
     x, rstd = float((found[0] if adds else arguments[0]).abs().max()), float(found[-1].max())
     y = x * rstd * float(arguments[1 + adds].abs().max())
@@ -265,7 +267,7 @@ def _norm_scales(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> 
 
 
 def _gradient_scales(arguments: Arguments, count: int) -> list[float]:
-    """Return how large the terms are of which dx is a difference, and dweight and dbias are sums over rows."""
+    """Return the sizes of the terms: dx is a difference of such terms, dweight and dbias are sums over rows."""
     rstd, weight = arguments[-2:]
     x, mean = arguments[-4:-2] if count == 3 else (arguments[-3], 0.0)
     grad = float(arguments[0].abs().max())
@@ -274,10 +276,10 @@ def _gradient_scales(arguments: Arguments, count: int) -> list[float]:
 
 
 def distance(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
-    """Return the largest error in units of what is allowed: 1 passes, more does not; NaN and infinities must agree.
+    """Return the largest error in units of the allowed error: up to 1 passes. NaN and infinities must agree.
 
-    Allowed are the rounding of the result itself and _ROUNDINGS of fp32 on the scale of the largest result, or on
-    `scale` if that is larger.
+    Allowed are the rounding of the result itself plus _ROUNDINGS fp32 roundings of the largest result, or of `scale` if
+    that is larger.
     """
     if not found.is_floating_point():
         return 0.0 if torch.equal(found, expected) else float("inf")

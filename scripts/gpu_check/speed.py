@@ -1,8 +1,8 @@
-"""Measure steps of whole models in bf16, ours as a run computes them: the host waits for none of them.
+"""Measure steps of whole models in bf16; ours are those of a run, so the host does not wait for them.
 
-Tokens are random. A step's sequences, the warm-up, the clipped AdamW and the way of timing are the same for all
-systems. MFU is by the planner's formula (`plan/model.py`): model FLOPs of PaLM, appendix B, over the chip's dense peak,
-which no CPU has. Recomputation does not count.
+Tokens are random. The sequences of a step, the warm-up, AdamW with clipping, and the timing are the same for all
+systems. MFU follows the planner's formula (`plan/model.py`): model FLOPs of PaLM, appendix B, over the chip's dense
+peak, which is not known for CPUs. Recomputation does not count.
 """
 
 import gc
@@ -32,15 +32,15 @@ from scripts.gpu_check.findings import Asked, Row, told
 from scripts.gpu_check.layouts import MODEL, Case, config_of
 
 WARM_UP, STEPS, LR = 2, 3, 3e-4
-Step = Callable[[int], Tensor]  # trains a step, and returns its mean loss on the device
+Step = Callable[[int], Tensor]  # trains a step, returns its mean loss as a tensor on the device
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and the sequences of a step on each data rank.
+    """A model, and the sequences per step on each data rank.
 
     Attributes:
-        published: tokens/s/GPU of others, by who and how.
+        published: tokens/s/GPU that others have published, by system and setup.
     """
 
     model: dict[str, Any]
@@ -48,7 +48,7 @@ class Shape:
     published: dict[str, float] = field(default_factory=dict)
 
     def of(self, asked: Asked) -> "Shape":
-        """Return the shape for what is asked: a try takes two layers of 64 channels."""
+        """Return the shape for a request; with `tiny` it has two layers of 64 channels."""
         if not asked.tiny:
             return self
         heads = {"heads": 4, "kv_heads": 2 if self.model["kv_heads"] < self.model["heads"] else 4}
@@ -57,13 +57,13 @@ class Shape:
 
 
 def gpt(layers: int, hidden: int, heads: int, seq_len: int) -> dict[str, Any]:
-    """Return a GPT without dropout; its vocabulary is a multiple of 128, as llm.c pads it."""
+    """Return a GPT without dropout, with a vocabulary padded to a multiple of 128, as in llm.c."""
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": 4 * hidden}
     return MODEL | sizes | {"vocab": 50_304, "seq_len": seq_len, "dropout": 0.0}
 
 
 def llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, *, tied: bool) -> dict[str, Any]:
-    """Return a Llama of 4,096 tokens."""
+    """Return a Llama with sequences of 4,096 tokens."""
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
     kind = {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "tie_embeddings": tied}
     return MODEL | sizes | kind | {"seq_len": 4096, "dropout": 0.0, "rope_theta": 500_000.0}
@@ -73,11 +73,11 @@ GPT_1_3B = Shape(gpt(24, 2048, 16, 2048), 8)
 
 
 def measured(name: str, make: Callable[[], Step], asked: Asked, shape: Shape, *, ours: bool = True) -> Row:
-    """Return a row of some steps; or why there are none, so that others can be measured.
+    """Measure the steps of a system; return their row, or one that says why it failed.
 
     Args:
         make: builds the system.
-        ours: an error in it is a fault.
+        ours: whether an error in it is a fault.
     """
     try:
         return {"name": name} | _measured(make, asked, shape)
@@ -91,8 +91,8 @@ def measured(name: str, make: Callable[[], Step], asked: Asked, shape: Shape, *,
 
 
 def free(asked: Asked) -> None:
-    """Give back the memory of a system that is no longer used."""
-    gc.collect()  # an engine's units and the views of their gradients hold each other
+    """Free the memory of a system after its last use."""
+    gc.collect()  # an engine's units and the views of their gradients are in a reference cycle
     if asked.on_gpu:
         torch.cuda.empty_cache()
 
@@ -112,7 +112,7 @@ def _measured(make: Callable[[], Step], asked: Asked, shape: Shape) -> Row:
     asked.synchronize()
     step_s = (time.perf_counter() - begin) / STEPS
     loss = losses[-1].item()
-    rate = shape.sequences * shape.model["seq_len"] / step_s  # of one device
+    rate = shape.sequences * shape.model["seq_len"] / step_s  # per device
     flops = rate * flops_per_token(model_shape(config_of(Case(""), shape.model)))
     row: Row = {"tokens_per_s": rate, "step_s": step_s, "host_s": host_s, "tflops": flops / 1e12}
     if asked.on_gpu:
@@ -124,7 +124,7 @@ def _measured(make: Callable[[], Step], asked: Asked, shape: Shape) -> Row:
 
 
 def windows(shape: Shape, seed: int = 0) -> Iterator[Tensor]:
-    """Yield the tokens of each step, and one more of each sequence: [S + 1, sequences]."""
+    """Yield the tokens of each step, with one more token per sequence: [S + 1, sequences]."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         size = shape.model["seq_len"] + 1, shape.sequences
@@ -136,7 +136,7 @@ def stepper(case: Case, grid: Grid, asked: Asked, ops: Operations, shape: Shape)
     data, device = grid["data"], asked.device
     config = config_of(case, shape.model, shape.sequences * data.size)
     host = Host(device, grid.comm.ledger, apart=True)
-    # Its initial values would take the host a minute.
+    # filled=False: initial values would take the host a minute.
     built = build(config, grid, device, ops, host, host_ops=for_host(case.kernels, torch.float32), filled=False)
     settle_attention(config, built.model, device, first=True)
     fill(built.engine, device, seed=data.rank)
@@ -153,7 +153,7 @@ def stepper(case: Case, grid: Grid, asked: Asked, ops: Operations, shape: Shape)
 
 
 def fill(engine: Engine, device: torch.device, seed: int) -> None:
-    """Set the masters to normal numbers of the model's scale, and the weights of norms to 1, and publish them."""
+    """Set masters to random numbers of the model's scale, and norm weights to 1; write them to the parameters."""
     generator = torch.Generator(device).manual_seed(seed)
     for unit in engine.units:
         masters = unit.masters
@@ -161,7 +161,7 @@ def fill(engine: Engine, device: torch.device, seed: int) -> None:
             part = masters[max(interval.start - unit.shard.start, 0) : max(interval.stop - unit.shard.start, 0)]
             if interval.name.endswith("norm.weight"):
                 part.fill_(1.0)
-            else:  # on the device also where masters rest on the host, whose one thread would take a minute
+            else:  # drawn on the device even for masters on the host, where one thread takes a minute
                 part.copy_(torch.randn(len(part), generator=generator, device=device).mul_(0.02))
         unit.resting.round_masters()
         engine.gather.publish(unit)

@@ -1,14 +1,14 @@
-"""Measure training steps of ours and of others, at shapes for which others have published figures.
+"""Measure training steps of ours and of other systems, in shapes with published figures.
 
-    gpt       GPT-2 1.5B, 1,024 tokens: 32 sequences a step
-    llama     Llama 3.2 1B, 4,096 tokens: 8 sequences a step
+    gpt       GPT-2 1.5B, 1,024 tokens: 32 sequences per step
+    llama     Llama 3.2 1B, 4,096 tokens: 8 sequences per step
     whole     Llama 2 7B, all of it in the memory of one GPU
     hosted    the same with the optimizer on the host
 
-Ours runs with several micro-batches from equal weights on equal tokens, so its losses have to agree. Others have
-weights of their own: their losses have the same size, and show that they learn. `host_s` is the time in which the host
-queues a step: where it is as long as the step, the device waits for the host. Published figures are of several GPUs and
-of other batches, as their names say; an update counts more in a short step.
+Ours runs with several micro-batch sizes on equal weights and tokens, so its losses must agree. The others start from
+other weights; their losses are of the same size, and show that they learn. `host_s` is the time in which the host
+queues a step: if it is as long as the step, the device waits for the host. Published figures are for several GPUs and
+other batches, as their names say; in a shorter step the update has a larger share.
 """
 
 import traceback
@@ -51,16 +51,16 @@ SEVEN_B = Shape(
         "torchtitan 8B, 8 x H100, eager / compile": 5_762,
     },
 )
-# The last loss of a micro-batch against that of another, relative: bf16 rounds each activation by 2^-9, and each sum of
-# tokens comes in another order; over a mean of 32,768 tokens the errors cancel to less than 2^-10, as the certificate
-# allows of a loss. Five updates multiply that by as many.
+# Allowed relative difference of the last losses with two micro-batch sizes. bf16 rounds each activation by 2^-9, and
+# sums over tokens have another order; in a mean over 32,768 tokens the errors cancel to less than 2^-10, the
+# certificate's limit for a loss. Five updates multiply that by five.
 ALLOWED = 5 * 2.0**-10
-TOP = 15  # kernels of a profile
+TOP = 15  # kernels shown of a profile
 Span = tuple[str, float, float]  # a kernel's name, begin and end, in microseconds
 
 
 def gpt(asked: Asked) -> Iterator[Row]:
-    """Yield GPT-2 1.5B: ours, a profile of a step, CUDA graphs and the same without them, then the others."""
+    """Yield GPT-2 1.5B: ours, a profile of a step, recompute without and with CUDA graphs, then the others."""
     shape = GPT.of(asked)
     yield from _ours(shape, asked, [1, 4, 8, *([16] if shape.sequences > 8 else [])])
     yield from profiled(shape, asked)
@@ -78,7 +78,7 @@ def llama(asked: Asked) -> Iterator[Row]:
 
 
 def whole(asked: Asked) -> Iterator[Row]:
-    """Yield Llama 2 7B in the memory of one GPU: 18 bytes a parameter, or 16 with gradients in bf16."""
+    """Yield Llama 2 7B in the memory of one GPU: 18 bytes per parameter, or 16 with bf16 gradients."""
     yield from _published(SEVEN_B)
     shape = SEVEN_B.of(asked)
     yield from _ours(shape, asked, [2], {"recompute": "full"}, "recompute full, ")
@@ -86,7 +86,7 @@ def whole(asked: Asked) -> Iterator[Row]:
 
 
 def hosted(asked: Asked) -> Iterator[Row]:
-    """Yield Llama 2 7B with masters, moments and update on the host: 16 bytes a parameter there, in all 108 GB."""
+    """Yield Llama 2 7B with masters, moments and update on the host: 16 bytes per parameter there, 108 GB in all."""
     how = {"stage": 1, "recompute": "full", "offload_optimizer": "cpu"}
     yield from _ours(SEVEN_B.of(asked), asked, [4], how, "optimizer on the host, bf16 gradients, ", "param")
 
@@ -109,7 +109,7 @@ def _ours(
 
 
 def agreed(row: Row, losses: list[float]) -> Row:
-    """Return a row with how far its loss is from the first one, which is a fault where it is far."""
+    """Return a row with the relative difference of its loss from the first one; more than allowed is a fault."""
     if "loss" not in row or row.get("fault"):
         return row
     losses.append(row["loss"])
@@ -122,7 +122,7 @@ def _others(shape: Shape, asked: Asked, micro: int) -> Iterator[Row]:
     yield from _published(shape)
     with peers.alone(asked):
         for name, make in SYSTEMS.items():
-            for size in (micro, micro // 2):  # half of it where that does not fit
+            for size in (micro, micro // 2):  # half of it if that does not fit
                 build = partial(make, shape, size, asked, compiled="compile" in name)
                 row = measured(f"{name}, micro-batch {size}", build, asked, shape, ours=False)
                 yield row
@@ -144,17 +144,17 @@ def _published(shape: Shape) -> Iterator[Row]:
 
 
 def profiled(shape: Shape, asked: Asked) -> Iterator[Row]:
-    """Yield where the time of one step goes: the share in which the device does nothing, and the longest kernels."""
+    """Profile one step of ours; yield the share of time in which the device is idle, and the longest kernels."""
     try:
         yield from times_of(_spans(shape, asked))
-    except Exception as error:  # no profiler, or no memory: the others are wanted all the more
+    except Exception as error:  # no profiler, or no memory: go on with the other rows
         traceback.print_exc()
         yield {"name": "profile of a step", "absent": told(error)}
     free(asked)
 
 
 def _spans(shape: Shape, asked: Asked) -> list[Span]:
-    """Return the kernels of one step of ours."""
+    """Return the kernels of one step of ours, from a profile."""
     ops = choose("auto", asked.device, torch.bfloat16)
     step = stepper(Case("", {"micro_batch": 8}, "bf16", "auto"), single(), asked, ops, shape)
     for number in range(2):

@@ -1,4 +1,4 @@
-"""The time of a call on a device: the median over rounds in which several systems take turns."""
+"""Time calls on a device: the median over rounds in which several systems take turns."""
 
 import statistics
 import time
@@ -9,20 +9,20 @@ import torch
 
 from scripts.gpu_check.findings import told
 
-ROUND_S = 0.01  # of one system in one round
+ROUND_S = 0.01  # seconds of one system in one round, about
 ROUNDS = 9
-_MOST = 200  # calls of a round
+_MOST = 200  # calls of one system in one round, at most
 
 
 def medians(runs: Sequence[Callable[[], Any]], device: torch.device) -> list[float | str]:
-    """Return the median seconds of each; of one that raises, why."""
+    """Return the median seconds of each call, or its error as text if it raises."""
     counts: list[int | str] = []
     for run in runs:
         try:
             for _ in range(3):
                 run()
             counts.append(max(1, min(_MOST, int(ROUND_S / seconds(run, 3, device)))))
-        except Exception as error:  # a compiler, or a GPU without memory for it: the others go on
+        except Exception as error:  # a compiler error, or too little GPU memory: go on with the others
             counts.append(told(error))
     found: list[list[float]] = [[] for _ in runs]
     for _ in range(ROUNDS):
@@ -33,7 +33,7 @@ def medians(runs: Sequence[Callable[[], Any]], device: torch.device) -> list[flo
 
 
 def seconds(run: Callable[[], Any], times: int, device: torch.device) -> float:
-    """Return the mean seconds of one call, `times` of them queued at once."""
+    """Return the mean seconds of one of `times` calls that are queued together."""
     if device.type == "cpu":
         begin = time.perf_counter()
         for _ in range(times):

@@ -1,12 +1,12 @@
 """Run train.py itself: a GPT of 1.3B parameters, and a smaller one that saves, resumes and repeats its bits.
 
-    whole     1.3B parameters, 10 steps, the run's own choice of kernels and attention, and its save at the end
-    straight  4 layers of the same width, documents apart, run.deterministic: 10 steps
-    begun     the same for 5 steps; its losses and norms have to be those of `straight`, bit for bit
-    resumed   the same folder up to step 10: likewise, and the weights and moments that both save
+    whole     1.3B parameters, 10 steps, the run's own choice of kernels and attention, and a save at the end
+    straight  4 layers of the same width, data.mask_eod, run.deterministic: 10 steps
+    begun     the same for 5 steps; its losses and norms must equal those of `straight`, bit for bit
+    resumed   the folder of `begun`, continued to step 10; the saved weights and moments must be equal too
 
-A checkpoint has 12 bytes a parameter: 16 GB of the whole model, 3.7 GB of four layers. So the whole one is saved once
-and not loaded. The first three run at once.
+A checkpoint has 12 bytes per parameter: 16 GB for the whole model, 3.7 GB for four layers. So the whole model is saved
+once and not loaded. The first three runs run at the same time.
 """
 
 import json
@@ -22,7 +22,7 @@ from scripts.gpu_check import carry, commands
 from scripts.gpu_check.findings import Asked, Row
 
 STEPS, HALF, LIMIT_S = 10, 5, 100
-THREADS = {"cuda": 4, "cpu": 1}  # of each run; other parts run at the same time
+THREADS = {"cuda": 4, "cpu": 1}  # per run; other parts of the check run at the same time
 OPTIONS = (
     "optimizer.lr=3e-4",
     "schedule.warmup=0",
@@ -62,7 +62,7 @@ def rows(asked: Asked) -> Iterator[Row]:
 
 
 def _run(folder: Path, data: Path, asked: Asked, layers: int, options: list[str]) -> str:
-    """Run train.py; return "", or what was wrong."""
+    """Run train.py; return "", or the fault."""
     sizes = (TINY if asked.tiny else SIZES) | {"layers": 2 if asked.tiny else layers}
     options = [f"run.dir={folder}", f"data.train={data}", "data.valid=null", "data.tokenizer=null", *OPTIONS, *options]
     options += ["batch.micro=4", *(f"model.{name}={value}" for name, value in sizes.items())]
@@ -72,14 +72,14 @@ def _run(folder: Path, data: Path, asked: Asked, layers: int, options: list[str]
 
 
 def metrics(folder: Path) -> Rows:
-    """Return a run's rows, those of steps."""
+    """Return the rows of a run's training steps."""
     path = folder / "metrics.jsonl"
     found = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
     return [row for row in found if "grad_norm" in row]
 
 
 def whole(folder: Path, fault: str) -> Row:
-    """Return the row of the large run: its speed once it is warm, what it chose, and whether it learns."""
+    """Return the row of the large run: its speed in the last step, its choices, and whether the loss falls."""
     steps = metrics(folder)
     if "out of memory" in fault:
         return {"name": "whole", "absent": fault}
@@ -94,7 +94,7 @@ def whole(folder: Path, fault: str) -> Row:
 
 
 def same_bits(name: str, found: Rows, expected: Rows, fault: str) -> Row:
-    """Return whether losses and gradient norms are equal bit for bit."""
+    """Return a row that says whether losses and gradient norms are equal bit for bit."""
     numbers = [[(row["step"], row["loss"], row["grad_norm"]) for row in each] for each in (found, expected)]
     if not fault and (not expected or numbers[0] != numbers[1]):
         pairs = zip(*numbers, strict=False)
@@ -104,7 +104,7 @@ def same_bits(name: str, found: Rows, expected: Rows, fault: str) -> Row:
 
 
 def same_files(*runs: Path) -> Row:
-    """Return whether the tensors that runs have saved are equal bit for bit."""
+    """Return a row that says whether the saved tensors of two runs are equal bit for bit."""
     names = [sorted(path.glob(f"checkpoints/step_{STEPS:08}/*.safetensors")) for path in runs]
     digests = [[sha256(path.read_bytes()).hexdigest() for path in each] for each in names]
     size = sum(path.stat().st_size for path in names[0])

@@ -1,9 +1,9 @@
-"""Train a few steps with torch's sync debug mode set to error: the host may wait for the GPU in named places only.
+"""Train a few steps with torch's sync debug mode set to error: the host may wait for the GPU only in named places.
 
-The steps are those of a run: its trainer, its loader with the packed upload, engine and pipeline, its own choice of
-attention, and a snapshot of the masters under way, on a tiny GPT in many layouts. Layouts of two ranks run rank 0, and
+The steps are those of a run, on a tiny GPT in many layouts: trainer, loader with packed upload, engine and pipeline,
+the run's own choice of attention, and a snapshot of the masters in progress. In layouts of two ranks, rank 0 runs and
 the other rank is an echo (`echo.py`). The first steps are not watched: they allocate, load kernels and record graphs.
-On a CPU nothing waits, so nothing is watched there: tests/checkers/sync.py does that.
+On a CPU there are no waits to watch; tests/checkers/sync.py checks that case.
 """
 
 import traceback
@@ -54,7 +54,7 @@ CASES = (
 
 
 def rows(asked: Asked) -> Iterator[Row]:
-    """Yield one row for each layout, with the place of its first wait."""
+    """Yield one row per layout; a wait in another than the named places is its fault."""
     yield {"name": "named places", "number": len(NAMED), "watched": "yes" if asked.on_gpu else "nothing, on a CPU"}
     with one_rank_group(asked) as inner:
         for case in CASES:
@@ -62,12 +62,13 @@ def rows(asked: Asked) -> Iterator[Row]:
 
 
 def grid_of(case: Case, inner: Any) -> Grid:
+    """Return the grid of a layout: one rank, or rank 0 of two."""
     job = case.job
     return single() if job.ranks == 1 else echoing(inner, tensor=job.tensor, pipeline=job.pipeline)
 
 
 def _waits(case: Case, grid: Grid, asked: Asked) -> Row:
-    """Return what a layout's steps find: how many were watched, and the fault that ended them."""
+    """Train a layout; return the number of watched steps, and the fault if there was one."""
     done = 0
     with ExitStack() as stack:
         try:
@@ -86,7 +87,7 @@ def _waits(case: Case, grid: Grid, asked: Asked) -> Row:
 
 @contextmanager
 def watched(asked: Asked) -> Iterator[None]:
-    """Make every wait for the GPU an error, but for those in the named places."""
+    """Make every wait for the GPU an error, except in the named places."""
     if not asked.on_gpu:
         yield
         return
@@ -101,7 +102,7 @@ def watched(asked: Asked) -> Iterator[None]:
 
 
 def excepted(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that may wait."""
+    """Wrap a method so that it may wait."""
 
     def waits(*arguments: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
@@ -114,11 +115,11 @@ def excepted(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stepper(case: Case, grid: Grid, asked: Asked, stack: ExitStack) -> Callable[[int], object]:
-    """Return a step of a trainer as a run has it, without the run's files; the stack ends its threads."""
+    """Return a step of a run's trainer, without the run's files; `stack` stops the threads that it starts."""
     device, host = asked.device, Host(asked.device, grid.comm.ledger, apart=True)
     ops = choose("auto", device, DTYPES[case.dtype])
     host_ops = choose("reference", torch.device("cpu"), DTYPES[case.dtype])
-    model = MODEL | {"dropout": 0.0} if case.job.cuda_graphs else MODEL  # a replay has the masks of the recording
+    model = MODEL | {"dropout": 0.0} if case.job.cuda_graphs else MODEL  # a replay repeats the recorded masks
     config = config_of(case, model)
     built = build(config, grid, device, ops, host, host_ops=host_ops)
     settle_attention(config, built.model, device, first=True)
@@ -155,7 +156,7 @@ def stepper(case: Case, grid: Grid, asked: Asked, stack: ExitStack) -> Callable[
 
 
 class _Mixture:
-    """Windows of random tokens, as a mixture of one source gives them, with or without two documents in each."""
+    """A mixture of one source of random tokens, with or without two documents in each window."""
 
     num_windows = 1 << 10
 
@@ -163,7 +164,7 @@ class _Mixture:
         self._documents = documents
 
     def epochs(self, samples: int) -> None:
-        """Return nothing: the source has no name."""
+        """Return None: the source has no name to report."""
 
     def micro_batches(self, samples: np.ndarray) -> list[MicroBatch]:
         """Return samples [micro-batches, rows] as micro-batches."""
@@ -171,7 +172,7 @@ class _Mixture:
 
     def _micro_batch(self, sample_ids: np.ndarray) -> MicroBatch:
         length, count, generator = MODEL["seq_len"], len(sample_ids), torch.Generator().manual_seed(int(sample_ids[0]))
-        of_rank_0 = MODEL["vocab"] // 2  # no echo knows the logits of the other tensor rank's tokens
+        of_rank_0 = MODEL["vocab"] // 2  # an echo has no logits of the other tensor rank's tokens
         window = torch.randint(0, of_rank_0, (length + 1, count), generator=generator)
         ids, valid_SB = torch.from_numpy(sample_ids.astype(np.int64)), torch.ones(length, count, dtype=torch.bool)
         whole = MicroBatch(window[:-1].clone(), window[1:].clone(), valid_SB, None, None, ids)
@@ -183,7 +184,7 @@ class _Mixture:
 
 
 def _place(error: Exception) -> str:
-    """Return the innermost place in the package that an error came through."""
+    """Return the innermost place in the package in the traceback of an error."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "megazero/" in frame.filename]
     return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} {frames[-1].name}" if frames else "?"
 

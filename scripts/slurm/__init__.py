@@ -1,1 +1,1 @@
-"""Batch scripts for SLURM, and what they ask Python."""
+"""Batch scripts for SLURM, and the Python programs that they call."""

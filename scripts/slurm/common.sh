@@ -1,16 +1,16 @@
-# What the batch scripts of this folder have in common; sourced by them, from the repository's root.
+# Shared by the batch scripts of this folder, which source it from the repository's root.
 # shellcheck shell=bash
 
-# Read before site.sh, which may change them.
+# Defaults, which site.sh may change.
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
-hardware= # what `megazero plan --hardware` takes; "": not known
-container=() # stands before Python in every task
-# A rank sees all GPUs of its node and takes the one of its number: NCCL copies between GPUs of a node directly only
-# where both ranks see both. Its threads stay on the cores of its task.
+hardware= # a value of `megazero plan --hardware`; "": unknown
+container=() # words before Python in every task
+# A rank sees all GPUs of its node and uses the one with its local rank: NCCL copies directly between GPUs of a node
+# only if both ranks see both GPUs. Its threads stay on the cores of its task.
 options=(--cpu-bind=cores --gpu-bind=none)
 
-# srun of SLURM 22.05 and later does not take --cpus-per-task over from sbatch.
+# srun of SLURM 22.05 and later does not inherit --cpus-per-task from sbatch.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SRUN_CPUS_PER_TASK}
 

@@ -1,7 +1,7 @@
-"""Print the folder that a run of a config will have: python -m scripts.slurm.folder CONFIG [section.key=value ...].
+"""Print the run folder of a config: python -m scripts.slurm.folder CONFIG [section.key=value ...].
 
-A batch script asks before it starts any rank, so that a config with a mistake is one line and exit code 2. It imports
-no torch.
+A batch script calls this before it starts any rank, so that a mistake in the config gives one line and exit code 2.
+Does not import torch.
 """
 
 import sys

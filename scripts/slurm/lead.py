@@ -1,9 +1,9 @@
-"""Print the seconds before its end in which a job has to be told to save.
+"""Print how many seconds before its end a job must get the signal to save.
 
     python -m scripts.slurm.lead HARDWARE RANKS CONFIG [section.key=value ...]
 
-HARDWARE is what `megazero plan --hardware` takes, and the time of a save is plan's. Where HARDWARE is "" or cannot be
-planned for, the answer is LEAST_LEAD. It imports no torch.
+HARDWARE is a value of `megazero plan --hardware`; the time of a save is that of the plan. If HARDWARE is "" or has no
+plan, the answer is LEAST_LEAD. Does not import torch.
 """
 
 import sys
@@ -16,7 +16,7 @@ from megazero.tools.planning.machine_file import machine_of
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the seconds; return the exit code, which is 0: a job can train without a plan."""
+    """Print the seconds; return exit code 0 always, because a job can train without a plan."""
     hardware, ranks, name, *overrides = arguments
     lead = LEAST_LEAD
     if hardware:

@@ -1,10 +1,10 @@
-"""Gather what `megazero doctor --json` found on every node of a job: one line per node.
+"""Summarise the output of `megazero doctor --json` of all nodes of a job: one line per node.
 
     python -m scripts.slurm.preflight FOLDER NODE...
 
-FOLDER holds NODE.json of every node that answered, and NODE.err with what it said besides. The exit code is 1 if a
-node lacks what training needs, or did not answer. A rate below SLOW of the median over the nodes is named, and changes
-no exit code: a busy node is slow for a while.
+FOLDER has NODE.json of every node that answered, and NODE.err with its standard error. The exit code is 1 if a node
+lacks something that training needs, or did not answer. A rate below SLOW times the median over the nodes is shown, but
+does not change the exit code: a busy node is slow only for a while.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 from megazero.base.errors import one_line
 
-SLOW = 0.7  # of the median: below what a quiet node varies by, above what a lost link or a hot GPU costs
+SLOW = 0.7  # of the median: idle nodes vary less, a lost link or a hot GPU costs more
 _RATES = ("flops", "bandwidth")
 _SHOWN = ("GPUs", "processor", "memory")
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _answer(folder: Path, node: str) -> dict[str, Any] | str:
-    """Return what doctor found, or why there is nothing."""
+    """Return the output of doctor on a node, or why there is none."""
     try:
         found = json.loads((folder / f"{node}.json").read_text(encoding="utf-8"))
         if isinstance(found, dict) and isinstance(found.get("parts"), dict):
@@ -70,7 +70,7 @@ def _shown(found: Mapping[str, Any]) -> list[str]:
 
 
 def _rates(found: Mapping[str, Any]) -> dict[str, float]:
-    """Return rates by what was measured, the more the better."""
+    """Return the measured rates by name; higher is better."""
     measured = [(finding["name"], finding.get("values") or {}) for finding in _findings(found)]
     return {name: values[rate] for name, values in measured for rate in _RATES if values.get(rate)}
 

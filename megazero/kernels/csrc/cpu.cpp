@@ -1,8 +1,8 @@
-// Fused operations on the CPU: megazero/kernels/schema.py says what they take, reference.py what they compute.
+// Fused operations on the CPU. Schemas: megazero/kernels/schema.py; specification: reference.py.
 //
 // Bound to torch through its stable ABI (no ATen or c10 headers: seconds to compile, and one binary serves several
-// torch versions) and run on torch's own threads. The arithmetic is in cpu/*.h; here tensors become pointers, and rows
-// are dealt to threads.
+// torch versions) and run on torch's own threads. The arithmetic is in cpu/*.h; this file turns tensors into pointers
+// and divides the rows among the threads.
 
 #include <torch/csrc/stable/library.h>
 
@@ -217,7 +217,7 @@ void adamw_(Tensor master, const Tensor& grad, Tensor first, Tensor second, Tens
 Tensor sums_of_squares(std::vector<Tensor> flats) {
   STD_TORCH_CHECK(!flats.empty(), "expected at least one tensor");
   const int64_t count = static_cast<int64_t>(flats.size());
-  std::vector<int64_t> first(count + 1, 0);  // of each tensor's blocks; at the end the number of all
+  std::vector<int64_t> first(count + 1, 0);  // first block of each tensor; last entry: number of blocks
   for (int64_t i = 0; i < count; ++i) first[i + 1] = first[i] + (flats[i].numel() + kBlock - 1) / kBlock;
   std::vector<double> partial(first[count]);
   with_type(flats[0].scalar_type(), [&]<typename T>(T*) {

@@ -23,7 +23,7 @@ namespace {
 
 using torch::stable::empty_like;
 
-// One fp32 number for each row: [..., 1].
+// Returns an uninitialised fp32 tensor with one number per row: [..., 1].
 Tensor statistic(const Tensor& x) {
   const auto sizes = x.sizes();
   std::vector<int64_t> shape(sizes.begin(), sizes.end());
@@ -35,7 +35,7 @@ struct Normed {
   Tensor total, y, mean, rstd;
 };
 
-// `total` and `mean` hold x itself where there is no residual, or no mean.
+// `total` is x itself if there is no residual, `mean` is x itself for RMSNorm.
 template <bool RMS>
 Normed norm(const Launch& launch, const Tensor& x, const std::optional<Tensor>& residual, const Tensor& weight,
             const std::optional<Tensor>& bias, double eps) {
@@ -275,7 +275,7 @@ void cross_entropy_backward_(Tensor logits, const Tensor& maxima, const Tensor& 
   const Launch launch("cross_entropy_backward_", logits);
   launch.expect(logits.dim() == 2, "logits", "is not [N, V]");
   const Rows shape(launch, logits, "logits");
-  launch.read<float>(maxima, shape.rows, "maxima");  // the reference's; these logits are still whole
+  launch.read<float>(maxima, shape.rows, "maxima");  // only checked: the reference needs it, these kernels do not
   for_type_of(launch, logits, "logits", [&](auto type) {
     using T = decltype(type);
     launch_cross_entropy_backward(launch, launch.write<T>(logits, logits.numel(), "logits"),

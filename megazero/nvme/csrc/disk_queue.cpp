@@ -1,12 +1,12 @@
-// Reads and writes of files that go on beside the computation, many at once.
+// Asynchronous reads and writes of files, many at once, in parallel with the computation.
 //
-// A transfer moves bytes between memory and a file. It is cut into blocks, of which at most `depth` are with the system
-// at a time, of all transfers of a queue together; the rest waits in order. Two engines do the same: io_uring, where the
-// kernel and its policy allow it, with one thread that collects what has ended; else `depth` threads that call pread
-// and pwrite. A block that the system moves in part only is continued, a file that ends too early is an error (ENODATA),
-// and the first error of a transfer is what its wait returns.
+// A transfer moves bytes between memory and a file. It is cut into blocks. At most `depth` blocks are in flight at a
+// time, over all transfers of a queue; the others wait in order. There are two engines: io_uring, if the kernel and its
+// policy allow it, with one thread that collects completions; or `depth` threads that call pread and pwrite. If the
+// system moves only part of a block, the rest is submitted again. A file that ends too early is an error (ENODATA). The
+// wait for a transfer returns its first error.
 //
-// For direct I/O (O_DIRECT) addresses, lengths and offsets must be multiples of the disk's alignment: the caller's task.
+// For direct I/O (O_DIRECT) the caller makes addresses, lengths and offsets multiples of the disk's alignment.
 
 #include <errno.h>
 #include <linux/io_uring.h>
@@ -30,7 +30,7 @@
 namespace {
 
 struct Transfer {
-  uint64_t blocks = 0;  // that have not ended
+  uint64_t blocks = 0;  // not ended yet
   int error = 0;
 };
 
@@ -42,7 +42,7 @@ struct Block {
   uint64_t bytes, offset;
 };
 
-// What both engines share: the blocks that wait, and the transfers that have not been waited for.
+// Shared by both engines: the waiting blocks, and the transfers for which `wait` has not returned yet.
 class Queue {
  public:
   explicit Queue(unsigned depth) : depth_(depth) {}
@@ -60,12 +60,12 @@ class Queue {
     return ticket;
   }
 
-  // Returns 0 or the first error. A ticket is waited for once.
+  // Returns 0 or the first error. Each ticket can be waited for once.
   int wait(int64_t ticket) {
     std::unique_lock lock(mutex_);
     auto found = transfers_.find(ticket);
     if (found == transfers_.end()) return EINVAL;
-    const Transfer& transfer = found->second;  // stays in its place, whatever else is submitted meanwhile
+    const Transfer& transfer = found->second;  // stays valid when other transfers are submitted
     ended_.wait(lock, [&] { return transfer.blocks == 0; });
     const int error = transfer.error;
     transfers_.erase(ticket);
@@ -73,10 +73,10 @@ class Queue {
   }
 
  protected:
-  // Let the system have blocks that wait, or wake who does. With the mutex held.
+  // Submits waiting blocks, or wakes the threads that do. The caller holds the mutex.
   virtual void start() = 0;
 
-  // Take the result of a block: bytes moved, or minus an error. With the mutex held.
+  // Handles the result of a block: bytes moved, or minus errno. The caller holds the mutex.
   void end(Block block, int64_t moved) {
     Transfer& transfer = transfers_.at(block.transfer);
     const bool again = moved == -EINTR || moved == -EAGAIN;
@@ -105,7 +105,7 @@ class Threads final : public Queue {
   explicit Threads(unsigned depth) : Queue(depth) {
     try {
       for (unsigned i = 0; i < depth; ++i) threads_.emplace_back([this] { serve(); });
-    } catch (const std::exception&) {  // as many as there can be
+    } catch (const std::exception&) {  // use the threads that could be started
       if (threads_.empty()) throw;
     }
   }
@@ -143,8 +143,8 @@ class Threads final : public Queue {
   bool closed_ = false;
 };
 
-// The two rings of io_uring, mapped into this process. Submissions are made with the queue's mutex held; the thread that
-// collects waits in the kernel without it.
+// The two rings of io_uring, mapped into this process. Blocks are submitted with the mutex held; the thread that
+// collects completions waits in the kernel without it.
 class Ring final : public Queue {
  public:
   Ring(unsigned depth, int* error) : Queue(depth) {
@@ -154,7 +154,7 @@ class Ring final : public Queue {
       *error = errno;
       return;
     }
-    if (!(given.features & IORING_FEAT_RW_CUR_POS)) {  // older than 5.6: without plain reads and writes
+    if (!(given.features & IORING_FEAT_RW_CUR_POS)) {  // before Linux 5.6: no IORING_OP_READ and IORING_OP_WRITE
       *error = ENOSYS;
       return;
     }
@@ -241,7 +241,7 @@ class Ring final : public Queue {
     work_.notify_one();
   }
 
-  // End the last blocks that were handed over, which the system has not taken.
+  // Ends the last `last` blocks put into the ring, which the kernel has not accepted, with an error.
   void refuse(unsigned last, int error) {
     unsigned tail = *sq_tail_;
     for (; last > 0; --last) {
@@ -251,7 +251,7 @@ class Ring final : public Queue {
       end(under_way_[slot], -error);
     }
     std::atomic_ref(*sq_tail_).store(tail, std::memory_order_release);
-    if (with_system_ == 0) {  // nothing comes back that would take the next blocks along
+    if (with_system_ == 0) {  // no completion will come that would submit the waiting blocks
       while (!waiting_.empty()) {
         const Block block = waiting_.front();
         waiting_.pop_front();
@@ -300,20 +300,20 @@ class Ring final : public Queue {
 
 extern "C" {
 
-// Opens a queue of at most `depth` blocks under way; returns null, and the error, where that cannot be.
+// Opens a queue with at most `depth` blocks in flight. On failure returns null and sets `error` to an errno value.
 void* megazero_disk_open(int ring, unsigned depth, int* error) {
   *error = 0;
   try {
     if (!ring) return static_cast<Queue*>(new Threads(depth));
     auto queue = std::make_unique<Ring>(depth, error);
     return *error ? nullptr : static_cast<Queue*>(queue.release());
-  } catch (const std::exception&) {  // no more threads
+  } catch (const std::exception&) {  // no thread could be started
     *error = EAGAIN;
     return nullptr;
   }
 }
 
-// Ends the blocks that wait or are under way, and frees the queue.
+// Waits until all waiting and submitted blocks have ended, then frees the queue.
 void megazero_disk_close(void* queue) { delete static_cast<Queue*>(queue); }
 
 int64_t megazero_disk_submit(

@@ -1,4 +1,4 @@
-// GELU in its tanh form, and SwiGLU: rows (or flat memory) in, one pass, one exponential an element.
+// GELU in its tanh form, and SwiGLU, over rows or flat memory: one pass and one exponential per element.
 
 #pragma once
 
@@ -10,8 +10,8 @@ constexpr float kSqrt2OverPi = 0.7978845608028654f;
 constexpr float kCubic = 0.044715f;
 
 // The tanh form of GELU is v sigmoid(z) with z = 2 sqrt(2/pi) (v + 0.044715 v^3), because 1 + tanh(u) = 2 sigmoid(2u).
-// Its exponential is taken of -|z|, which never overflows: with e = e^-|z| and s = 1 / (1 + e), sigmoid(z) is s for
-// v > 0 and e s below, its derivative e s s. No difference is taken whose error a large v would multiply.
+// The exponential is that of -|z|, which never overflows: with e = e^-|z| and s = 1 / (1 + e), sigmoid(z) is s for
+// v > 0 and e s otherwise; its derivative is e s s. There is no subtraction whose error a large v would amplify.
 INLINE float exponential_of_gelu(float v) {
   constexpr float kLinear = -2.0f * kSqrt2OverPi;
   return exponential_or_zero(__builtin_fabsf(v) * (kLinear + kLinear * kCubic * (v * v)));
@@ -23,7 +23,7 @@ INLINE float gelu(float v) {
 }
 
 INLINE float gelu_slope(float v) {
-  v = __builtin_fabsf(v) > 1e15f ? std::copysign(1e15f, v) : v;  // where the slope is 0 or 1, and v^2 can be had
+  v = __builtin_fabsf(v) > 1e15f ? std::copysign(1e15f, v) : v;  // the slope is 0 or 1 there, and v^2 does not overflow
   const float e = exponential_of_gelu(v), s = 1.0f / (1.0f + e);
   const float dz = 2.0f * kSqrt2OverPi * (1.0f + 3.0f * kCubic * v * v);
   return (v > 0.0f ? s : e * s) + v * (e * s * s) * dz;
@@ -47,7 +47,7 @@ INLINE void gelu_backward_rows(const T* grad, const T* x, const T* bias, T* dx, 
       map(n, dx, [&](auto at) { return wide(grad, at) * gelu_slope(wide(x, at)); });
 }
 
-// silu(v) = v sigmoid(v), with e and s as above, of |v|.
+// silu(v) = v sigmoid(v), with e = e^-|v| and s = 1 / (1 + e) as above.
 template <typename T>
 INLINE void swiglu_of(const T* gate, const T* up, T* y, int64_t n) {
   map(n, y, [&](auto at) {

@@ -1,8 +1,8 @@
-// What all kernels on the CPU share: number types, the exponential, how a loop is compiled for several CPUs.
+// Shared by all CPU kernels: number types, the exponential, macros that compile a loop for several CPUs.
 //
-// Each kernel is a template over its number type that is always inlined, and one plain function for each type
-// (FOR_EVERY_TYPE) that is compiled for AVX-512, AVX2 and plain x86-64, or whatever the machine is; the best is picked
-// when the library is loaded. The compiler makes vectors of the loops: no branches in them, and sums in lanes.
+// Each kernel is an always-inlined template over its number type, and one plain function for each type
+// (FOR_EVERY_TYPE). On x86-64 that function is compiled for AVX-512, AVX2 and the baseline, and the best version is
+// picked when the library is loaded. Loops have no branches and add in lanes, so that the compiler vectorizes them.
 
 #pragma once
 
@@ -19,7 +19,7 @@
 #define FOR_EVERY_CPU
 #endif
 #if defined(__GNUC__) && !defined(__clang__)
-#define EXACT __attribute__((optimize("fp-contract=off")))  // no multiply-add but those that are written
+#define EXACT __attribute__((optimize("fp-contract=off")))  // fuse only the multiply-adds that are written out
 #else
 #define EXACT
 #endif
@@ -28,9 +28,9 @@
 
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;  // elements that are worth a thread
+constexpr int64_t kGrain = 1 << 15;  // least number of elements for which a thread pays off
 
-// 16-bit floats as their bits. Rounding is to nearest, ties to even, as torch rounds; a NaN stays one.
+// 16-bit floats, stored as bits. Rounding is to nearest, ties to even, as in torch; a NaN stays a NaN.
 struct BFloat16 {
   uint16_t bits;
 };
@@ -40,8 +40,8 @@ struct Half {
 
 INLINE float wide(float x) { return x; }
 INLINE float wide(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
-// With integers, because the compiler makes no vectors of its own conversion: exponent and mantissa are put where fp32
-// has them, and multiplying by 2^112 makes up for the other bias, also for subnormal numbers.
+// Uses integers, because the compiler does not vectorize its built-in conversion. The shift moves exponent and mantissa
+// to their places in fp32; the factor 2^112 corrects the exponent bias, for subnormal numbers too.
 INLINE float wide(Half x) {
   const uint32_t bits = x.bits;
   const uint32_t magnitude = (bits & 0x7FFF) << 13;
@@ -51,13 +51,13 @@ INLINE float wide(Half x) {
   return std::bit_cast<float>(value | (bits & 0x8000) << 16);
 }
 
-// A bfloat16 as the upper half of the result. A NaN stays one whose lower half is 0, because nothing is carried then:
-// one that arithmetic makes, and one that it hands on from a widened number. Others may overflow.
+// Returns x rounded to bfloat16, in the upper half of the result. A NaN whose lower half is 0 stays a NaN, because
+// there is no carry: arithmetic makes such NaNs and passes on those of widened numbers. Other NaNs may overflow.
 INLINE uint32_t rounded(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   return bits + 0x7FFF + (bits >> 16 & 1);
 }
-// x, or the NaN of arithmetic: what an argument in fp32 has to go through before it meets numbers to be `rounded`.
+// Returns x, or for any NaN the quiet NaN. Apply it to each fp32 argument of a value that is then `rounded`.
 INLINE float plain(float x) { return x == x ? x : std::numeric_limits<float>::quiet_NaN(); }
 
 template <typename T>
@@ -70,7 +70,7 @@ template <>
 INLINE BFloat16 narrow<BFloat16>(float x) {
   return {static_cast<uint16_t>(x != x ? 0x7FC0 : rounded(x) >> 16)};
 }
-// Normal numbers are rounded as bfloat16's are; below, adding 1/2 puts the last place of a subnormal where fp32 rounds.
+// Rounds normal numbers like bfloat16's. For smaller ones, adding 1/2 aligns a subnormal's last place with fp32's.
 template <>
 INLINE Half narrow<Half>(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
@@ -92,11 +92,12 @@ constexpr float kLowest<BFloat16> = -0x1.FEp127f;
 template <>
 constexpr float kLowest<Half> = -65504.0f;
 
-// e^x for x <= 0 or NaN (up to 88 does no harm), 0 where it would not be a normal number; elsewhere to about 1 ulp and
-// 2e-8 |x| (5e-8 on CPUs without multiply-adds). It is 2^n p(f) with x log2(e) = n + f, |f| <= 1/2: adding 1.5 x 2^23 rounds to the integer n and leaves it
-// in the lowest bits, with 127 more in fp32's exponent. p is 1 at 0 and off by 9.2e-8 at most; taken by halves, because
-// a long chain of operations waits more than it computes. Everything is built of this one, of -|x| where it must be: a
-// bound on x beforehand would make the compiler fold constants into blends.
+// Returns e^x for x <= 0 or NaN (x up to 88 works too), and 0 where e^x is not a normal number. The error is about 1
+// ulp and 2e-8 |x| (5e-8 |x| on CPUs without multiply-adds). e^x = 2^n p(f) with x log2(e) = n + f, |f| <= 1/2. Adding
+// 1.5 x 2^23 rounds to the integer n and leaves n in the lowest bits; the added 127 is the bias of fp32's exponent.
+// p(0) = 1, and p is off by at most 9.2e-8; it is evaluated in independent parts, because a long chain of operations
+// waits more than it computes. All kernels use this function, with -|x| where x may be positive: clamping x before the
+// call would make the compiler fold constants into blends.
 INLINE float exponential_or_zero(float x) {
   constexpr float kLog2E = 1.44269504088896341f, kShift = 0x1.8p23f + 127.0f;
   const float shifted = x * kLog2E + kShift;

@@ -1,7 +1,7 @@
-// Cross entropy over one part of the vocabulary, on the logits where they lie.
+// Cross entropy over one part of the vocabulary, in place on the logits.
 //
-// Forward reads a row once: by chunks that stay in the first-level cache, with the sum so far scaled down whenever a
-// chunk brings a higher maximum (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
+// Forward reads a row from memory once, in chunks that stay in the first-level cache. It scales the running sum down
+// whenever a chunk has a higher maximum (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int64_t kChunk = 4096;  // of logits: 16 KiB in fp32
+constexpr int64_t kChunk = 4096;  // logits: 16 KiB in fp32
 
 template <typename T>
 INLINE void parts_of_row(const T* row, int64_t n, float* maximum, float* sum) {
@@ -26,7 +26,7 @@ INLINE void parts_of_row(const T* row, int64_t n, float* maximum, float* sum) {
   *sum = total;
 }
 
-// (exp(logit - log_sum) - onehot) * grad; `target` lies outside [0, n) where it belongs to another part.
+// row = (exp(logit - log_sum) - onehot) * grad. `target` is outside [0, n) if it belongs to another part.
 template <typename T>
 INLINE void cross_entropy_backward_row(T* row, int64_t n, float log_sum, int64_t target, float grad) {
   log_sum = plain(log_sum);

@@ -1,6 +1,6 @@
-// Dropout whose mask is a hash of (key, sample, position, channel): computed where it is needed, never stored.
+// Dropout whose mask is a hash of (key, sample, position, channel): recomputed where it is needed, never stored.
 //
-// The same words as megazero/kernels/counter.py: C. Wellons' two-multiply mixer (2018), exact in integers.
+// The words equal those of megazero/kernels/counter.py: C. Wellons' two-multiply mixer (2018), in exact integers.
 
 #pragma once
 
@@ -18,7 +18,7 @@ INLINE uint32_t mix(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// counter.derive_key(key, 1): each word is folded in as its low half and its high half, which are 0 here.
+// counter.derive_key(key, 1), which mixes in the low and the high half of each word; the high halves are 0 here.
 INLINE uint32_t second_key(uint32_t key) {
   uint32_t derived = 0;
   for (const uint32_t half : {key, 0u, 1u, 0u}) derived = mix(derived ^ half) + kGolden;
@@ -36,14 +36,14 @@ struct Mask {
         threshold(static_cast<int32_t>(std::min(std::nearbyint(drop * 0x1p32) - 0x1p31, 0x1p31 - 1))),
         scale(static_cast<float>(1.0 / (1.0 - drop))) {}
 
-  // What the words of one sample and position have in common.
+  // Returns the part of the hash that all channels of a sample and position share.
   uint32_t row(int64_t sample, int64_t position) const {
     const auto id = static_cast<uint64_t>(sample), high = static_cast<uint64_t>(sample >> 32);
     return mix(mix(static_cast<uint32_t>(id ^ high * kGolden) + key) ^ static_cast<uint32_t>(position));
   }
 };
 
-// 1 / (1 - drop) or 0: a factor, so that what is not finite stays so, as in the reference.
+// Returns 1 / (1 - drop) or 0. It is multiplied, so that NaN and infinities stay visible, as in the reference.
 INLINE float factor(uint32_t row, uint32_t second, int32_t threshold, float scale, int64_t channel) {
   const uint32_t word = mix((row + static_cast<uint32_t>(channel) * kGolden) ^ second);
   return static_cast<int32_t>(word) >= threshold ? scale : 0.0f;

@@ -9,14 +9,14 @@ namespace {
 constexpr int64_t kBlock = 1 << 16;  // elements of one partial sum: fixed, so sums do not depend on the thread count
 constexpr int kWideLanes = 32;       // independent accumulators of a partial sum in fp64
 
-// What all elements of one update have in common.
+// The values that all elements of one update share.
 struct Adam {
   float unscale, decay, first_weight, second_decay, second_weight, root_correction, eps, step_size;
 };
 
-// The arithmetic of torch's fused AdamW, operation by operation, so that it gives the same bits: fused multiply-adds are
-// where torch has them and nowhere else. 30 bytes an element with fp32 gradients: parameter and both moments are read and
-// written, the gradient is read, the 16-bit parameter is written.
+// Does the arithmetic of torch's fused AdamW, operation by operation, for equal bits: multiply-adds are fused where
+// torch fuses them and nowhere else. Moves 30 bytes per element with fp32 gradients: reads and writes the master and
+// both moments, reads the gradient, writes the 16-bit parameter.
 template <typename G, typename P>
 INLINE void adamw_of(const Adam& a, float* __restrict master, const G* __restrict grad, float* __restrict first,
                      float* __restrict second, P* __restrict published, int64_t n) {

@@ -1,7 +1,7 @@
-// LayerNorm and RMSNorm of rows of n columns, and both with the residual sum before them.
+// LayerNorm and RMSNorm of rows of n columns, each also with a residual added first.
 //
-// A row is read from memory once; later passes over it find it in the first-level cache. LayerNorm takes its variance
-// around the mean, in a second pass: the difference of two large sums would not do in fp32.
+// A row is read from memory once; later passes find it in the first-level cache. LayerNorm computes the variance around
+// the mean, in a second pass: mean(x^2) - mean^2 would lose too many digits in fp32.
 
 #pragma once
 
@@ -9,13 +9,13 @@
 
 namespace {
 
-constexpr int64_t kFetched = 512;    // elements of the next row that are fetched at a time; even
-constexpr int64_t kRowsPerSum = 64;  // rows of one partial sum of weight gradients: fixed, whatever the threads
+constexpr int64_t kFetched = 512;    // elements of the next row prefetched per chunk; even
+constexpr int64_t kRowsPerSum = 64;  // rows in one partial sum of weight gradients: independent of the thread count
 
 template <typename T>
 struct Norm {
   const T *x, *residual;
-  const float *weight, *bias;  // widened once, not for each row, and by `place`
+  const float *weight, *bias;  // in fp32, widened once for all rows, in the order of `place`
   float eps;
   T *total, *y;
   float *mean, *rstd;
@@ -56,7 +56,7 @@ struct NormBackward {
   int64_t rows, n;
 };
 
-// dx of the rows of one block, and their part of the weights' gradients (dbias only when centred), both [n] by `place`.
+// Writes dx of the rows of one block, and their part of dweight and (if centred) dbias, [n] in the order of `place`.
 template <typename T, bool kCentred, bool kAdds>
 INLINE void norm_backward_block(const NormBackward<T>& a, int64_t block, float* dweight, float* dbias) {
   const int64_t n = a.n;
@@ -72,7 +72,7 @@ INLINE void norm_backward_block(const NormBackward<T>& a, int64_t block, float* 
       weighted += each * (wide(x, at) - mean);
     });
     const float h = all / n, hz = rstd * along / n;
-    // In chunks, while the next row is fetched: otherwise memory would be idle here, and the arithmetic in the pass above.
+    // Each chunk prefetches the next row: otherwise memory would idle in this pass, and arithmetic in the pass above.
     for (int64_t from = 0; from < n; from += kFetched) {
       const int64_t count = std::min(kFetched, n - from), place_of = kPaired<T> ? from / 2 : from;
       for (const T* row : {grad, x, other})
@@ -92,7 +92,7 @@ INLINE void norm_backward_block(const NormBackward<T>& a, int64_t block, float* 
   }
 }
 
-// out = the sum of the blocks' parts, in their order; the parts are by `place`.
+// out = the sum of the blocks' parts, added in block order; the parts are in the order of `place`.
 template <typename T>
 INLINE void sum_blocks(const float* parts, int64_t blocks, int64_t stride, T* __restrict out, int64_t n) {
   constexpr int64_t kWidth = 256;

@@ -1,4 +1,4 @@
-// The eight norms of tensors: one function for the four forwards, one for the four backwards.
+// The eight norm operations on tensors: `norm` does the four forwards, `norm_backward` the four backwards.
 
 #pragma once
 
@@ -11,11 +11,11 @@ template <typename T>
 std::vector<float> widened(const Tensor& weight, int64_t n) {
   const T* p = input<T>(weight, n);
   std::vector<float> values(n);
-  for (int64_t i = 0; i < n; ++i) values[i] = wide(p[element_at<T>(i, n)]);  // as `place` puts them
+  for (int64_t i = 0; i < n; ++i) values[i] = wide(p[element_at<T>(i, n)]);  // in the order of `place`
   return values;
 }
 
-// `residual`, `total`, `bias` and `mean` may be absent.
+// `residual`, `total`, `bias` and `mean` may be null.
 
 void norm(const Tensor& x, const Tensor* residual, const Tensor& weight, const Tensor* bias, double eps,
           const Tensor* total, const Tensor& y, const Tensor* mean, const Tensor& rstd) {
@@ -70,7 +70,7 @@ Three add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight
   return out;
 }
 
-// With `mean` LayerNorm's, without RMSNorm's; with `grad_total` that of the norm of a sum.
+// LayerNorm's backward with `mean`, RMSNorm's without; with `grad_total`, the backward of a norm after a residual sum.
 Three norm_backward(const Tensor& grad, const Tensor* grad_total, const Tensor& x, const Tensor* mean,
                     const Tensor& rstd, const Tensor& weight) {
   const Rows rows(x);

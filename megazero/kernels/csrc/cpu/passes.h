@@ -1,8 +1,8 @@
-// Passes over a row or over flat memory: what becomes of each element, sums, maxima.
+// Passes over a row or over flat memory: elementwise maps, sums, maxima.
 //
-// What a pass does with an element is a function of where the element lies. bfloat16 lies in pairs: one 32-bit word, of
-// which a shift widens the first and a mask the second, and into which two results are put. Element by element it takes
-// twice as many instructions, and in 16 bits these are the limit, not the memory.
+// A pass calls a function with the position of an element (One, First or Second). bfloat16 is processed in pairs: a
+// pair is one 32-bit word; a shift widens its first element and a mask its second, and two results are packed into one
+// word. Element by element it takes twice as many instructions, which limit 16-bit passes more than the memory does.
 
 #pragma once
 
@@ -15,11 +15,11 @@
 
 namespace {
 
-constexpr int kLanes = 64;  // independent accumulators of a sum in fp32: four vectors of AVX-512
+constexpr int kLanes = 64;  // independent fp32 accumulators of a sum: four vectors of AVX-512
 template <typename T>
 constexpr bool kPaired = std::is_same_v<T, BFloat16> && std::endian::native == std::endian::little;
 
-// Element i; the first and the second of pair i.
+// Positions: element i; the first and the second element of pair i.
 struct One {
   int64_t i;
 };
@@ -43,12 +43,12 @@ INLINE float wide(const T* x, One at) {
 INLINE float wide(const BFloat16* x, First at) { return std::bit_cast<float>(word_of(x, at.i) << 16); }
 INLINE float wide(const BFloat16* x, Second at) { return std::bit_cast<float>(word_of(x, at.i) & 0xFFFF0000); }
 
-// Which of n elements.
+// Returns the index of the element at a position.
 INLINE int64_t index(One at) { return at.i; }
 INLINE int64_t index(First at) { return 2 * at.i; }
 INLINE int64_t index(Second at) { return 2 * at.i + 1; }
 
-// Where n fp32 numbers lie that go with elements of T: first those of the firsts, then those of the seconds.
+// Returns where the fp32 number of an element is stored, of n: if T is paired, all firsts come before all seconds.
 template <typename T>
 INLINE int64_t place(First at, int64_t) {
   return at.i;
@@ -62,14 +62,14 @@ INLINE int64_t place(One at, int64_t n) {
   return !kPaired<T> ? at.i : at.i % 2 ? place<T>(Second{at.i / 2}, n) : at.i / 2;
 }
 
-// Whose number lies at a place.
+// Returns the index of the element whose number is stored at `place`: the inverse of `place`.
 template <typename T>
 INLINE int64_t element_at(int64_t place, int64_t n) {
   const int64_t firsts = (n + 1) / 2;
   return !kPaired<T> ? place : place < firsts ? 2 * place : 2 * (place - firsts) + 1;
 }
 
-// y[k][i] = f(where i lies)[k] for i < n, rounded; y may be what f reads. A NaN of f is as `rounded` wants it.
+// y[k][i] = f(position of i)[k] for i < n, rounded; f may read y. Each NaN of f must be one that `rounded` keeps.
 template <typename T, size_t kResults, typename F>
 INLINE void map(int64_t n, const std::array<T*, kResults>& y, F f) {
   int64_t done = 0;
@@ -96,14 +96,14 @@ INLINE void map(int64_t n, T* y, F f) {
   map(n, std::array{y}, [&](auto at) { return std::array{f(at)}; });
 }
 
-// Asks for n elements that will be wanted soon; they need not exist.
+// Prefetches n elements; they need not exist.
 template <typename T>
 INLINE void fetch(const T* x, int64_t n) {
   constexpr int64_t kLine = 64 / sizeof(T);
   for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(x + i);
 }
 
-// Calls f(where i lies, a lane) for i below the last multiple of kLanes, which it returns. The lane depends on i alone.
+// Calls f(position of i, lane) for i below the last multiple of kLanes, and returns that. The lane depends only on i.
 template <typename T, typename F>
 INLINE int64_t in_lanes(int64_t n, F f) {
   int64_t i = 0;
@@ -118,8 +118,8 @@ INLINE int64_t in_lanes(int64_t n, F f) {
   return i;
 }
 
-// From lanes to one number, in halves. Of the last 16 the compiler would make no vectors, so they are written as such:
-// of four, which every machine has.
+// Reduces the lanes to one number, by halves. The compiler would not vectorize the last 16, so they are written as
+// vectors of four, which every machine has.
 template <typename F>
 INLINE float merge(float* lanes, F f) {
   typedef float Four __attribute__((vector_size(16)));
@@ -135,7 +135,7 @@ INLINE float sum_lanes(float* lanes) {
   return merge(lanes, [](auto a, auto b) { return a + b; });
 }
 
-// The sum of term(where i lies) for i < n. The rest that fills no lanes has its own: the compiler makes vectors of it.
+// Sums term(position of i) for i < n. The remainder has lanes of its own, so that the compiler vectorizes its addition.
 template <typename T, typename F>
 INLINE float sum_of(int64_t n, F term) {
   float sums[kLanes] = {}, rest[kLanes] = {};
@@ -145,7 +145,7 @@ INLINE float sum_of(int64_t n, F term) {
   return sum_lanes(sums);
 }
 
-// Two sums at once, of what one pass over the same memory finds: `terms` adds to its last two arguments.
+// Computes two sums in one pass over the memory: `terms` adds to its last two arguments.
 template <typename T, typename F>
 INLINE std::pair<float, float> two_sums_of(int64_t n, F terms) {
   float first[kLanes] = {}, second[kLanes] = {}, rest[kLanes] = {}, more[kLanes] = {};
@@ -155,7 +155,7 @@ INLINE std::pair<float, float> two_sums_of(int64_t n, F terms) {
   return {sum_lanes(first), sum_lanes(second)};
 }
 
-// The largest of term(where i lies) for i < n, at least `lowest`. A NaN is passed over.
+// Returns the largest of `lowest` and term(position of i) for i < n. Ignores NaN.
 template <typename T, typename F>
 INLINE float largest_of(int64_t n, float lowest, F term) {
   const auto larger = [](auto a, auto b) { return b > a ? b : a; };

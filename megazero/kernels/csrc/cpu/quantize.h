@@ -1,7 +1,7 @@
-// Values as integers of 8 or 4 bits in blocks that share a scale, and back.
+// Quantisation to integers of 8 or 4 bits in blocks that share a scale, and back.
 //
-// Of a block of n values (a multiple of 16) the codes of 4 bits lie in n/2 bytes: byte i has value i in its lower half
-// and value n/2 + i in its upper one, both with 8 added.
+// The 4-bit codes of a block of n values (a multiple of 16) take n/2 bytes: byte i has the code of value i in its lower
+// half and that of value n/2 + i in its upper half, each plus 8.
 
 #pragma once
 
@@ -10,16 +10,16 @@
 namespace {
 
 constexpr int64_t kQuantBlock = 256;  // base/quantized.py
-constexpr float kQuantLeast = 1e-35f;  // a block whose largest value is smaller is zeros: its inverse would be infinite
-constexpr float kQuantShift = 0x1.8p23f;  // added to a small number it rounds it, ties to even, into the lowest bits
+constexpr float kQuantLeast = 1e-35f;  // a block whose largest value is below becomes zeros: the inverse would overflow
+constexpr float kQuantShift = 0x1.8p23f;  // adding it rounds a small number to an integer, in the lowest bits
 
-// The bits of a number without its sign, in its own width: of 16 bits a vector has twice as many. As integers they are
-// in the order of magnitudes, infinities larger than numbers, and NaNs than both.
+// Returns the bits of a number without its sign, in its own width: a vector holds twice as many 16-bit integers. The
+// integers are ordered like the magnitudes, with infinities above all numbers and NaNs above both.
 INLINE uint32_t unsigned_bits(float x) { return std::bit_cast<uint32_t>(x) & 0x7FFFFFFF; }
 INLINE uint16_t unsigned_bits(BFloat16 x) { return x.bits & 0x7FFF; }
 INLINE uint16_t unsigned_bits(Half x) { return x.bits & 0x7FFF; }
 
-// The largest magnitude of a block.
+// Returns the largest magnitude of a block.
 template <typename T>
 INLINE float largest(const T* __restrict x, int64_t n) {
   using Bits = decltype(unsigned_bits(T{}));
@@ -50,7 +50,7 @@ INLINE void quantize_block_of(const T* __restrict x, int64_t n, int bits, uint8_
   }
 }
 
-// x rounded, where no NaN has anything in its lower half (see `rounded`).
+// Rounds x, which must not be a NaN with a nonzero lower half (see `rounded`).
 template <typename T>
 INLINE T narrow_plain(float x) {
   return narrow<T>(x);

@@ -1,4 +1,4 @@
-// Rotary positions: each pair of channels of a head is turned by the angle of its position.
+// Rotary positions: rotate each pair of channels of a head by the angle of the position.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-// One head: channels i and i + half are turned by one angle. `turn` is 1, or -1 for the inverse.
+// Rotates the pairs of channels i and i + half of one head. `turn` is 1, or -1 for the inverse rotation.
 template <typename T>
 INLINE void rotary_head(const T* __restrict x, const T* __restrict cos, const T* __restrict sin, float turn,
                         T* __restrict y, int64_t half) {

@@ -1,4 +1,4 @@
-// From tensors to pointers of this library's number types, checked.
+// Checks tensors and returns pointers in this library's number types.
 
 #pragma once
 
@@ -18,7 +18,7 @@ using torch::stable::Tensor;
 
 namespace {
 
-// Calls f with a null pointer of the type that `dtype` has here.
+// Calls f with a null pointer to the number type of `dtype`.
 template <typename F>
 void with_type(ScalarType dtype, F f) {
   switch (dtype) {
@@ -59,7 +59,7 @@ T* output(const Tensor& t, int64_t numel) {
   return const_cast<T*>(input<T>(t, numel));
 }
 
-// Results are contiguous, whatever the strides of x.
+// Returns an uninitialised tensor of x's shape, contiguous whatever the strides of x.
 Tensor like(const Tensor& x) { return torch::stable::new_empty(x, x.sizes()); }
 
 Tensor statistic(const Tensor& x) {

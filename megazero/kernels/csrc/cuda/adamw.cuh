@@ -1,12 +1,11 @@
-// AdamW on flat memory in one pass: unscales and clips the gradient, updates master and both moments, publishes the
-// rounded master (Kingma and Ba 2015; Loshchilov and Hutter 2019).
+// AdamW on flat memory in one pass: unscales and clips the gradient, updates the master and both moments, writes the
+// rounded master to `published` (Kingma and Ba 2015; Loshchilov and Hutter 2019).
 //
-// The arithmetic is that of torch's fused AdamW on a CPU, operation by operation, so that it gives the same bits (torch's
-// on a GPU computes in part in fp64): multiply-adds are fused where they are written, and nowhere else (hence the
-// intrinsics, which the compiler leaves alone). Whether to
-// skip, what to divide by and the step are read on the device, so the host never waits. A kernel of one thread runs
-// first: it counts the update and leaves what all elements have in common, so that no thread of the pass itself reads
-// what another one writes.
+// The arithmetic is that of torch's fused AdamW on a CPU, operation by operation, for equal bits (torch's AdamW on a
+// GPU computes partly in fp64). Multiply-adds are fused only where written: the compiler does not fuse the intrinsics.
+// `skip`, `divide_by` and `step` are read on the device, so the host never waits. A kernel with one active thread runs
+// first: it counts the update and stores the values that all elements share, so that no thread of the main pass reads
+// memory that another thread writes.
 
 #pragma once
 
@@ -18,13 +17,13 @@ struct AdamSettings {
   double lr, beta1, beta2, eps, weight_decay;
 };
 
-// What all elements of one update have in common.
+// The values that all elements of one update share.
 struct Adam {
   float go;  // 0: change nothing
   float unscale, decay, first_weight, second_decay, second_weight, root_correction, eps, step_size;
 };
 
-// Static, because it is no template and each translation unit gets its own.
+// Static: not a template, so each translation unit needs its own copy.
 static __global__ void adamw_prepare(float* step, const float* divide_by, const float* skip, const AdamSettings s,
                                      Adam* common) {
   if (threadIdx.x != 0) return;
@@ -48,10 +47,10 @@ struct AdamInputs {
   Pack<G, N> grad;
 };
 
-// 30 bytes an element with fp32 gradients, 28 with 16 bits: master and both moments are read and written, the gradient is
-// read, the 16-bit parameter is written.
+// Moves 30 bytes per element with fp32 gradients, 28 with 16-bit ones: reads and writes the master and both moments,
+// reads the gradient, writes the 16-bit parameter.
 template <typename G, typename P, int N>
-__global__ void __launch_bounds__(kFlatThreads, 2)  // left to itself the compiler spills on sm_120
+__global__ void __launch_bounds__(kFlatThreads, 2)  // without the bound of 2 the compiler spills on sm_120
     adamw_update(const Adam* common, float* master, const G* grad, float* first, float* second, P* published,
                  int64_t n) {
   const Adam a = *common;
@@ -82,7 +81,7 @@ __global__ void __launch_bounds__(kFlatThreads, 2)  // left to itself the compil
       });
 }
 
-// ---- launcher; `common` is memory of the device
+// ---- launcher; `common` is in device memory
 
 template <typename G, typename P, typename Launch>
 __host__ void launch_adamw(const Launch& launch, float* master, const G* grad, float* first, float* second,

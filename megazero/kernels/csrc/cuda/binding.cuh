@@ -1,4 +1,4 @@
-// Between torch's stable ABI and the launchers: checks of tensors, their pointers, the stream and the device.
+// Connects torch's stable ABI to the launchers: checks tensors, gets their pointers, the stream and the device.
 
 #pragma once
 
@@ -15,7 +15,7 @@
 
 #include "common.cuh"
 
-// Weak: a torch without CUDA does not have it, and loads the library all the same.
+// Weak, so that a torch without CUDA, which lacks the symbol, can load the library too.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
 
 namespace megazero {
@@ -38,7 +38,7 @@ constexpr ScalarType kTypeOf<int64_t> = ScalarType::Long;
 template <>
 constexpr ScalarType kTypeOf<uint8_t> = ScalarType::Byte;
 
-// Starts kernels on the current stream of the device of `like`, which is the current device while this lives.
+// Starts kernels on the current stream of the device of `like`; makes it the current device for its own lifetime.
 class Launch {
  public:
   Launch(const char* operation, const Tensor& like)
@@ -66,7 +66,7 @@ class Launch {
     check(cudaGetLastError());
   }
 
-  // Elements of `t`, which must be contiguous, of T, of that number, and where the others are.
+  // Returns the elements of `t`. Checks that it is contiguous, has `numel` elements of type T, and is on the device.
   template <typename T>
   const T* read(const Tensor& t, int64_t numel, const char* name) const {
     expect(t.scalar_type() == kTypeOf<T>, name, "has another dtype than expected");
@@ -116,13 +116,13 @@ void for_type_of(const Launch& launch, const Tensor& t, const char* name, Body b
   }
 }
 
-// Uninitialised and contiguous, on the device of `like`.
+// Returns an uninitialised contiguous tensor on the device of `like`.
 template <typename T>
 Tensor make(const Tensor& like, std::initializer_list<int64_t> sizes) {
   return torch::stable::new_empty(like, {sizes.begin(), sizes.size()}, kTypeOf<T>);
 }
 
-// A matrix as rows of its last dimension.
+// A tensor seen as a matrix whose columns are its last dimension.
 struct Rows {
   int64_t rows, columns;
 

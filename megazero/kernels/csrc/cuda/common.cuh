@@ -1,8 +1,8 @@
-// What all kernels share: element types, 16-byte packs, reductions, the tiling of rows.
+// Shared by all kernels: element types, 16-byte packs, reductions, the tiling of rows.
 //
-// The kernels know nothing of torch, and their launchers nothing of streams: a launcher picks grid, block and variant
-// and hands them to a `Launch`, which starts the kernel on a GPU (csrc/cuda.cu) or in a block emulator (the tests).
-// So everything but the start itself is the same code in both.
+// The kernels do not depend on torch, nor their launchers on streams: a launcher picks grid, block and variant and
+// gives them to a `Launch`, which starts the kernel on a GPU (csrc/cuda.cu) or in a block emulator (the tests). Both
+// run the same code except for the launch itself.
 //
 // Shapes, as in the Python files: N rows, D hidden, F feed-forward, V vocabulary. Indices of elements are 64 bits wide.
 
@@ -46,7 +46,7 @@ __device__ __forceinline__ __half narrow<__half>(float x) {
   return __float2half_rn(x);
 }
 
-// The lowest finite number of T.
+// Returns the lowest finite number of T.
 template <typename T>
 __device__ __forceinline__ float lowest() {
   return -3.402823466e38f;
@@ -60,13 +60,13 @@ __device__ __forceinline__ float lowest<__half>() {
   return -65504.0f;
 }
 
-// N neighbouring elements, loaded and stored at once. Aligned to 16 bytes at most: a wider pack is several accesses.
+// N adjacent elements, loaded and stored together. Aligned to 16 bytes at most: a wider pack takes several accesses.
 template <typename T, int N>
 struct alignas(sizeof(T) * N < kVectorBytes ? sizeof(T) * N : kVectorBytes) Pack {
   T at[N];
 };
 
-// In the tests' emulator a misaligned pack stops everything, as on a GPU; a CPU would let most of them pass.
+// Aborts the tests' emulator at a misaligned pack, which is an error on a GPU too; a CPU allows most of them.
 template <typename P>
 __device__ __forceinline__ void check_alignment([[maybe_unused]] const void* at) {
 #ifndef __CUDA_ARCH__
@@ -80,7 +80,7 @@ __device__ __forceinline__ Pack<T, N> load(const T* from) {
   return *reinterpret_cast<const Pack<T, N>*>(from);
 }
 
-// The same of memory that nobody writes while the kernel runs: such loads may be moved before any store.
+// Loads a pack from memory that the kernel does not write: the compiler may move such loads before any store.
 template <int N, typename T>
 __device__ __forceinline__ Pack<T, N> load_fixed(const T* from) {
 #ifdef __CUDA_ARCH__
@@ -104,8 +104,8 @@ __device__ __forceinline__ Pack<T, N> load_fixed(const T* from) {
 #endif
 }
 
-// Stores a pack in as few instructions as it has words of 16 bytes. Where its elements are computed one by one, the
-// compiler splits the copy of a struct into 4-byte stores at a stride of 16; an intrinsic of a vector type stays whole.
+// Stores a pack with one instruction per 16 bytes. If the elements are computed one by one, the compiler splits the
+// copy of a struct into 4-byte stores at a stride of 16; it does not split an intrinsic of a vector type.
 template <typename T, int N>
 __device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
 #ifdef __CUDA_ARCH__
@@ -125,8 +125,8 @@ __device__ __forceinline__ void store(T* to, const Pack<T, N>& pack) {
 #endif
 }
 
-// Keeps a pack as it is: what is computed of its elements before and after has to be computed twice. Without this the
-// compiler widens 16-bit packs once, early, and holds them in twice as many registers.
+// Keeps a 16-bit pack in its own width: values computed from it before this call are computed again after it. Otherwise
+// the compiler widens the pack once, early, and holds it in twice as many registers.
 template <typename T, int N>
 __device__ __forceinline__ void keep_packed(Pack<T, N>& pack) {
 #ifdef __CUDA_ARCH__
@@ -138,7 +138,7 @@ __device__ __forceinline__ void keep_packed(Pack<T, N>& pack) {
 #endif
 }
 
-// Whether packs of N elements may be used in rows of `columns` elements that start at `pointer`.
+// Returns whether rows of `columns` elements that start at `pointer` may be read in packs of N elements.
 template <int N, typename T>
 __host__ inline bool packs_fit(const T* pointer, int64_t columns) {
   return columns % N == 0 && reinterpret_cast<uintptr_t>(pointer) % alignof(Pack<T, N>) == 0;
@@ -152,7 +152,7 @@ __host__ __device__ constexpr I divide_up(I a, I b) {
 __host__ inline int64_t at_most(int64_t value, int64_t limit) { return value < limit ? value : limit; }
 __host__ inline int64_t at_least(int64_t value, int64_t limit) { return value > limit ? value : limit; }
 
-// 2^x to 2 units of the last place; results below 2^-126 become 0. One instruction, where exp2f takes four.
+// Returns 2^x to 2 ulp; results below 2^-126 become 0. Takes one instruction; exp2f takes four.
 __device__ __forceinline__ float power_of_2(float x) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -165,14 +165,14 @@ __device__ __forceinline__ float power_of_2(float x) {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// e^x for x <= 0 of moderate size, as in a softmax: the relative error is about |x| 2^-24.
+// Returns e^x for x <= 0 of moderate size, as in a softmax: the relative error is about |x| 2^-24.
 __device__ __forceinline__ float exponential(float x) { return power_of_2(x * kLog2E); }
 
 struct Sum {
   static constexpr float kNeutral = 0.0f;
   __device__ __forceinline__ static float join(float a, float b) { return a + b; }
 };
-struct Maximum {  // a NaN loses against a number
+struct Maximum {  // ignores a NaN next to a number
   static constexpr float kNeutral = -INFINITY;
   __device__ __forceinline__ static float join(float a, float b) { return fmaxf(a, b); }
 };
@@ -184,15 +184,15 @@ __device__ __forceinline__ float reduce_warp(float x) {
   return x;
 }
 
-// Shared memory of a block, given by the launcher: kScratch bytes unless the kernel says otherwise.
+// Shared memory of a block, sized by the launcher: kScratch bytes, except where a launch states another size.
 extern __shared__ __align__(16) float scratch[];
 constexpr int kScratchSlots = 2;  // see Team
 constexpr int kScratch = kScratchSlots * 2 * kWarp * static_cast<int>(sizeof(float));
 
-// The threads of one block, working on one row: reductions over them, in a fixed order, that every thread gets.
+// Reduces over the threads of one block, which work on one row, in a fixed order; every thread gets the result.
 //
-// One barrier each: a reduction writes to the slot that the last one did not use, and whoever still reads that one has
-// not yet come to this one's barrier, so nobody can be two reductions ahead.
+// A reduction takes one barrier. It writes to the slot that the previous one did not use. A thread that still reads the
+// previous slot has not reached this barrier, so no thread can be two reductions ahead and overwrite that slot.
 class Team {
  public:
   __device__ __forceinline__ Team() : slot_(0) {}
@@ -204,7 +204,7 @@ class Team {
     return x;
   }
 
-  // Two sums for one barrier.
+  // Computes two sums with one barrier.
   __device__ __forceinline__ void sum(float& a, float& b) { reduce_two<Sum, true>(a, b); }
 
  private:
@@ -228,17 +228,17 @@ class Team {
   int slot_;
 };
 
-// Threads for a row of `packs` packs when each holds `each`: whole warps.
+// Returns the number of threads, in whole warps, for a row of `packs` packs if each thread holds `each` packs.
 __host__ inline int row_threads(int64_t packs, int each) {
   return static_cast<int>(divide_up<int64_t>(divide_up<int64_t>(packs, each), kWarp) * kWarp);
 }
 
 // Elementwise kernels over rows that share something by column (a bias) or by row (a key): a block takes a tile of
-// kTileThreads packs of columns and kTileRows rows, so that the shared part is loaded once and several independent loads
-// are in flight.
+// kTileThreads packs of columns and kTileRows rows, so that the shared part is loaded once and several independent
+// loads are in flight.
 constexpr int kTileThreads = 256;
 constexpr int kTileRows = 4;
-constexpr int kTileBlocks = 3;  // on one multiprocessor: at most 80 registers a thread
+constexpr int kTileBlocks = 3;  // per multiprocessor: at most 80 registers per thread
 
 struct Tiles {
   int64_t rows, columns;
@@ -255,8 +255,8 @@ struct Tiles {
   }
 };
 
-// Of every pack of this block's tile: input = read(row, column), then write(row, column, input). All reads come before the
-// writes, so that they are in flight together; `each_column(column)` comes first.
+// For every pack of this block's tile: input = read(row, column), then write(row, column, input). Calls
+// `each_column(column)` first. All reads come before the writes, so that they are in flight together.
 template <int N, typename EachColumn, typename Read, typename Write>
 __device__ __forceinline__ void for_each_tile(const Tiles& tiles, EachColumn each_column, Read read, Write write) {
   const int64_t column = tiles.column(blockIdx.x, threadIdx.x, N), first = tiles.first_row(blockIdx.x);
@@ -275,7 +275,7 @@ __device__ __forceinline__ void for_each_tile(const Tiles& tiles, EachColumn eac
 constexpr int kFlatThreads = 256;
 constexpr int kFlatPacks = 2;
 
-// Of every pack of this block's share of n elements (a multiple of N), i its first: write(i, read(i)).
+// For every pack of this block's share of n elements (a multiple of N): write(i, read(i)) with i its first element.
 template <int N, typename Read, typename Write>
 __device__ __forceinline__ void for_each_pack(int64_t n, Read read, Write write) {
   const int64_t packs = n / N, base = int64_t{blockIdx.x} * kFlatThreads * kFlatPacks + threadIdx.x;
@@ -288,7 +288,7 @@ __device__ __forceinline__ void for_each_pack(int64_t n, Read read, Write write)
     if (base + k * kFlatThreads < packs) write((base + k * kFlatThreads) * N, inputs[k]);
 }
 
-// Elements of a pack where fp32 and 16 bits meet: 16 bytes of the one, 8 of the other.
+// Elements of a pack in kernels that mix fp32 and 16-bit types: 16 bytes of fp32, 8 of 16-bit.
 constexpr int kMixedPack = 4;
 
 template <int N>
@@ -296,8 +296,8 @@ struct Width {
   static constexpr int value = N;
 };
 
-// Calls start(width, first element, elements, blocks): for as many whole packs of N as there are where the pointers are
-// aligned, and for the rest with packs of one.
+// Calls start(width, first element, elements, blocks) for all whole packs of N, if the pointers are aligned, and for
+// the remaining elements with packs of one.
 template <int N, typename Start>
 __host__ void split_flat(int64_t n, bool aligned, Start start) {
   constexpr int64_t kWidth = int64_t{kFlatThreads} * kFlatPacks;

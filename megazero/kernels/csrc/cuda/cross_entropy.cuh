@@ -1,9 +1,9 @@
-// The loss's numbers of one part of the vocabulary, and the gradient of its logits, in place.
+// Cross entropy over one part of the vocabulary: maximum, sum and target logit of each row; the gradient, in place.
 //
-// Forward: one read. Each thread keeps a running maximum and the sum of exp(logit - maximum), which is scaled down
-// whenever the maximum rises (Milakov and Gimelshein 2018), once for each group of packs. Backward: one read and one
-// write, (exp(logit - log_sum) - onehot) grad, over the logits, which the forward leaves as they are. No second matrix
-// of the vocabulary's size exists, and none in fp32.
+// Forward: one read. Each thread keeps a running maximum and the sum of exp(logit - maximum); it scales the sum down
+// when the maximum rises (Milakov and Gimelshein 2018), at most once per group of packs. Backward: one read and one
+// write of (exp(logit - log_sum) - onehot) grad over the logits, which the forward does not change. There is no second
+// matrix of the vocabulary's size, and none in fp32.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 namespace megazero {
 
 constexpr int kLossThreads = 512;
-constexpr int kLossGroup = 4;  // packs that are read before the maximum is looked at
+constexpr int kLossGroup = 4;  // packs read before the maximum is updated
 
 template <typename T, int N>
 __global__ void __launch_bounds__(kLossThreads)
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kLossThreads)
   sum = team.reduce<Sum>(sum * exponential(highest - maximum));
   if (threadIdx.x == 0) {
     const int64_t target = targets[row];
-    // fmaxf leaves a NaN out; the sum has it. With an infinity the sum is NaN too, and the maximum infinite.
+    // fmaxf ignores a NaN logit, but the sum is then NaN. With +inf the sum is NaN too, and the maximum infinite.
     parts[row] = isnan(sum) && maximum < INFINITY ? sum : maximum;
     parts[rows + row] = sum;
     parts[2 * rows + row] = target >= 0 && target < columns ? wide(from[target]) : -INFINITY;

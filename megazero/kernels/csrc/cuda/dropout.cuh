@@ -1,7 +1,7 @@
-// residual + x * keep / (1 - drop), and its backward; the mask is kernels/counter.py's, bit for bit.
+// residual + x * keep / (1 - drop), and its backward; the mask equals that of kernels/counter.py, bit for bit.
 //
-// Nothing is stored of the mask: a decision is a hash of (key, sample, position, channel), two rounds of a mixer for the
-// row and one for the channel. That is about ten integer instructions an element, which the memory leaves time for.
+// The mask is not stored: `keep` is a hash of (key, sample, position, channel), two rounds of a mixer per row and one
+// per channel. These are about ten integer instructions per element, hidden behind the memory traffic.
 
 #pragma once
 
@@ -20,18 +20,18 @@ __host__ __device__ __forceinline__ uint32_t mix(uint32_t x) {
 
 constexpr uint32_t kGolden = 0x9e3779b9u;
 
-// What decides for all elements: see counter.keep_mask.
+// The arguments of the mask that all elements share: see counter.keep_mask.
 struct Mask {
   const int64_t* sample_ids;  // [B]
   const int64_t* positions;   // [S]
   int64_t batch;              // B
   uint32_t first, second;     // both keys
-  int32_t threshold;          // kept: a hash, as a signed word, of at least this
+  int32_t threshold;          // keep if the hash, as a signed word, is at least this
   float scale;                // 1 / (1 - drop)
 
   __host__ Mask(const int64_t* sample_ids, const int64_t* positions, int64_t batch, uint32_t key, double drop)
       : sample_ids(sample_ids), positions(positions), batch(batch), first(key) {
-    // counter.derive_key(key, 1), whose words are folded in as two halves each.
+    // counter.derive_key(key, 1), which mixes in two halves of each word.
     second = 0;
     for (uint32_t half : {key, 0u, 1u, 0u}) second = mix(second ^ half) + kGolden;
     const int64_t shifted = std::llrint(drop * 4294967296.0) - 2147483648ll;  // ties to even, as Python rounds
@@ -39,14 +39,14 @@ struct Mask {
     scale = static_cast<float>(1.0 / (1.0 - drop));
   }
 
-  // The word of row s * B + b, which its channels' hashes start from.
+  // Returns the word of row s * B + b, from which the hashes of its channels start.
   __device__ __forceinline__ uint32_t row_word(int64_t row) const {
     const int64_t id = sample_ids[row % batch], position = positions[row / batch];
     const uint64_t folded = static_cast<uint64_t>(id) ^ static_cast<uint64_t>(id >> 32) * kGolden;
     return mix(mix(static_cast<uint32_t>(folded) + first) ^ static_cast<uint32_t>(position));
   }
 
-  // What an element is multiplied by: by 0, not left out, so that NaN and infinities stay visible.
+  // Returns the factor of an element. Dropped elements are multiplied by 0, so that NaN and infinities stay visible.
   __device__ __forceinline__ float factor(uint32_t row_word, uint32_t channel) const {
     const uint32_t word = mix((row_word + channel * kGolden) ^ second);
     return static_cast<int32_t>(word) >= threshold ? scale : 0.0f;

@@ -6,21 +6,21 @@
 
 namespace megazero {
 
-// Elements of one partial sum: a constant, so that the order of the additions depends on the size alone.
+// Elements of one partial sum: a constant, so that the order of the additions depends only on the size.
 constexpr int64_t kSquaresBlock = 1 << 15;
 constexpr int kSquaresThreads = 256;
 constexpr int kSquaresGroup = 4;  // packs in flight
 constexpr int kTotalThreads = 1024;
 constexpr int kSquaresFlats = 128;
 
-// The tensors of one launch. It is an argument of the kernels (at most 4,096 bytes), so nothing is copied to the device.
+// The tensors of one launch. Passed as a kernel argument (at most 4,096 bytes), so nothing is copied to the device.
 struct SquaresFlats {
   const void* at[kSquaresFlats];
   int64_t numel[kSquaresFlats];
-  int64_t first[kSquaresFlats + 1];  // of each tensor's blocks; at the end the number of all
+  int64_t first[kSquaresFlats + 1];  // first block of each tensor; last entry: number of blocks
   int count;
 
-  // The tensor that a block works on: the last whose first block is not behind it; an empty one has none.
+  // Returns the tensor of a block: the last one whose first block is at most `block`; empty tensors have no blocks.
   __device__ __forceinline__ int of(int64_t block) const {
     int i = 0;
 #pragma unroll
@@ -43,8 +43,8 @@ __device__ __forceinline__ double sum_block(double x) {
   return x;
 }
 
-// One partial sum for each kSquaresBlock elements of each tensor. The same elements meet in the same order when the
-// memory is not aligned: they are then loaded one by one.
+// Computes one partial sum for each kSquaresBlock elements of each tensor. If the memory is not aligned, elements are
+// loaded one by one; they are added in the same order.
 template <typename T>
 __global__ void __launch_bounds__(kSquaresThreads) square_blocks(const SquaresFlats flats, double* partial) {
   constexpr int N = kPack<T>;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kSquaresThreads) square_blocks(const SquaresFl
   if (threadIdx.x == 0) partial[block] = sum;
 }
 
-// One block for each tensor. Static, because it is no template and each translation unit gets its own.
+// Runs one block per tensor. Static: not a template, so each translation unit needs its own copy.
 static __global__ void __launch_bounds__(kTotalThreads)
     sum_blocks(const SquaresFlats flats, const double* partial, double* totals) {
   const int64_t begin = flats.first[blockIdx.x], end = flats.first[blockIdx.x + 1];

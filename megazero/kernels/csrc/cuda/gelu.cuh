@@ -1,7 +1,7 @@
 // gelu(x + bias) and its backward, in the tanh form (Hendrycks and Gimpel 2016).
 //
-// It is x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3), because 1 + tanh(u) = 2 sigmoid(2u): one exponential
-// and one fast division. At 16 bits the memory leaves about 30 instructions an element.
+// gelu(x) = x sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3), because 1 + tanh(u) = 2 sigmoid(2u): one exponential
+// and one fast division. In 16 bits the memory traffic leaves time for about 30 instructions per element.
 
 #pragma once
 
@@ -12,18 +12,18 @@ namespace megazero {
 constexpr float kSqrt2OverPi = 0.7978845608028654f;
 constexpr float kCubic = 0.044715f;
 
-// No clamps: beyond the range of the exponential the quotient is x, -0, or NaN for -inf, as torch's.
+// Needs no clamps: beyond the range of the exponential the quotient is x, -0, or NaN for -inf, as in torch.
 __device__ __forceinline__ float gelu(float x) {
   return __fdividef(x, 1.0f + power_of_2(-2.0f * kSqrt2OverPi * kLog2E * x * (1.0f + kCubic * x * x)));
 }
 
-// d gelu / dx. Beyond 30 it is 0 or 1, and its factors would overflow; v - v brings NaN and infinities back as NaN.
-// It is s + x s (1 - s) 2u' with s = sigmoid(2u); 1 - s is taken as e^-2u s, without a subtraction
-// whose error a large x would multiply.
+// Returns d gelu / dv = s + x s (1 - s) 2u' with s = sigmoid(2u). x is v clamped to +-30, beyond which the slope is 0
+// or 1 and the factors would overflow; adding v - v turns NaN and infinities into NaN. 1 - s is computed as e^-2u s,
+// because a large x would amplify the error of the subtraction.
 __device__ __forceinline__ float gelu_slope(float v) {
   const float x = fminf(fmaxf(v, -30.0f), 30.0f), square = x * x, odd = v - v;
   const float z = 2.0f * kSqrt2OverPi * x * (1.0f + kCubic * square);
-  const float e = power_of_2(-kLog2E * fmaxf(z, -80.0f));  // finite: e s is 1 there
+  const float e = power_of_2(-kLog2E * fmaxf(z, -80.0f));  // keeps e finite; e s is 1 there
   const float s = __fdividef(1.0f, 1.0f + e);
   return s + x * s * (e * s) * (2.0f * kSqrt2OverPi * (1.0f + 3.0f * kCubic * square)) + odd;
 }

@@ -1,10 +1,10 @@
 // LayerNorm and RMSNorm, with or without a residual added first, and their backward.
 //
-// A block works on one row at a time and holds it in registers, as it was read (16 bits stay 16 bits): every element is
-// read once and written once. Blocks stay for many rows, so that the parameters are read once a block, and the backward
-// can sum their gradients over its rows in registers; each block leaves its sums in a buffer [blocks, D], which a second
-// kernel adds up in a fixed order. Rows that do not fit into registers, or are not whole packs, take a kernel that reads
-// them again (from the level-2 cache, mostly).
+// A block works on one row at a time and holds it in registers in its own dtype (16 bits stay 16 bits): every element
+// is read once and written once. A block processes many rows, so the backward can sum the parameters' gradients over
+// them in registers; each block writes its sums to a buffer [blocks, D], which a second kernel adds up in a fixed
+// order. Rows that do not fit into registers, or are not whole packs, take a kernel that reads them again (mostly from
+// the level-2 cache).
 
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace megazero {
 
-constexpr int kNormThreads = 512;  // at most: 128 registers a thread on every architecture
-constexpr int kNormPacks = 4;      // that a thread holds, at most: rows of 16,384 in 16 bits, 8,192 in fp32
+constexpr int kNormThreads = 512;  // at most: 128 registers per thread on every architecture
+constexpr int kNormPacks = 4;      // per thread, at most: rows of 16,384 in 16 bits, 8,192 in fp32
 
 template <typename T>
 struct NormForward {
@@ -29,7 +29,7 @@ struct NormForward {
   float eps;
 };
 
-// What each thread of a row holds: PACKS packs, blockDim.x packs apart.
+// The part of a row that one thread holds: PACKS packs, blockDim.x packs apart.
 template <typename T, int PACKS>
 struct RowPacks {
   static constexpr int N = kPack<T>;
@@ -49,8 +49,8 @@ struct RowPacks {
   }
 };
 
-// y = (x - mean) rstd weight + bias. The parameters are read again for each row, from the level-1 cache: held in
-// registers they would halve the rows in flight.
+// y = (x - mean) rstd weight + bias. Reads the parameters again for each row, from the level-1 cache: holding them in
+// registers would halve the rows in flight.
 template <typename T, bool RMS>
 __global__ void __launch_bounds__(kNormThreads, 1) norm_forward(const NormForward<T> a) {
   constexpr int N = kPack<T>, PACKS = kNormPacks;
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kNormThreads, 1) norm_forward(const NormForwar
   }
 }
 
-// The same for any number of columns and any alignment. Each thread reads again only what it wrote itself.
+// norm_forward for any number of columns and any alignment. Each thread rereads only elements that it wrote itself.
 template <typename T, bool RMS>
 __global__ void __launch_bounds__(kNormThreads, 1) norm_forward_any(const NormForward<T> a) {
   Team team;
@@ -151,9 +151,9 @@ __global__ void __launch_bounds__(kNormThreads, 1) norm_forward_any(const NormFo
 
 // ---- launchers
 
-constexpr int kNormResident = 1024;  // threads of one multiprocessor that the registers of these kernels allow, at least
+constexpr int kNormResident = 1024;  // resident threads per multiprocessor: the registers allow at least these
 
-// Threads for a row in the kernels for any size: no more than the row has elements, whole warps.
+// Returns the threads per row in the kernels for any size: whole warps, no more than the row's elements need.
 __host__ inline int any_threads(int64_t columns) {
   return static_cast<int>(at_most(row_threads(at_least(columns, 1), 1), kNormThreads));
 }
@@ -166,7 +166,7 @@ __host__ void launch_norm_forward(const Launch& launch, const NormForward<T>& a)
                    packs_fit<N>(a.bias, a.columns) && packs_fit<N>(a.residual, a.columns) &&
                    packs_fit<N>(a.total, a.columns);
   auto start = [&](auto kernel, int threads) {
-    // Twice as many blocks as may be resident: whatever fits, blocks get equal numbers of rows.
+    // Twice as many blocks as kNormResident allows: blocks get equal numbers of rows, however many are resident.
     launch(kernel, at_most(a.rows, launch.multiprocessors() * (2 * kNormResident / threads)), threads, kScratch, a);
   };
   if (fit && packs <= kNormPacks * kNormThreads)

@@ -1,7 +1,7 @@
 // The backward of LayerNorm and RMSNorm; see norm.cuh.
 //
-// With z = (x - mean) rstd and h = grad weight, dx = rstd (h - mean(h) - z mean(h z)); RMSNorm is the same with mean 0 and
-// without the term mean(h). Ba et al. 2016, Zhang and Sennrich 2019.
+// With z = (x - mean) rstd and h = grad weight, dx = rstd (h - mean(h) - z mean(h z)). RMSNorm has mean 0 and no term
+// mean(h). Ba et al. 2016, Zhang and Sennrich 2019.
 
 #pragma once
 
@@ -12,7 +12,7 @@ namespace megazero {
 template <typename T>
 struct NormBackward {
   const T* grad;
-  const T* grad_total;  // or null: what is added to dx
+  const T* grad_total;  // added to dx; or null
   const T* x;
   const float* mean;  // null for RMSNorm
   const float* rstd;
@@ -22,9 +22,9 @@ struct NormBackward {
   int64_t rows, columns;
 };
 
-// dx, and the block's sums of dweight and dbias. AHEAD reads the next row while this one is reduced, and keeps the
-// weights in registers; the widest rows have no registers left for that, and their second look at x and grad goes to the
-// level-1 cache.
+// Computes dx and the block's sums of dweight and dbias. AHEAD reads the next row while this one is reduced, and keeps
+// the weights in registers. The widest rows leave no registers for that: without AHEAD the second pass reads x and grad
+// again, from the level-1 cache.
 template <typename T, bool RMS, int PACKS, bool AHEAD>
 __global__ void __launch_bounds__(kNormThreads, 1) norm_backward(const NormBackward<T> a) {
   constexpr int N = kPack<T>;
@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(kNormThreads, 1) norm_backward(const NormBackw
   }
 }
 
-// The same for any number of columns and any alignment. The block's sums are kept in its part of the buffer; each thread
-// adds to its own columns only.
+// norm_backward for any number of columns and any alignment. Keeps the block's sums in its part of the buffer; each
+// thread adds only to its own columns.
 template <typename T, bool RMS>
 __global__ void __launch_bounds__(kNormThreads, 1) norm_backward_any(const NormBackward<T> a) {
   const int64_t blocks = gridDim.x;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kNormThreads, 1) norm_backward_any(const NormB
 
 constexpr int kSumColumns = 32, kSumLanes = 32;
 
-// out[y] = the sum over all blocks of partial[y]: a thread adds every 32nd block, then 32 such sums are added in order.
+// Sums partial [2 or 1, blocks, columns] over the blocks: a thread adds every 32nd block, then a warp adds the 32 sums.
 template <typename T>
 __global__ void __launch_bounds__(kSumColumns* kSumLanes)
     sum_partials(const float* __restrict__ partial, int64_t blocks, int64_t columns, T* first, T* second) {
@@ -175,9 +175,9 @@ __global__ void __launch_bounds__(kSumColumns* kSumLanes)
   float sum = 0.0f;
   if (column < columns)
     for (int64_t block = y; block < blocks; block += kSumLanes) sum += from[block * columns];
-  scratch[y * (kSumColumns + 1) + x] = sum;  // a column of padding: no two lanes meet in a bank below
+  scratch[y * (kSumColumns + 1) + x] = sum;  // padded by a column: no bank conflicts below
   __syncthreads();
-  sum = reduce_warp<Sum>(scratch[x * (kSumColumns + 1) + y]);  // now x counts lanes, y columns
+  sum = reduce_warp<Sum>(scratch[x * (kSumColumns + 1) + y]);  // here x is the lane, y the column
   const int64_t target = static_cast<int64_t>(blockIdx.x) * kSumColumns + y;
   if (x == 0 && target < columns) (blockIdx.y ? second : first)[target] = narrow<T>(sum);
 }
@@ -185,9 +185,9 @@ constexpr int kSumScratch = kSumLanes * (kSumColumns + 1) * static_cast<int>(siz
 
 // ---- launcher
 
-constexpr int kNormRowsEach = 16;  // rows that a block's sums are worth writing for
+constexpr int kNormRowsEach = 16;  // least number of rows per block for which writing its sums pays off
 
-// Which backward a row takes.
+// The kernel for a row's length and alignment.
 enum class Backward { kTwoPacks, kFourPacks, kAny };
 
 struct BackwardPlan {
@@ -211,7 +211,7 @@ __host__ BackwardPlan plan_norm_backward(int64_t rows, int64_t columns, bool fit
   return plan;
 }
 
-// Blocks, and so rows of the buffer `partial`, that the backward of `rows` rows takes: for every alignment.
+// Returns the number of blocks of the buffer `partial` that the backward of `rows` rows needs, whatever the alignment.
 template <typename T>
 __host__ int64_t norm_backward_blocks(int64_t rows, int64_t columns, int64_t multiprocessors) {
   return at_least(plan_norm_backward<T>(rows, columns, true, multiprocessors).blocks,

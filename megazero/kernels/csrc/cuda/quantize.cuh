@@ -1,5 +1,6 @@
-// Values as integers of 8 or 4 bits in blocks that share a scale, and back: the layout is that of base/quantized.py and
-// csrc/cpu/quantize.h. A warp has a block; a lane the same places of the block's two halves, which share bytes of 4 bits.
+// Quantisation to integers of 8 or 4 bits in blocks that share a scale, and back; layout: base/quantized.py and
+// csrc/cpu/quantize.h. A warp processes a block. A lane takes the same positions of the block's two halves, because
+// their 4-bit codes share bytes.
 
 #pragma once
 
@@ -9,12 +10,12 @@ namespace megazero {
 
 constexpr int kQuantBlock = 256;
 constexpr int kQuantThreads = 256;
-constexpr float kQuantLeast = 1e-35f;    // a block whose largest value is smaller is zeros
-constexpr float kQuantShift = 12582912;  // 1.5 x 2^23: added to a small number it rounds it, ties to even
+constexpr float kQuantLeast = 1e-35f;    // a block whose largest value is below becomes zeros
+constexpr float kQuantShift = 12582912;  // 1.5 x 2^23: adding it to a small number rounds to an integer, ties to even
 
 struct QuantBlock {
   int64_t number, first;
-  int half;  // of its values: 128, or fewer in the last block
+  int half;  // half of its values: 128, or fewer in the last block
 
   __device__ __forceinline__ explicit QuantBlock(int64_t n)
       : number(int64_t{blockIdx.x} * (kQuantThreads / kWarp) + threadIdx.x / kWarp), first(number * kQuantBlock), half(0) {
@@ -23,7 +24,7 @@ struct QuantBlock {
   }
 };
 
-// Its magnitude, infinite if it is no number.
+// Returns the magnitude of x, infinity for a NaN.
 __device__ __forceinline__ float magnitude(float x) {
   const float size = fabsf(x);
   return size <= 3.402823466e38f ? size : INFINITY;
@@ -99,7 +100,7 @@ __host__ inline int64_t quant_grid(int64_t n) {
   return divide_up<int64_t>(divide_up<int64_t>(n, kQuantBlock), kQuantThreads / kWarp);
 }
 
-// Packs of 4 where the memory of values and codes is aligned for them.
+// Uses packs of 4 if values and codes are aligned for them, otherwise packs of 1.
 template <typename T, typename Start>
 __host__ void with_quant_pack(const T* values, const uint8_t* codes, Start start) {
   if (packs_fit<4>(values, 0) && packs_fit<4>(codes, 0))
@@ -108,7 +109,7 @@ __host__ void with_quant_pack(const T* values, const uint8_t* codes, Start start
     start(Width<1>{});
 }
 
-// `codes` has n * bits / 8 bytes, and behind them the scales.
+// `codes` has n * bits / 8 bytes of codes, followed by the scales.
 template <typename T, typename Launch>
 __host__ void launch_quantize(const Launch& launch, const T* x, int64_t n, int bits, uint8_t* codes) {
   float* scales = reinterpret_cast<float*>(codes + n * bits / 8);

@@ -1,7 +1,7 @@
-// Rotary positions in the half-split form (Su et al. 2021): channels i and i + d/2 turn together.
+// Rotary positions in the half-split form (Su et al. 2021): channels i and i + d/2 are rotated as a pair.
 //
-// A block takes the heads of one (position, sample), which share cosines and sines; x may be a strided view (a part of
-// the fused query-key-value product), so no copy precedes it, and the result is contiguous.
+// A block processes the heads of one (position, sample), which share cosines and sines. x may be a strided view (a part
+// of the fused query-key-value product), so that no copy is needed; the result is contiguous.
 
 #pragma once
 

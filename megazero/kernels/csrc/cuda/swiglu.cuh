@@ -1,4 +1,4 @@
-// silu(gate) * up (Shazeer 2020) and its backward: flat, because nothing is shared between elements.
+// silu(gate) * up (Shazeer 2020) and its backward: flat, because elements share nothing.
 
 #pragma once
 
@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kFlatThreads) swiglu_forward(const T* gate, co
       });
 }
 
-// d silu(g) = s (1 + g (1 - s)) with s = sigmoid(g); 1 - s is e^-g s. Below -80, where e^-g overflows, both are 0 to
-// rounding; g - g brings NaN and infinities back as NaN.
+// d silu(g) = s (1 + g (1 - s)) with s = sigmoid(g) and 1 - s = e^-g s. g is clamped to +-80 there, because e^-g would
+// overflow; the slope is 0 below, up to rounding. Adding g - g turns NaN and infinities into NaN.
 template <typename T, int N>
 __global__ void __launch_bounds__(kFlatThreads)
     swiglu_backward(const T* grad, const T* gate, const T* up, T* dgate, T* dup, int64_t n) {
