@@ -46,7 +46,7 @@ SCRIPT = (ROOT / "examples/zero_from_scratch.py").read_text(encoding="utf-8")
 STAGES = (Stage0, Stage1, Stage2, Stage3)
 PARAMETERS = size_of(*layers())
 SMALLEST = min(size_of(layer) for layer in layers())  # far more than a tensor of activations has
-SIZES = (2, 4)
+SIZES = (2, pytest.param(4, marks=pytest.mark.full))
 # In a row of differences what is not 0: another CPU rounds to another.
 FIGURE = re.compile(r"(?<=\| )(?!0 )\d[\d.e-]*(?= \|)")
 
