@@ -53,9 +53,9 @@ class Chat(Select):
             messages, tools = self._given(record, refuse)
             stretches = self._stretches(messages, tools) if messages else []
         except RecursionError:
-            raise refuse("its objects lie in each other too deep") from None
+            raise refuse("its objects are nested too deeply") from None
         except RenderError as error:
-            do = "repair the record, mark answers by {% generation %} in the template, or give --skip-bad"
+            do = "repair the record, mark answers with {% generation %} in the template, or give --skip-bad"
             raise UserError(_BAD_RECORD, str(error), do, where=refuse("").where) from None
         pieces = [piece for text, scored in stretches for piece in self._pieces(text, scored)]
         return pieces if any(piece.scored for piece in pieces) else []
@@ -88,7 +88,7 @@ class Chat(Select):
             before = self.template.render(messages[:i], tools, prompt=True)
             behind = whole if i + 1 == len(messages) else self.template.render(messages[: i + 1], tools, prompt=False)
             if not (whole.startswith(behind) and behind.startswith(before) and at <= len(before)):
-                what = f"message {i + 1} is not rendered as a prompt and what follows, so its answer cannot be told"
+                what = f"message {i + 1} is not rendered as a prompt and its continuation, so its answer is unknown"
                 raise RenderError(what)
             text = whole[len(before) : len(behind)]
             end = re.search(rf"(?:{self._name})(?=\s*\Z)", text)
@@ -119,7 +119,7 @@ class Chat(Select):
         if not isinstance(value, str):
             return value
         if odd := next((mark for mark in (BEGIN, END, _BREAK) if mark in value), None):
-            raise refuse(f"U+{ord(odd):04X} stands in a text, which Unicode gives to no character")
+            raise refuse(f"U+{ord(odd):04X} is in a text, but is not a Unicode character")
         text, (heads, tails) = self._apart(value), self._parts
         body, start = text.strip(), len(text) - len(text.lstrip())
         first, last = _BREAK * body.startswith(tails), _BREAK * body.endswith(heads)
@@ -146,5 +146,5 @@ def _marked(text: str) -> list[tuple[str, bool]]:
     """Split a rendered text into (text, is an answer): answers are between BEGIN and END. Raises RenderError."""
     parts = re.split(f"([{BEGIN}{END}])", text)
     if parts[1::2] != [BEGIN, END] * (len(parts) // 4):
-        raise RenderError("{% generation %} blocks lie in each other, or are cut")
+        raise RenderError("{% generation %} blocks are nested or incomplete")
     return [(part, at % 2 == 1) for at, part in enumerate(parts[::2]) if part]

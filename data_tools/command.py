@@ -62,9 +62,9 @@ def add_inputs(parser: Parser) -> None:
     what = ".jsonl (a document per line), .parquet and .arrow (a document per row), any other file (one document), "
     what += f"or a folder (its files {ends})"
     parser.add_argument("--input", nargs="+", required=True, type=Path, metavar="PATH", help=what)
-    path = "field of lines and rows that holds the text, a.b for b in the object a; several are joined by a line end"
+    path = "field of lines and rows that holds the text; a.b is b in the object a; several are joined by newlines"
     parser.add_argument("--field", "--key", nargs="+", default=["text"], metavar="PATH", help=f"{path} (default: text)")
-    instead = f"of a folder take the files whose names end so, instead of {ends}"
+    instead = f"of a folder, take files with these suffixes, instead of {ends}"
     parser.add_argument("--suffix", nargs="+", type=suffix, default=TEXT_SUFFIXES, metavar=".END", help=instead)
     bad = "skip, count and list files that are not UTF-8 and damaged lines of a .jsonl, instead of refusing them"
     parser.add_argument("--skip-bad", action="store_true", help=bad)
@@ -80,7 +80,7 @@ def run(
     command: Callable[[argparse.Namespace], None],
     parser: Parser,
     argv: Sequence[str] | None,
-    after_interrupt: str = "no half file is left",
+    after_interrupt: str = "no partial file is left",
 ) -> int:
     """Parse, run, and turn errors into a line on stderr and an exit code; Ctrl-C prints `after_interrupt`."""
     try:
@@ -90,7 +90,7 @@ def run(
     except KeyboardInterrupt:
         return fail(f"{parser.prog}: interrupted, {after_interrupt}", 130)
     except OSError as error:
-        what, where = f"the system refused: {error.strerror}", error.filename or parser.verb
+        what, where = f"system error: {error.strerror}", error.filename or parser.verb
         return fail(UserError(218, what, "check the disk and the permissions", where=where), 1)
     finally:
         flush_output()

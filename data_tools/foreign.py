@@ -80,10 +80,10 @@ def open_foreign(path: Path, tokenizer: Tokenizer | None) -> TokenDataset:
     if path.suffix == ".ds":
         return _open_datatrove(path)
     if path.suffix == ".bin" and path.with_suffix(".idx").exists():
-        what = f"is half of a pair: {path.with_suffix('.idx').name} is next to it"
+        what = f"is half of a pair with {path.with_suffix('.idx').name}"
         raise UserError(201, what, f"give the prefix {path.with_suffix('')}", where=path)
     if tokenizer is None:
-        what = f"nothing says which id ends a document: a {path.suffix} file has ids alone"
+        what = f"the id that ends a document is unknown: a {path.suffix} file has only ids"
         raise UserError(222, what, "give the tokenizer that it was made with (--tokenizer)", where=path)
     return _open_headerless(path, tokenizer)
 
@@ -121,7 +121,7 @@ def _open_headerless(path: Path, tokenizer: Tokenizer) -> TokenDataset:
         ids = raw[at:].view(dtype)
     start, bits = ids[:_BLOCK], 8 * ids.itemsize
     if len(start) >= 16 and bits < 64 and start.any() and not start[1::2].any():
-        what = f"expected ids of {bits} bits by the tokenizer, got 0 for every second one: they have {2 * bits}"
+        what = f"expected ids of {bits} bits for the tokenizer, got 0 for every second one: they have {2 * bits}"
         raise UserError(223, what, "give the tokenizer that it was made with (--tokenizer)", where=path)
     blocks = range(0, len(ids), _BLOCK)
     ends = np.concatenate([np.flatnonzero(ids[at : at + _BLOCK] == tokenizer.eod) + at + 1 for at in blocks] or [[]])
@@ -136,9 +136,9 @@ def _open_numpy(path: Path) -> np.ndarray:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, OSError) as error:
         do = "write it again with numpy.save"
-        raise UserError(202, f"expected a whole file of numpy: {error}", do, where=path) from error
+        raise UserError(202, f"expected a complete numpy file: {error}", do, where=path) from error
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype.newbyteorder("<") != array.dtype:
-        what = f"expected one row of integers, little endian, got {array.dtype} of shape {array.shape}"
+        what = f"expected a 1-dimensional array of little-endian integers, got {array.dtype} of shape {array.shape}"
         raise UserError(202, what, "write it again with numpy.save of one array of ids", where=path)
     return array
 

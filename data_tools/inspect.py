@@ -41,7 +41,7 @@ def inspect(options: argparse.Namespace) -> None:
     """Print the facts of a data set, or the text of one document."""
     tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer else None
     if options.document is not None and tokenizer is None:
-        raise UserError(190, "--document needs --tokenizer", "name the model the data was made with", where="inspect")
+        raise UserError(190, "--document needs --tokenizer", "give the tokenizer of the data", where="inspect")
     dataset = open_files(options.prefix)
     origin_of(dataset, tokenizer)
     vocab = options.vocab or (tokenizer.vocab_size if tokenizer else None)
@@ -139,10 +139,10 @@ def _with_names(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code (command.py)."""
-    parser = Parser(prog="megazero inspect", description="Check a token data set and say what it holds.")
-    parser.add_argument("prefix", type=prefix, metavar="PREFIX", help="of PREFIX.bin and .idx; or X.ds, X.npy, X.bin")
-    parser.add_argument("--tokenizer", type=Path, metavar="MODEL", help="gives the vocabulary, and decodes")
-    parser.add_argument("--vocab", type=positive, help="ids must be smaller (default: the tokenizer's)")
+    parser = Parser(prog="megazero inspect", description="Check a token data set and describe its contents.")
+    parser.add_argument("prefix", type=prefix, metavar="PREFIX", help="prefix of .bin and .idx; or X.ds, X.npy, X.bin")
+    parser.add_argument("--tokenizer", type=Path, metavar="MODEL", help="tokenizer: gives the vocabulary, and decodes")
+    parser.add_argument("--vocab", type=positive, help="bound of all ids (default: the tokenizer's)")
     parser.add_argument("--document", type=int, metavar="N", help="print the text of document N, counted from 0")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     return run(inspect, parser, argv)

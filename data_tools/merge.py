@@ -80,9 +80,9 @@ def copy_documents(dataset: TokenDataset, writer: IndexedDatasetWriter) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code (command.py)."""
     parser = Parser(prog="megazero merge", description="Join token data sets into one.")
-    inputs = "of each input's .bin and .idx; X.ds, X.npy, X.bin"
+    inputs = "prefix of each input's .bin and .idx; or X.ds, X.npy, X.bin"
     parser.add_argument("prefix", nargs="+", type=prefix, metavar="PREFIX", help=inputs)
-    only = "of inputs that are ids alone (X.npy, X.bin): says their type and what ends a document"
+    only = "of inputs with only ids (X.npy, X.bin): gives their type and the id that ends a document"
     parser.add_argument("--tokenizer", type=Path, metavar="MODEL", help=only)
     add_output(parser)
     return run(merge, parser, argv)

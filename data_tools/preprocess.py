@@ -56,11 +56,11 @@ def preprocess(options: argparse.Namespace) -> None:
     """Tokenize text files into a data set."""
     tokenizer = open_tokenizer(options.tokenizer)
     if options.deduplicate and options.part.of > 1:
-        what = "--deduplicate sees the documents of one part alone"
+        what = "--deduplicate would see only the documents of one part"
         raise UserError(190, what, "run it without --part", where="preprocess")
     select = _select(options, tokenizer)
     if not tokenizer.lossless:
-        tell(f"{tokenizer.path}: changes text; bits per byte will be of the text's own bytes")
+        tell(f"{tokenizer.path}: changes text; bits per byte will count the original text's bytes")
     with doing("finding files"):
         files = _files(options)
     started, masked, counts = time.monotonic(), options.chat is not None, Counts()
@@ -125,7 +125,7 @@ def _files(options: argparse.Namespace) -> list[Path]:
     files = find_files(options.input, suffixes)
     odd = next((path for path in files if kind_of(path) not in (".jsonl", *TABLES)), None)
     if options.chat is not None and odd is not None:
-        raise UserError(211, "--chat reads records: .jsonl, .parquet or .arrow", "name others in --input", where=odd)
+        raise UserError(211, "--chat reads records: .jsonl, .parquet or .arrow", "give only those", where=odd)
     return files
 
 
@@ -143,7 +143,7 @@ def _make_parts(
     parts = options.part.divided(max(1, min(MOST_PARTS, total // PART_BYTES)))
     if unfinished.done:
         done = sum(counts.documents for counts in unfinished.done)
-        tell(f"{options.output}: going on after {done:,} documents that are done")
+        tell(f"{options.output}: resuming after {done:,} finished documents")
     elif not options.skip_bad:
         with doing("checking the text, MB", total // 1_000_000) as progress:  # refuses bad text before any work
             for _ in (reader := Reader(files, select, part=options.part, whole=whole)):
@@ -199,15 +199,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_inputs(parser)
     parser.set_defaults(field=None)
     add_output(parser)
-    kinds = "of `megazero tokenizer`; tokenizer.json, *.tiktoken, bytes"
+    kinds = "model of `megazero tokenizer`, tokenizer.json, *.tiktoken or bytes"
     parser.add_argument("--tokenizer", required=True, type=Path, metavar="FILE", help=kinds)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # usable, else all
-    parser.add_argument("--workers", type=positive, default=cores, help="processes that encode (default: all cores)")
+    parser.add_argument("--workers", type=positive, default=cores, help="encoding processes (default: one per core)")
     chat = "records are conversations, rendered by this template (default: the tokenizer's own); --field names "
-    chat += "the list of messages (default: messages), and answers alone are trained on"
+    chat += "the list of messages (default: messages), and only answers are trained on"
     parser.add_argument("--chat", nargs="?", const="", metavar="TEMPLATE.jinja", help=chat)
-    once = "leave out documents whose text has been there before"
+    once = "leave out documents whose text occurred before"
     parser.add_argument("--deduplicate", action="store_true", help=once)
-    share = "make part K of N, as on N hosts; `merge` joins the parts to what one host would have made"
+    share = "make part K of N, for example on N hosts; `merge` joins the parts into what one host would have made"
     parser.add_argument("--part", type=part, default=Part(), metavar="K/N", help=share)
-    return run(preprocess, parser, argv, "the same line goes on where it was")
+    return run(preprocess, parser, argv, "the same command resumes there")

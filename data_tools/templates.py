@@ -61,7 +61,7 @@ class Template:
             self._compiled = environment.from_string(source)
         except Exception as error:  # of the library, or of Python's compiler for the code it generates
             line = f"line {lineno}: " if (lineno := getattr(error, "lineno", None)) else ""
-            raise self._fault(f"is no Jinja template: {line}{_words(error)}") from None
+            raise self._fault(f"is not a Jinja template: {line}{_words(error)}") from None
 
     def __repr__(self) -> str:
         return f"Template({self.source!r}, {sorted(self.names.items())})"
@@ -83,7 +83,7 @@ class Template:
         try:
             return self._compiled.render(**self.names, **given)
         except SecurityError as error:
-            raise self._fault(f"does what a template may not: {_words(error)}") from None
+            raise self._fault(f"does what a template must not do: {_words(error)}") from None
         except Exception as error:
             raise RenderError(f"the template raises: {_words(error)}") from None
 
@@ -127,7 +127,7 @@ def _require_jinja(where: Path) -> None:
     """Refuse templates if jinja2 is missing, or is a version whose sandbox has known holes. Raises UserError 162."""
     found = version("jinja2") if find_spec("jinja2") is not None else "none"
     if tuple(map(int, re.findall(r"\d+", found)[:3])) < _JINJA:
-        what = f"expected the package jinja2 {'.'.join(map(str, _JINJA))} or later, whose sandbox is whole, got {found}"
+        what = f"expected the package jinja2 {'.'.join(map(str, _JINJA))} or later, whose sandbox is safe, got {found}"
         raise UserError(162, what, "run `pip install -U jinja2`, or install megazero[chat]", where=where)
 
 
@@ -153,7 +153,7 @@ def open_template(path: Path | None, tokenizer: Tokenizer) -> Template:
             source = read_file(where, BESIDE_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             said = f"{error.strerror}{looked_up(where)}" if isinstance(error, OSError) else f"not UTF-8: {error.reason}"
-            raise UserError(TEMPLATE_FAULT, f"no template: {said}", "check --chat", where=where) from error
+            raise UserError(TEMPLATE_FAULT, f"template cannot be read: {said}", "check --chat", where=where) from error
     if not isinstance(source, str):
         what = f"no chat template: there is no {CHAT_TEMPLATE} next to it, and none in {CONFIG}"
         raise UserError(TEMPLATE_FAULT, what, "give one: --chat TEMPLATE.jinja", where=tokenizer.path)

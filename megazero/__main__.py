@@ -45,7 +45,7 @@ from megazero.tools.train_verb import MOST_LOCAL
 _DATA_TOOLS = {
     "tokenizer": ("train_tokenizer", "train a vocabulary on text"),
     "preprocess": ("preprocess", "turn text into token files"),
-    "inspect": ("inspect", "check token files and say what they hold"),
+    "inspect": ("inspect", "check token files and describe their contents"),
     "merge": ("merge", "join token files"),
 }
 _MOST_GPUS = 2**20  # ranks of a job
@@ -105,7 +105,7 @@ def _explain(options: argparse.Namespace) -> int:
     given = [text for text in options.overrides if "=" in text or is_file_name(text)]
     selections = [text for text in options.overrides if text not in given]
     if len(selections) > 1:
-        raise UserError(108, f"one option or section at a time, got {' '.join(selections)}", where="explain")
+        raise UserError(108, f"expected one option or section, got {' '.join(selections)}", where="explain")
     if given and not options.config:
         raise UserError(108, f"{given[0]} changes a config", "give --config", where="explain")
     config = load(options.config, given) if options.config else resolved(Config())
@@ -146,7 +146,7 @@ def _schedule(options: argparse.Namespace) -> int:
             with doing("drawing"):
                 draw(schedule, timeline, options.draw)
         except OSError as error:
-            do = "give another --draw"
+            do = "give another path to --draw"
             raise UserError(405, f"{options.draw}: {error.strerror}", do, where="schedule") from None
     show(found, as_text(found, every=options.all), as_json=options.json)
     return 0
@@ -167,7 +167,7 @@ def _plan(options: argparse.Namespace) -> int:
     machine, system = machine_of(options.hardware), SYSTEMS[options.system]
     if options.search:
         if (options.tokens, options.system) != (None, "ours"):
-            raise UserError(100, "--tokens and --system are of one plan, not of a --search", where="plan")
+            raise UserError(100, "--search takes neither --tokens nor --system", "leave them out", where="plan")
         with doing("searching layouts"):
             found = find(config, options.gpus, machine)
         shown = search_as_json(found, machine)
@@ -242,7 +242,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true")
     explain.add_argument("overrides", nargs="*", metavar="section[.key] | section.key=value")
     explain.set_defaults(run=_explain)
-    certify_verb.add_options(_with_config(verbs, certify_verb.run, "certify", "compare every layout with one process"))
+    certify_verb.add_options(_with_config(verbs, certify_verb.run, "certify", "compare many layouts with one process"))
     _add_planning(verbs)
     _add_run_folders(verbs)
     for verb, (_, what) in _DATA_TOOLS.items():
@@ -253,28 +253,28 @@ def _parser() -> argparse.ArgumentParser:
 def _add_planning(verbs: Any) -> None:
     """Add the verbs for planning before a run."""
     ranks = _at_least(1, int, _MOST_GPUS)
-    schedule = _with_config(verbs, _schedule, "schedule", "show and draw what every rank of a pipeline does in a step")
-    schedule.add_argument("--nproc", type=ranks, help="ranks of the run; decides the data axis")
-    schedule.add_argument("--draw", type=Path, metavar="FILE", help="a timeline, as .svg or .png")
-    schedule.add_argument("--all", action="store_true", help="all actions of all ranks, not the first of some")
-    plan = _with_config(verbs, _plan, "plan", "tell memory, traffic, time and cost before anything runs")
-    plan.add_argument("--gpus", type=ranks, required=True, help="devices of the job")
-    hardware = "v100-32gb, a100-80gb, h100-80gb, h200, b200, or a file as `doctor --write` writes it"
+    schedule = _with_config(verbs, _schedule, "schedule", "show and draw what each rank of a pipeline does in a step")
+    schedule.add_argument("--nproc", type=ranks, help="ranks of the run (default: parallel.tensor * parallel.pipeline)")
+    schedule.add_argument("--draw", type=Path, metavar="FILE", help="write a timeline, .svg or .png")
+    schedule.add_argument("--all", action="store_true", help="show all actions of all ranks, not only the first")
+    plan = _with_config(verbs, _plan, "plan", "predict memory, traffic, time and cost of a run")
+    plan.add_argument("--gpus", type=ranks, required=True, help="number of devices")
+    hardware = "v100-32gb, a100-80gb, h100-80gb, h200, b200, or a file written by `doctor --write`"
     plan.add_argument("--hardware", required=True, metavar="NAME|FILE.yaml", help=hardware)
     systems = ("ours", "megatron-2021", "megatron-core", "deepspeed", "fsdp")
-    plan.add_argument("--system", choices=systems, default="ours", help="what trains (default: ours)")
+    plan.add_argument("--system", choices=systems, default="ours", help="training system to plan for (default: ours)")
     plan.add_argument("--search", action="store_true", help="find the fastest layouts that fit instead")
-    budget = "to train on: 300B, 5e9 (default: what the config's steps take)"
+    budget = "training tokens, such as 300B or 5e9 (default: those of the config's steps)"
     plan.add_argument("--tokens", type=tokens, help=budget)
-    simulate = _with_config(verbs, _simulate, "simulate", "run one rank of any number without data, count its bytes")
+    simulate = _with_config(verbs, _simulate, "simulate", "run one of any number of ranks without data; count bytes")
     simulate.add_argument("--gpus", type=ranks, required=True, help="ranks of the run")
-    simulate.add_argument("--rank", type=_at_least(0, int), default=0, help="which of them")
-    simulate.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="what they run on")
-    doctor = verbs.add_parser("doctor", help="measure this machine, and say what is missing")
+    simulate.add_argument("--rank", type=_at_least(0, int), default=0, help="the rank to run (default: 0)")
+    simulate.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="the ranks' device (default: cuda)")
+    doctor = verbs.add_parser("doctor", help="measure this machine and report what is missing")
     doctor.add_argument("--run", dest="run_folder", type=Path, default=Path("runs"), help="where runs are written")
-    measure = "ranks that measure at once; one per GPU, else two"
+    measure = "ranks that measure at the same time (default: one per GPU; two without a GPU)"
     doctor.add_argument("--nproc", type=_at_least(1, int, MOST_LOCAL), help=measure)
-    doctor.add_argument("--write", type=Path, metavar="FILE.yaml", help="what was measured, for plan --hardware")
+    doctor.add_argument("--write", type=Path, metavar="FILE.yaml", help="write the results here, for plan --hardware")
     doctor.set_defaults(run=_doctor)
     for parser in (schedule, plan, simulate, doctor):
         parser.add_argument("--json", action="store_true")
@@ -286,23 +286,23 @@ def _add_run_folders(verbs: Any) -> None:
     generate = verbs.add_parser("generate", help="continue a prompt with a run's weights")
     generate.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
     generate.add_argument("--prompt", required=True)
-    generate.add_argument("--tokens", type=_at_least(1, int), default=100, help="new tokens at most (default: 100)")
-    likeliest = "0 takes the likeliest token (default: 0.8)"
+    generate.add_argument("--tokens", type=_at_least(1, int), default=100, help="most new tokens (default: 100)")
+    likeliest = "sampling temperature; 0 takes the likeliest token (default: 0.8)"
     generate.add_argument("--temperature", type=_at_least(0, float), default=0.8, help=likeliest)
-    generate.add_argument("--top-k", type=_at_least(1, int), default=50, help="of so many likeliest (default: 50)")
-    generate.add_argument("--seed", type=_at_least(0, int), default=0, help="of the draws (default: 0)")
+    generate.add_argument("--top-k", type=_at_least(1, int), default=50, help="draw from the K likeliest (default: 50)")
+    generate.add_argument("--seed", type=_at_least(0, int), default=0, help="seed of the sampling (default: 0)")
     generate.add_argument("--json", action="store_true")
     generate.set_defaults(run=_generate)
-    export = verbs.add_parser("export", help="write a run's weights as transformers reads them")
+    export = verbs.add_parser("export", help="export a run's weights in the format of transformers")
     export.add_argument("--to", choices=["hf"], required=True)
     export.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
-    export.add_argument("--out", type=Path, required=True, help="a new folder")
-    export.add_argument("--part-mb", type=_at_least(1, int), default=5000, help="size of a file, about")
+    export.add_argument("--out", type=Path, required=True, help="folder to create")
+    export.add_argument("--part-mb", type=_at_least(1, int), default=5000, help="rough size of a file (default: 5000)")
     export.set_defaults(run=_export)
-    import_ = verbs.add_parser("import", help="make a run's folder of transformers' weights")
+    import_ = verbs.add_parser("import", help="make a run's folder from weights of transformers")
     import_.add_argument("--from", dest="source", choices=["hf"], required=True)
     import_.add_argument("--model", type=Path, required=True, help="a folder with config.json and safetensors")
-    import_.add_argument("--out", type=Path, required=True, help="the run's folder")
+    import_.add_argument("--out", type=Path, required=True, help="the run's folder, created")
     import_.set_defaults(run=_import)
 
 
@@ -310,7 +310,7 @@ def _with_config(verbs: Any, run: Callable[[argparse.Namespace], int], name: str
     """Return the parser of a verb that takes a config and overrides."""
     parser = verbs.add_parser(name, help=what, epilog=OVERRIDES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a shipped config's name, or a path")
-    overrides = "options that differ from the config's, see below"
+    overrides = "options to change in the config, see below"
     parser.add_argument("overrides", nargs="*", metavar="section.key=value | FILE.yaml", help=overrides)
     parser.set_defaults(run=run)
     return parser

@@ -87,7 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4))
-    parser.add_argument("--seed", type=int, default=0, help="of whom to kill, and when")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of victims and times")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with TemporaryDirectory(prefix="megazero-chaos-") as folder:

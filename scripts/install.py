@@ -121,8 +121,8 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Installs what the project needs into this Python's environment.")
     parser.add_argument("--torch", default=LOCKED, help='"locked", or a requirement and options for pip')
-    parser.add_argument("--environment", type=Path, help="make this virtual environment instead, and nothing else")
-    parser.add_argument("extras", nargs="*", metavar="EXTRA", help="what else to install: bench, docs")
+    parser.add_argument("--environment", type=Path, help="only make this virtual environment")
+    parser.add_argument("extras", nargs="*", metavar="EXTRA", help="extras to install: bench, docs")
     options = parser.parse_args()
     HEART.begin(sys.stdout, "install.py")
     if options.environment is not None:

@@ -100,8 +100,8 @@ def lines(packages: Mapping[str, Package]) -> dict[str, str]:
 def main() -> None:
     """Write all locks; each keeps the versions of the previous ones."""
     parser = argparse.ArgumentParser(description="Writes the locks that `make setup` installs from.")
-    parser.add_argument("--upgrade", nargs="*", metavar="NAME", help="the newest version of these, or of all")
-    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="where CPU builds of torch are")
+    parser.add_argument("--upgrade", nargs="*", metavar="NAME", help="upgrade these packages, or all")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="folder with CPU builds of torch")
     options = parser.parse_args()
     pins: dict[str, str] = {}
     if options.upgrade != []:

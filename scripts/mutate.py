@@ -257,9 +257,9 @@ def report(out: Path) -> None:
 
 def main() -> None:
     """Run the command line: judge mutations, or report results."""
-    parser = argparse.ArgumentParser(description="the mutation score")
-    parser.add_argument("--out", type=Path, help="rows are appended to this file")
-    parser.add_argument("--report", type=Path, help="a file of rows to count")
+    parser = argparse.ArgumentParser(description="Measure the mutation score.")
+    parser.add_argument("--out", type=Path, help="append rows to this file")
+    parser.add_argument("--report", type=Path, help="count the rows of this file")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()

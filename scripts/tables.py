@@ -65,7 +65,7 @@ class FigureError(ValueError):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, say what is wrong")
+    parser.add_argument("--check", action="store_true", help="write nothing; report what is wrong")
     options = parser.parse_args()
     faults = []
     pages = {ROOT / "docs" / f"{path.stem}.md": path for path in sorted(FIGURES.glob("gpu_*.json"))}

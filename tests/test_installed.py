@@ -96,7 +96,7 @@ def test_from_text_to_a_sample_anywhere(site: Path, tmp_path: Path) -> None:
         (["train", "--config", "tiny"], "`megazero tokenizer --input TEXT"),
         (
             ["train", "--config", "tiny", "data.tokenizer=null"],
-            "make token files of your text with `megazero preprocess`",
+            "make token files from your text with `megazero preprocess`",
         ),
         (["explain", "--config", "gpt13b"], "shipped configs, for --config: gpt100b, "),
         (["plan", "--config", "gpt100b", "c4.yaml", "--gpus", "32", "--hardware", "h200"], "fits"),
@@ -124,7 +124,9 @@ def checkout_words(source: Source) -> Iterator[str]:
 def test_no_message_names_what_only_a_checkout_has() -> None:
     sources = [source for source in project() if source.path.startswith(("megazero/", "data_tools/"))]
     found = [line for source in sources for line in checkout_words(source)]
-    assert [line for line in found if not any(fine in line for fine in ("makes an environment with all",))] == []
+    assert [
+        line for line in found if not any(fine in line for fine in ("run `make setup`, which installs all packages",))
+    ] == []
     assert [*checkout_words(Source("megazero/planted.py", "do = 'run `make data`'"))] != []
     assert [*checkout_words(Source("megazero/planted.py", "do = here('run `make data`', 'run it')"))] == []
 

@@ -159,7 +159,7 @@ def test_sharing_gpus_where_there_are_none_changes_nothing(tiny_data: TinyData, 
     for name, *flags in (("as-it-is",), ("shared", "--share-gpus")):
         arguments = ["--config", str(tiny_data.config), f"run.dir={tmp_path / name}", "run.steps=1", "data.valid=null"]
         assert main(["train", *arguments, *flags]) == 0
-        said, line = capsys.readouterr().out, "--share-gpus changes nothing: there is no GPU"
+        said, line = capsys.readouterr().out, "--share-gpus has no effect: there is no GPU"
         log = (tmp_path / name / "logs/rank_00.log").read_text()
         assert (line in said) is (line in log) is bool(flags)
         rows.append(json.loads((tmp_path / name / "metrics.jsonl").read_text()))
@@ -184,7 +184,7 @@ def test_ranks_that_share_gpus_say_so():
     comm = CommContext()
     grid = single(replace(comm, host_staging=staging_pool(torch.device("cpu"), comm.ledger)))
     said = sharing(World(0, 2, 0, shares_gpus=True), Grid({**grid, "world": Axis("world", 2, comm=grid.comm)}))
-    assert said.startswith("--share-gpus: 2 ranks share their hosts' GPUs (0 here) and talk by gloo through pinned")
+    assert said.startswith("--share-gpus: 2 ranks share their hosts' GPUs (0 here) and use gloo through pinned")
 
 
 def test_missing_data_names_the_command(refused, tiny_data: TinyData, tmp_path: Path):

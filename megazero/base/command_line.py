@@ -5,14 +5,14 @@ import argparse
 from megazero.base.errors import UserError
 
 OVERRIDES = """overrides:
-  section.key=value changes one option of the config, the value in YAML;
-  of two for one option the last counts; null unsets; FILE.yaml holds many
+  section.key=value changes one option of the config; the value is YAML, null unsets;
+  if an option is given twice, the last value counts; FILE.yaml holds many overrides
 
       train --config tiny run.steps=50 optimizer.lr=3e-4 'optimizer.betas=[0.9, 0.99]'
 
   megazero explain                  lists all options and what they mean
-  megazero explain optimizer        those of a section
-  megazero explain --config tiny    with the values of a config
+  megazero explain optimizer        lists the options of a section
+  megazero explain --config tiny    lists all with the values of a config
   Paths are relative to the current folder.
 """
 

@@ -83,7 +83,7 @@ class UserError(ValueError):
 def of_system(error: OSError) -> UserError:
     """Return the error for a failed system call that no caller handles, such as a file name that is too long."""
     what = f"cannot be used: {error.strerror or error}"
-    return UserError(401, what, "see that path, and the disk it is on", where=error.filename or "")
+    return UserError(401, what, "check that path, and the disk it is on", where=error.filename or "")
 
 
 class FailedElsewhere(UserError):  # noqa: N818 - not an error of this rank

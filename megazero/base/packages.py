@@ -65,7 +65,7 @@ def missing(name: str | None) -> UserError | None:
     environment, do = ROOT / ".venv/bin", f"run `pip install {package.name}`"
     if not package.use and IS_CHECKOUT:
         found = environment.exists()
-        do = f"source {environment / 'activate'}" if found else "`make setup` makes an environment with all"
+        do = f"source {environment / 'activate'}" if found else "run `make setup`, which installs all packages"
     return UserError(121, f"the package {package.name} is not installed for {sys.executable}", do)
 
 

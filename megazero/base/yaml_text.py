@@ -28,14 +28,14 @@ def parse_yaml(text: str, *, keeps_places: bool = False) -> Any:
     if (size := len(text.encode(errors="surrogatepass"))) > MOST_BYTES:
         raise ValueError(f"expected at most {MOST_BYTES:,} bytes, got {size:,}")
     if max(accumulate((mark in "[{") - (mark in "]}") for mark in text), default=0) > _MOST_OPEN:
-        raise ValueError(f"expected at most {_MOST_OPEN} brackets inside each other")  # the parser's time is quadratic
+        raise ValueError(f"expected at most {_MOST_OPEN} nested brackets")  # the parser's time is quadratic
     if any(line.startswith("%") for line in text.splitlines()):
         raise ValueError("expected YAML 1.2 without directives (%)")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ruamel warns about an anchor defined twice; the later definition counts
         found = YAML(typ="rt" if keeps_places else "safe", pure=True).load(text)
     if (values := _values(found, {})) > _MOST_VALUES:
-        raise ValueError(f"expected at most {_MOST_VALUES:,} values, got {values:,} with what aliases stand for")
+        raise ValueError(f"expected at most {_MOST_VALUES:,} values, got {values:,} with aliases expanded")
     return found
 
 
@@ -52,5 +52,5 @@ def _values(tree: Any, known: dict[int, int]) -> int:
         children = tree.values() if isinstance(tree, dict) else tree
         count = known[id(tree)] = 1 + sum(_values(child, known) for child in children)
     elif count == 0:
-        raise ValueError("an alias stands for what contains it")
+        raise ValueError("an alias refers to a value that contains it")
     return count

@@ -97,10 +97,10 @@ def _no_ops(job: Job, axis: Axis, host: Host) -> list[str]:
     if job.partition and axis.size == 1:
         why = "the tensor axis has one rank"
         if job.sequence and job.tensor > 1:
-            why = "parallel.sequence has split block inputs over the tensor axis already"
-        lines.append(f"memory.partition changes nothing: {why}")
+            why = "parallel.sequence already splits block inputs over the tensor axis"
+        lines.append(f"memory.partition has no effect: {why}")
     if job.offload == "cpu" and not host.apart:
-        lines.append("memory.offload changes nothing: on a CPU the host's memory is the device's")
+        lines.append("memory.offload has no effect: on a CPU, host memory is device memory")
     if job.cuda_graphs and not host.apart:
-        lines.append("memory.cuda_graphs changes nothing: there are none on a CPU")
+        lines.append("memory.cuda_graphs has no effect: a CPU has no CUDA graphs")
     return lines

@@ -51,7 +51,7 @@ def offload_of(config: Config, host: Host, homes: Mapping[str, Home]) -> Offload
     """
     asked = config.zero.offload
     if "cpu" in (asked.optimizer, asked.parameters) and not host.apart:
-        _LOG.info("zero.offload to cpu changes nothing: on a CPU the host's memory is the device's")
+        _LOG.info("zero.offload to cpu has no effect: on a CPU, host memory is device memory")
     own: dict[str, Home | None] = {"none": None, "cpu": host if host.apart else None}
     optimizer, parameters = ((own | dict(homes))[word] for word in (asked.optimizer, asked.parameters))
     if optimizer is None and parameters is None:

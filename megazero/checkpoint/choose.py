@@ -61,7 +61,7 @@ def load_newest(
         damaged(step, fault)
     tried = ", ".join(str(step) for step in steps[:5]) + (", ..." if len(steps) > 5 else "")
     what = f"none of {len(steps)} checkpoints is whole (steps {tried})"
-    raise UserError(411, what, "restore one, or start again in another run.dir", where=store.folder)
+    raise UserError(411, what, "restore a checkpoint, or start again in another run.dir", where=store.folder)
 
 
 def _attempt(action: Callable[[Callable[[], bool]], T], world: Axis, device: torch.device) -> tuple[T | None, str]:

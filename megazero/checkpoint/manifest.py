@@ -152,8 +152,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = parse_object(raw)
         if content.get("shards"):  # an earlier version had sources that grew
-            what = "the run reads sources that grow, which this version does not have"
-            raise UserError(412, what, "go on with the version that wrote it", where=path)
+            what = "the run reads growing sources, which this version does not support"
+            raise UserError(412, what, "resume with the version that wrote it", where=path)
         manifest = Manifest.model_validate(content)
         expected = _digest({key: value for key, value in content.items() if key != "digest"})
     except UserError:
@@ -161,14 +161,14 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         what = f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
-        raise damaged(path, f"is no manifest: {what}") from None
+        raise damaged(path, f"is not a manifest: {what}") from None
     except (ValueError, RecursionError) as error:  # not JSON, or nested too deeply to be written
-        raise damaged(path, f"is no manifest: {error}") from None
+        raise damaged(path, f"is not a manifest: {error}") from None
     if manifest.digest != expected:
         what = f"was edited or damaged: expected SHA-256 {manifest.digest[:16]}, got {expected[:16]}"
         raise damaged(path, what)
     if fault := next(_contradictions(manifest, folder), None):
-        raise damaged(path, f"contradicts itself: {fault}")
+        raise damaged(path, f"is inconsistent: {fault}")
     return manifest
 
 
@@ -191,11 +191,11 @@ def _contradictions(manifest: Manifest, folder: Path) -> Iterator[str]:
         if (file.name, len(file.blocks)) != (shard_name(index), -(-file.size // BLOCK)):
             yield f"file {index} is {file.name} of {file.size:,} bytes with {len(file.blocks)} hashes"
     if manifest.step != (0 if progress is None else progress.updates + progress.skipped):
-        yield f"its updates and skipped steps make no {manifest.step} steps"
+        yield f"its updates and skipped steps do not add up to step {manifest.step}"
     for name in manifest.tensors:
         yield from _wrong_pieces(manifest, name)
     if (named := step_of(folder)) is not None and named != manifest.step:
-        yield f"the folder is called step {named}, the manifest is of step {manifest.step}"
+        yield f"the folder is named step {named}, the manifest says step {manifest.step}"
 
 
 def _wrong_pieces(manifest: Manifest, name: str) -> Iterator[str]:
@@ -210,7 +210,7 @@ def _wrong_pieces(manifest: Manifest, name: str) -> Iterator[str]:
         if start != end or stop <= start:
             yield f"{name} has a piece of elements {start} to {stop} after element {end}"
         if any(at + (stop - start) * DTYPES[dtype].itemsize > manifest.files[shard].size for at in places):
-            yield f"{name} is said to be after the end of {manifest.files[shard].name}"
+            yield f"{name} ends after the end of {manifest.files[shard].name}"
         end = stop
     if end != logical.numel:
         yield f"{name} has {end} of {logical.numel} elements"

@@ -46,7 +46,7 @@ def retire(store: Store, keep: int, warn: Callable[[str], object], stop: Callabl
     except ReadingStoppedError:
         return
     except OSError as error:
-        warn(f"old checkpoints are not deleted: {error}")
+        warn(f"old checkpoints could not be deleted: {error}")
 
 
 def _is_whole(folder: Path, warn: Callable[[str], object], stop: Callable[[], bool]) -> bool:

@@ -235,8 +235,8 @@ class Checkpoints:
             for values in entry.in_memory():
                 if not entry.holding.any_value and not _is_finite(values):
                     what = f"not saved: {entry.kind} of {entry.piece.name} is not finite after the last update"
-                    do = "lower optimizer.lr and go on from an earlier one"
-                    raise UserError(302, f"{what}; earlier are intact", do, where=self._store.folder, step=step)
+                    do = "lower optimizer.lr and resume from an earlier checkpoint"
+                    raise UserError(302, f"{what}; earlier steps are intact", do, where=self._store.folder, step=step)
                 yield values
 
     def _require_whole_updates(self, step: int) -> None:
@@ -246,15 +246,15 @@ class Checkpoints:
             seen = set[int]().union(*map(holding.disks.versions, holding.tensors.values()))
             if len(seen) > 1:
                 name, updates = holding.pieces[0].name, " and ".join(map(str, sorted(seen)))
-                what = f"not saved: on disks parts of {name} and its moments have seen {updates} updates"
-                do = "go on from an earlier one, which is intact"
+                what = f"not saved: {name} and its moments on disks have had different numbers of updates, {updates}"
+                do = "resume from an earlier checkpoint, which is intact"
                 raise UserError(608, what, do, where=self._store.folder, step=step)
 
     def _not_saved(self, why: str | None, step: int) -> UserError:
         code, what = 403, f"checkpoint not saved: {why}; earlier ones are intact"
         if not self._store.folder.parent.is_dir():
-            code, what = 423, "checkpoint not saved: the run's folder was deleted or moved while it trained"
-        do = "repair that, and run again with checkpoint.resume=auto"
+            code, what = 423, "checkpoint not saved: the run's folder was deleted or moved during training"
+        do = "fix that, and run again with checkpoint.resume=auto"
         return UserError(code, what, do, where=self._store.folder, step=step)
 
     def _wait_and_conclude(self, step: int, progress: Progress) -> None:

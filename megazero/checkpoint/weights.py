@@ -33,8 +33,8 @@ def newest_whole(store: Store, read: Callable[[Path], T], warn: Callable[[str], 
         except UserError as error:
             if error.code != 410 or step == steps[-1]:
                 raise
-            warn(f"{error}; taking an older step")
-    raise UserError(402, "no checkpoint here", "has the run saved one? give --run a run's folder", where=store.folder)
+            warn(f"{error}; using an older step")
+    raise UserError(402, "no checkpoint here", "give --run the folder of a run that has saved one", where=store.folder)
 
 
 def newest_weights(
@@ -62,7 +62,7 @@ def require_shapes(manifest: Manifest, shapes: Mapping[str, list[int]], folder: 
     """Refuse a checkpoint of another model. Raises UserError 404, which names the first parameter that differs."""
     if odd := manifest.other_shape(shapes):
         what = f"{odd}: expected {shapes.get(odd)}, got {manifest.shapes.get(odd)}"
-        raise UserError(404, what, "is this the run's own config.yaml?", where=folder)
+        raise UserError(404, what, "check that config.yaml is the run's own", where=folder)
 
 
 def read_weights(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, Tensor]:

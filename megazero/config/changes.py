@@ -33,15 +33,15 @@ class Changeable:
         return key == self.keys or (self.keys.endswith(".*") and key.startswith(self.keys[:-1]))
 
 
-_SHAPE = "the weights have its shape, or have learned with it"
-_WHOLE = "it is of the whole run"
+_SHAPE = "the weights have this shape, or were trained with this value"
+_WHOLE = "it applies to the whole run"
 CHANGEABLE: tuple[Changeable, ...] = (
     Changeable("data.sources", "", ""),
     Changeable("data.mask_eod", "", ""),
     Changeable("data.pack", _WHOLE, ""),
-    Changeable("data.train", "sources of a stage have names: give data.sources", ""),
+    Changeable("data.train", "a stage names its sources: give data.sources", ""),
     Changeable("data.valid", _WHOLE, "documents that were held out would be trained on"),
-    Changeable("data.tokenizer", _WHOLE, "the same ids would mean other text"),
+    Changeable("data.tokenizer", _WHOLE, "the same ids would stand for other text"),
     Changeable("data.*", _WHOLE, FREE),
     Changeable("batch.global", "", ""),
     Changeable("batch.micro", "", FREE),
@@ -51,14 +51,14 @@ CHANGEABLE: tuple[Changeable, ...] = (
     Changeable("optimizer.clip", "", FREE),
     Changeable("optimizer.*", "", ""),
     Changeable("schedule.*", "", FREE),
-    Changeable("stages", "it is a list of stages itself", ""),
-    Changeable("run.seed", _WHOLE, "every random number of the run is a function of it"),
-    Changeable("precision.dtype", _WHOLE, "weights and moments have it"),
+    Changeable("stages", "stages cannot be nested", ""),
+    Changeable("run.seed", _WHOLE, "every random number of the run depends on it"),
+    Changeable("precision.dtype", _WHOLE, "it is the dtype of weights and moments"),
     Changeable("run.*", _WHOLE, FREE),
     Changeable("parallel.*", "ranks keep their places as long as they run", FREE),
     Changeable("pipeline.*", "ranks keep their places as long as they run", FREE),
-    Changeable("zero.*", "state keeps its place as long as ranks run", FREE),
-    Changeable("memory.*", "it decides where activations are, not what is learned", FREE),
+    Changeable("zero.*", "state keeps its place as long as the ranks run", FREE),
+    Changeable("memory.*", "it decides where activations are kept, not what is learned", FREE),
     Changeable("precision.*", "it decides how numbers are computed, not what is learned", FREE),
     Changeable("checkpoint.*", _WHOLE, FREE),
     Changeable("observe.*", _WHOLE, FREE),

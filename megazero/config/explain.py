@@ -77,7 +77,7 @@ def _relations(key: str) -> Iterator[str]:
     if not may.in_stage:
         yield "a stage may change it"
     if not may.on_resume:
-        yield "a run that goes on keeps it, or changes it with --allow-change"
+        yield "a resumed run keeps it, unless --allow-change names it"
 
 
 def _type(field: FieldInfo) -> str:

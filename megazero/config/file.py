@@ -93,7 +93,7 @@ def find(name_or_path: str, *folders: Path) -> Path:
         if exists(candidate) and candidate.is_file():
             return candidate
     if exists(given):
-        raise UserError(101, "is no regular file", "give a file of options, or a shipped config", where=name_or_path)
+        raise UserError(101, "is not a regular file", "give a YAML file, or a shipped config", where=name_or_path)
     near = difflib.get_close_matches(given.stem, shipped(), n=1)
     hint = f"did you mean {near[0]}?" if near else f"shipped configs: {', '.join(shipped())}"
     where = looked_up(given) if given.parent != Path() else ""  # a bare name is looked up in configs/ too
@@ -124,19 +124,19 @@ def _read(path: Path, source: _Source) -> None:
     try:
         tree = parse_yaml(read_file(path, MOST_BYTES).decode(), keeps_places=True)
     except OSError as error:
-        raise UserError(102, f"cannot be read: {error.strerror}", "give a file of options", where=path.name) from None
+        raise UserError(102, f"cannot be read: {error.strerror}", "give a YAML file", where=path.name) from None
     except DuplicateKeyError as error:
         line = error.problem_mark.line + 1
         what = str(error.problem).split(" with value")[0].replace("found duplicate key", "duplicate key")
-        raise UserError(103, what, "keep one of them", where=f"{path.name}:{line}") from None
+        raise UserError(103, what, "remove one of the two", where=f"{path.name}:{line}") from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
-        what, do = f"not YAML: {error.problem or error.context}", "indent the keys of a section alike, with spaces"
+        what, do = f"not YAML: {error.problem or error.context}", "indent all keys of a section equally, with spaces"
         raise UserError(102, what, do, where=f"{path.name}{line}") from None
     except Exception as error:  # ruamel does not wrap Python's errors: a 13th month, 5,000 digits, invalid UTF-8 ...
         what = str(error) or type(error).__name__
-        raise UserError(102, f"cannot be read: {what}", "repair the file", where=path.name) from None
+        raise UserError(102, f"cannot be read: {what}", "correct the file", where=path.name) from None
     if tree is None:
         return
     if not isinstance(tree, CommentedMap):
@@ -203,7 +203,7 @@ def _faults(error: ValidationError, source: _Source) -> dict[str, UserError]:
         elif item["type"] == "extra_forbidden":
             faults |= _unknown(place, item["input"], known, source)
         elif item["type"] == "missing":
-            faults[place] = UserError(105, f"{place} is missing", where=where)
+            faults[place] = UserError(105, f"{place} is missing", "add it", where=where)
         elif key in sections:
             faults[place] = UserError(105, f"{key} is a section, got {spelt(item['input'])}", where=where)
         elif not (item["type"] == "too_short" and any(given.startswith(f"{key}[") for given in faults)):
@@ -221,7 +221,7 @@ def _unknown(place: str, value: Any, known: list[str], source: _Source) -> dict[
         return {key: error for errors in inside for key, error in errors.items()}
     do = "" if "[" in place else nearest(place, known)
     if place in known:
-        do = "write a section and its keys below it: dots are for the command line"
+        do = "nest the key in its section: dots are for the command line"
     do = _GONE.get(place.rpartition(".")[2], do)
     return {place: UserError(104, f"unknown key {place}", do, where=source.locate(place))}
 

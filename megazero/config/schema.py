@@ -47,9 +47,9 @@ def option(default: T, description: str, *, alias: str | None = None, strict: bo
 class Run(Section):
     dir: Text | None = option(None, "Folder of the run; null: runs/<config name>.")
     steps: Positive = option(1000, "Training steps (batches consumed, skipped or not).")
-    seed: NonNegative = option(0, "Decides initial weights, dropout masks and the order of samples.")
-    time_limit: Positive | None = option(None, "Seconds after which the run saves and exits 75.")
-    deterministic: bool = option(False, "Slower GPU operations that repeat bit for bit.")
+    seed: NonNegative = option(0, "Seed of initial weights, dropout masks and the order of samples.")
+    time_limit: Positive | None = option(None, "Seconds after which the run saves and exits with code 75.")
+    deterministic: bool = option(False, "Use deterministic GPU operations: slower, but bitwise reproducible.")
 
 
 class Model(Section):
@@ -58,13 +58,13 @@ class Model(Section):
     heads: Positive = option(12, "Query heads, a.")
     kv_heads: Positive | None = option(None, "Key-value heads (grouped queries); null: heads.")
     ffn: Positive | None = option(
-        None, "Feed-forward size; null: 4 hidden (gelu), 8/3 hidden up to a multiple of 256 (swiglu)."
+        None, "Feed-forward size; null: 4 * hidden (gelu), 8/3 * hidden, rounded up to a multiple of 256 (swiglu)."
     )
     vocab: Positive = option(50257, "Vocabulary size, V.")
     seq_len: Tokens = option(1024, "Sequence length in tokens, s.")
     position: Literal["learned", "rotary"] = option("learned", "Position embedding.")
     norm: Literal["layernorm", "rmsnorm"] = option(
-        "layernorm", "layernorm (linear layers have biases) or rmsnorm (they have none)."
+        "layernorm", "layernorm (linear layers have biases) or rmsnorm (no biases)."
     )
     activation: Literal["gelu", "swiglu"] = option("gelu", "gelu (its tanh form) or swiglu.")
     dropout: Decay = option(0.0, "Dropout of embeddings and residuals, not of attention.")
@@ -75,26 +75,26 @@ class Model(Section):
 
 
 class Parallel(Section):
-    tensor: Ranks = option(1, "Ranks that each matrix is split over, t.")
-    pipeline: Ranks = option(1, "Ranks that the blocks are split over, p; the rest is data parallel.")
+    tensor: Ranks = option(1, "Tensor-parallel ranks, t: each matrix is split over them.")
+    pipeline: Ranks = option(1, "Pipeline-parallel ranks, p, which share the blocks; data ranks: all / (t * p).")
     sequence: bool = option(False, "Sequence parallelism on the tensor axis; no effect with tensor 1.")
     tensor_chunks: Annotated[int, Field(ge=1, le=16)] = option(
-        1, "Split products into this many chunks to overlap them with sums over the tensor axis."
+        1, "Split matrix products into this many chunks to overlap them with reductions over the tensor axis."
     )
     timeout: Positive = option(120, "Seconds after which a rank that does not answer ends the run.")
-    start_timeout: Positive = option(900, "Seconds that all ranks have to start and meet.")
+    start_timeout: Positive = option(900, "Seconds within which all ranks must have started and connected.")
 
 
 class Offload(Section):
-    optimizer: Tier = option("none", "Where optimizer states and update live.")
-    parameters: Tier = option("none", "Where stage 3 parameter shards rest.")
+    optimizer: Tier = option("none", "Where optimizer state is kept (none: device); cpu, nvme: updated on the host.")
+    parameters: Tier = option("none", "Where stage 3 parameter shards are kept (none: device).")
     path: Annotated[Text | tuple[Text, ...] | None, Field(union_mode="left_to_right")] = option(
-        None, "Folder on the disk for nvme, or a list: one on each disk."
+        None, "Folder on the disk for nvme, or a list of folders, one on each disk."
     )
     host_mb: Annotated[int, Field(ge=160, le=2**24)] = option(
-        1024, "MiB of host memory in each rank for transfers to and from nvme."
+        1024, "MiB of host memory per rank for transfers to and from nvme."
     )
-    delayed: bool = option(False, "Update on the host during the next step, one update late.")
+    delayed: bool = option(False, "Update on the host during the next step; parameters lag by one update.")
 
 
 def _tier(value: object) -> object:
@@ -111,28 +111,28 @@ def _whole(value: object) -> object:
 
 class Quantize(Section):
     parameters: Literal["none", "int8"] = option(
-        "none", "Integers as which stage 3 gathers parameters, in blocks of 256 with a scale."
+        "none", "Integer type in which stage 3 gathers parameters; blocks of 256 values share a scale."
     )
-    gradients: Literal["none", "int8", "int4"] = option("none", "Integers in which gradients are sent to be summed.")
+    gradients: Literal["none", "int8", "int4"] = option("none", "Integers in which gradients are sent for summation.")
     error_feedback: bool = option(False, "Add the rounding error of gradients to the next reduction (one more buffer).")
 
 
 class Zero(Section):
     stage: Annotated[Literal[0, 1, 2, 3] | None, BeforeValidator(_whole)] = option(
-        None, "Sharded over data ranks: 1 optimizer state, 2 also gradients, 3 also parameters; null: 1."
+        None, "Sharded over data ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters; null: 1."
     )
     shard_ranks: Annotated[int, Field(ge=1, le=2**14)] | None = option(
-        None, "Neighbouring data ranks that shard; groups of them are replicas; null: all."
+        None, "Number of neighbouring data ranks in a shard group; each group holds a replica; null: all data ranks."
     )
-    grad_dtype: Literal["param", "fp32"] = option("fp32", "Gradients: the parameter's dtype or fp32.")
+    grad_dtype: Literal["param", "fp32"] = option("fp32", "Dtype of accumulated gradients: the parameter's or fp32.")
     reduce_dtype: Literal["param", "fp32", "bf16"] | None = option(
         None, "Dtype in which gradients are summed over ranks; null: grad_dtype."
     )
     bucket_mb: Annotated[float, Field(gt=0, le=2**20)] = option(
-        64.0, "MiB of buffers to receive through sockets, and to widen 16-bit gradients."
+        64.0, "MiB of the buffers that receive through sockets and that widen 16-bit gradients."
     )
     secondary_ranks: Neighbours | None = option(
-        None, "Neighbouring data ranks with a second shard of parameters (hpZ)."
+        None, "Number of neighbouring data ranks that hold a second shard of the parameters (hpZ); null: none."
     )
     quantize: Quantize = Quantize()  # ZeRO++
     offload: Offload = Offload()  # ZeRO-Offload
@@ -143,13 +143,13 @@ Recompute = Literal["none", "selective", "full"]
 
 class Memory(Section):
     recompute: Recompute = option(
-        "none", "Computed again in backward: attention's core (selective), whole blocks (full)."
+        "none", "What backward recomputes: the attention core (selective), whole blocks (full)."
     )
-    partition: bool = option(False, "Pa: kept block inputs are split over the tensor axis.")
+    partition: bool = option(False, "Pa: split saved block inputs over the tensor axis.")
     offload: Annotated[Tier, BeforeValidator(_tier)] = option(
-        "none", "Pa+cpu, Pa+nvme: where kept block inputs rest; true is cpu."
+        "none", "Pa+cpu, Pa+nvme: where saved block inputs are kept; true means cpu."
     )
-    cuda_graphs: bool = option(False, "Record recomputed blocks once and replay them on the GPU.")
+    cuda_graphs: bool = option(False, "Capture recomputed blocks as CUDA graphs once, and replay them.")
 
 
 class PipelineConfig(Section):
@@ -158,31 +158,31 @@ class PipelineConfig(Section):
 
 
 class Precision(Section):
-    dtype: Literal["fp32", "fp64", "bf16", "fp16"] = option("fp32", "Of parameters and activations.")
+    dtype: Literal["fp32", "fp64", "bf16", "fp16"] = option("fp32", "Dtype of parameters and activations.")
     kernels: Literal["auto", "fused", "reference", "apex"] = option(
-        "auto", "Kernels; auto: fused where they can be built, else apex's, else plain torch."
+        "auto", "Kernel implementation; auto: fused if they can be built, else apex's, else plain torch."
     )
 
 
 class Optimizer(Section):
     lr: Above0 = option(3e-4, "Peak learning rate of AdamW.")
-    betas: tuple[Decay, Decay] = option((0.9, 0.95), "Decay rates of the moments.", strict=False)
-    eps: Annotated[float, Field(ge=1e-20)] = option(1e-8, "Added to the root of the second moment.")
-    weight_decay: AtLeast0 = option(0.1, "Decoupled decay of matmul weights and token embedding.")
-    clip: AtLeast0 = option(1.0, "Largest global gradient norm; 0: no clipping.")
+    betas: tuple[Decay, Decay] = option((0.9, 0.95), "Decay rates of the first and second moments.", strict=False)
+    eps: Annotated[float, Field(ge=1e-20)] = option(1e-8, "Added to the square root of the second moment.")
+    weight_decay: AtLeast0 = option(0.1, "Decoupled weight decay, of matmul weights and the token embedding only.")
+    clip: AtLeast0 = option(1.0, "Largest allowed global gradient norm; 0 disables clipping.")
 
 
 class LrSchedule(Section):
-    warmup: NonNegative = option(100, "Updates of linear warm-up.")
-    decay: Literal["cosine", "linear", "wsd", "constant"] = option("cosine", "After the warm-up.")
-    min_lr: AtLeast0 = option(3e-5, "Learning rate at the end.")
-    cooldown: NonNegative | None = option(None, "Last updates, in which wsd falls; null: steps // 5.")
-    steps: Positive | None = option(None, "Updates until min_lr, which then stays; null: run.steps.")
+    warmup: NonNegative = option(100, "Number of updates of linear warm-up.")
+    decay: Literal["cosine", "linear", "wsd", "constant"] = option("cosine", "Learning rate after the warm-up.")
+    min_lr: AtLeast0 = option(3e-5, "Learning rate at the end of the decay.")
+    cooldown: NonNegative | None = option(None, "Number of last updates, in which wsd decays; null: steps // 5.")
+    steps: Positive | None = option(None, "Number of updates until min_lr, which then stays constant; null: run.steps.")
 
 
 class Batch(Section):
-    global_: Sequences = option(8, "Sequences in a step, over all ranks.", alias="global")
-    micro: Sequences | None = option(None, "Sequences in a forward of a data rank; null: the largest that fits.")
+    global_: Sequences = option(8, "Sequences per step, over all ranks.", alias="global")
+    micro: Sequences | None = option(None, "Sequences per micro-batch of a data rank; null: the largest that fits.")
 
     @property
     def rows(self) -> int:
@@ -197,21 +197,19 @@ class Data(Section):
         "Token files to train on: a path without .bin/.idx, or X.ds, X.npy, X.bin; null: data.sources, "
         "else data/quickstart/train.",
     )
-    sources: Sources | None = option(
-        None, "Instead of data.train, files that are mixed: a list of {path, weight, name}."
-    )
-    max_epochs: Above0 | None = option(None, "Refuse a run that reads a source more often.")
+    sources: Sources | None = option(None, "Token files to mix, instead of data.train: a list of {path, weight, name}.")
+    max_epochs: Above0 | None = option(None, "Refuse a run that would read a source more often than this.")
     valid: Annotated[Text | Share | None, Field(union_mode="left_to_right")] = option(
         None, "Validation: token files as in data.train, or a share of all documents; null: none."
     )
     validation: Annotated[tuple[TokenFiles, ...], Field(min_length=1, max_length=100)] | None = option(
-        None, "More validation sets, each with metrics of its own: a list of {path, name}."
+        None, "More validation sets, each with its own metrics: a list of {path, name}."
     )
     valid_every: Positive | None = option(None, "Steps between validations; null: only at the end.")
     valid_samples: Positive | None = option(None, "Sequences per validation; null: all.")
     tokenizer: Text | None = option(None, "*.model, tokenizer.json, *.tiktoken or bytes; for text and bits per byte.")
     mask_eod: bool = option(False, "Attention, positions and loss stop at document ends.")
-    pack: bool = option(False, "A sequence is whole documents, as many as fit, and padding.")
+    pack: bool = option(False, "Fill each sequence with as many whole documents as fit, and padding.")
 
 
 QUICKSTART = "data/quickstart/train"  # the default training data
@@ -219,9 +217,9 @@ QUICKSTART = "data/quickstart/train"  # the default training data
 
 class Checkpoint(Section):
     every: Positive | None = option(None, "Steps between checkpoints; null: only at the end.")
-    keep: Positive | None = option(None, "Newest checkpoints kept; null: all.")
-    async_: bool = option(False, "Write in the background.", alias="async")
-    resume: Text = option("none", "none, auto (newest step of the run's folder), or a path.")
+    keep: Positive | None = option(None, "Number of newest checkpoints to keep; null: all.")
+    async_: bool = option(False, "Write checkpoints in the background.", alias="async")
+    resume: Text = option("none", "Checkpoint to start from: none, auto (newest step of the run's folder), or a path.")
     load: Literal["all", "weights", "optimizer"] = option(
         "all", "Load from `resume`: all (continue the run), weights, or weights and optimizer state."
     )
@@ -251,7 +249,7 @@ class Stage(Section):
 
     until_step: Positive | None = option(None, "The last step of the stage, from 1.")
     until_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = option(
-        None, "Instead: the tokens of the run, all stages together, with which it ends."
+        None, "Alternative to until_step: the stage ends when the run has seen this many tokens."
     )
     data: Annotated[Section, _some_of("data", Data)] | None = None
     model: Annotated[Section, _some_of("model", Model)] | None = None
@@ -278,8 +276,8 @@ class Config(Section):
     observe: Observe = Observe()
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=100)] | None = option(
         None,
-        "Parts of the run in which some options are others, one after the other: a list of {until_step or "
-        "until_tokens, data, model, batch, optimizer, schedule}. Behind the last one the config holds.",
+        "Consecutive parts of the run with different options: a list of {until_step or "
+        "until_tokens, data, model, batch, optimizer, schedule}. After the last one, the config applies.",
     )
 
     @property

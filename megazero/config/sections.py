@@ -35,9 +35,9 @@ Name = Annotated[str, Field(min_length=1, max_length=64, pattern=f"^[{IN_NAMES}]
 class TokenFiles(Section):
     """Token files with a name; the default name is the end of their path."""
 
-    path: Text = Field(description="Token files: a path without .bin/.idx, from the current folder; or their folder.")
+    path: Text = Field(description="Token files: path without .bin/.idx, from the current folder, or a folder of them.")
     name: Name | None = Field(
-        default=None, validate_default=True, description="In metrics and messages; null: the end of the path."
+        default=None, validate_default=True, description="Name in metrics and messages; null: the end of the path."
     )
 
     @field_validator("name")
@@ -48,7 +48,7 @@ class TokenFiles(Section):
 
 
 class Source(TokenFiles):
-    weight: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Its share of all samples, by tokens.")
+    weight: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Relative share of all samples, in tokens.")
 
 
 Sources = Annotated[tuple[Source, ...], Field(min_length=1, max_length=100)]

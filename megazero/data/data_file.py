@@ -55,8 +55,8 @@ class DataFile:
             except OSError as error:
                 raise self._refused(error) from error
             if not got:
-                ends = f"it ends at byte {os.fstat(self._descriptor).st_size:,}, {self._holds} lie at byte {at:,}"
-                what = f"was truncated since it was opened: {ends}"
+                ends = f"it ends at byte {os.fstat(self._descriptor).st_size:,}, expected {self._holds} at byte {at:,}"
+                what = f"was truncated after it was opened: {ends}"
                 raise UserError(self._code, what, "copy it again, and resume", where=self.path)
             rest, at = rest[got:], at + got
         return found
@@ -66,5 +66,5 @@ class DataFile:
         return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) if self.size else b""
 
     def _refused(self, error: OSError) -> UserError:
-        do = "check the path, its permissions, the disk, and `ulimit -n` for many shards"
+        do = "check the path, its permissions, the disk and, with many shards, `ulimit -n`"
         return UserError(self._unreadable, f"cannot be read: {error.strerror}", do, where=error.filename or self.path)

@@ -38,7 +38,7 @@ def split_streams(dataset: TokenDataset, fraction: float) -> tuple["TokenStream"
     num_valid = held_out.num_documents
     if num_valid in (0, dataset.num_documents):
         what = f"a fraction of {fraction} puts {num_valid} of {dataset.num_documents} documents into validation"
-        raise UserError(206, what, "give another data.valid, 0.2 say, or a validation data set there")
+        raise UserError(206, what, "set data.valid to another fraction, such as 0.2, or to validation token files")
     return TokenStream(dataset, Side(fraction, valid=False), rest_of=held_out), held_out
 
 

@@ -100,7 +100,7 @@ class Index:
                 wrong = steps != 1 if one_each else steps < 0
                 if wrong.any():
                     at = int(np.argmax(wrong))
-                    expected = "one sequence" if one_each else "at least no sequence"
+                    expected = "one sequence" if one_each else "0 or more sequences"
                     what = f"expected {expected} in document {first + at:,}, got {steps[at]:,} from {found[at]:,} on"
                     raise self._refused(what)
                 progress.advance(_BLOCK)
@@ -114,11 +114,11 @@ class Index:
         wrong = (lengths < 0) | (pointers != expected)
         if wrong.any():
             at = int(np.argmax(wrong))
-            what = f"expected sequence {first + at:,} at byte {expected[at]:,} with at least no token, "
+            what = f"expected sequence {first + at:,} at byte {expected[at]:,} with 0 or more tokens, "
             raise self._refused(f"{what}got byte {pointers[at]:,} and {lengths[at]} tokens")
         if (other := self.modes[first : first + _BLOCK]).any():
             at = int(np.argmax(other != 0))
-            what = f"expected mode 0, text, got {other[at]} for sequence {first + at:,}, "
+            what = f"expected mode 0 (text), got {other[at]} for sequence {first + at:,}, "
             what += "whose tokens are not ids of text"
-            raise UserError(203, what, "train on text alone", where=self._path)
+            raise UserError(203, what, "use a data set with text only", where=self._path)
         return int(ends[-1])

@@ -90,11 +90,11 @@ def refuse_missing(prefix: str | Path) -> None:
 
 def _how_to_make(prefix: Path) -> str:
     if prefix.suffix in (".ds", ".npy", ".bin") and prefix.exists() and not prefix.with_suffix(".idx").exists():
-        return f"copy another project's file into our format: `megazero merge {prefix} --output PREFIX`"
+        return f"convert this file of another project: `megazero merge {prefix} --output PREFIX`"
     if prefix.suffix in (".bin", ".idx"):
         return f"give the prefix without {prefix.suffix}"
     if "data/quickstart" in prefix.as_posix():
-        return here("run `make data`", "make token files of your text with `megazero preprocess`, and name them")
+        return here("run `make data`", "make token files from your text with `megazero preprocess`, and name them")
     return f"run `megazero preprocess --input TEXT --tokenizer MODEL --output {prefix}`"
 
 

@@ -53,8 +53,8 @@ def shard_names(folder: Path) -> list[str]:
     pairs = {name.removesuffix(".idx") for name in found if name.endswith(".idx")}
     names = {name for name in pairs if f"{name}.bin" in found}
     if not names:
-        what = f"expected shards, X.bin with X.idx, got none of {len(found):,} names"
-        raise UserError(228, what, "wait for the first one, or give another folder", where=folder)
+        what = f"expected shards, X.bin with X.idx, found none among {len(found):,} files"
+        raise UserError(228, what, "wait for the first shard, or give another folder", where=folder)
     return sorted(names)
 
 
@@ -84,7 +84,7 @@ class JoinedDataset(TokenDataset):
         for shard in self.shards:
             if shard.dtype != first.dtype:
                 what = f"stores {shard.dtype}, but {first.bin_path.name} stores {first.dtype}"
-                raise UserError(228, what, "tokenize all shards alike", where=shard.bin_path)
+                raise UserError(228, what, "tokenize all shards with the same tokenizer", where=shard.bin_path)
         self._documents_before = np.cumsum([0, *(shard.num_documents for shard in self.shards)])
         self._tokens_before = np.cumsum([0, *(shard.num_tokens for shard in self.shards)])
         self.prefix = self.bin_path = folder

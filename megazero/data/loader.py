@@ -48,7 +48,7 @@ class BatchLoader(BatchSource):
         pack: Callable[[Sequence[MicroBatch]], Callable[[], list[MicroBatch]]] | None = None,
         stop: Callable[[], object] = lambda: None,
     ):
-        assert 0 <= data_rank < num_data and global_batch % (micro_batch * num_data) == 0, "held by the config"
+        assert 0 <= data_rank < num_data and global_batch % (micro_batch * num_data) == 0, "checked by the config"
         self._mixture, self._global_batch, self._ends = mixture, global_batch, ends
         self._mixtures = (mixture, *others)
         self._steps, self._samples = begins

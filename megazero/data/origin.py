@@ -76,7 +76,7 @@ def read_origin(prefix: str | Path) -> Origin | None:
         what = f"cannot be read: {' '.join(map(str, first['loc']))}: {first['msg']}"
     except OSError as error:
         what = f"cannot be read: {error.strerror}"
-    raise UserError(203, what, "take it away, or rebuild the token files", where=path)
+    raise UserError(203, what, "remove it, or rebuild the token files", where=path)
 
 
 def origin_of(files: TokenDataset, tokenizer: Tokenizer | None = None) -> Origin | None:
@@ -88,9 +88,9 @@ def origin_of(files: TokenDataset, tokenizer: Tokenizer | None = None) -> Origin
     """
     origin, prefix = require_tokenizer(files.prefix, tokenizer), files.prefix
     if origin is not None and (origin.documents, origin.tokens) != (files.num_documents, files.num_tokens):
-        what = f"tells of {origin.documents:,} documents and {origin.tokens:,} tokens, "
-        what += f"{prefix}.idx of {files.num_documents:,} and {files.num_tokens:,}"
-        raise UserError(203, what, "take it away if it is of other token files", where=path_of(prefix))
+        what = f"records {origin.documents:,} documents and {origin.tokens:,} tokens, "
+        what += f"{prefix}.idx has {files.num_documents:,} and {files.num_tokens:,}"
+        raise UserError(203, what, "remove it if it belongs to other token files", where=path_of(prefix))
     require_mask(origin, files.mask_digest, prefix)
     return origin
 
@@ -100,9 +100,9 @@ def require_mask(origin: Origin | None, digest: str | None, prefix: Path) -> Non
     if origin is None or origin.mask == digest:
         return
     if digest is None:
-        what = f"is not there, but {path_of(prefix).name} names it: without it every token would count"
+        what = f"is missing, but {path_of(prefix).name} names it: without it every token would count"
     else:
-        what = f"has xxh3 {digest}, {path_of(prefix).name} tells of {origin.mask or 'none'}"
+        what = f"has xxh3 {digest}, {path_of(prefix).name} records {origin.mask or 'none'}"
     raise UserError(225, what, "copy all files of the data set again, or preprocess again", where=mask_path(prefix))
 
 
@@ -116,7 +116,7 @@ def require_tokenizer(prefix: str | Path, tokenizer: Tokenizer | None) -> Origin
     if origin is not None and tokenizer is not None and origin.tokenizer != tokenizer.fingerprint:
         what = f"was made by the tokenizer {origin.tokenizer} ({origin.vocab_size:,} ids), not by {tokenizer.path}, "
         what += f"{tokenizer.fingerprint} ({tokenizer.vocab_size:,} ids)"
-        raise UserError(221, what, "give data.tokenizer that it was made by", where=f"{prefix}.bin")
+        raise UserError(221, what, "set data.tokenizer to the tokenizer it was made by", where=f"{prefix}.bin")
     return origin
 
 

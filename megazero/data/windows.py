@@ -59,7 +59,7 @@ class WindowDataset:
     """
 
     def __init__(self, stream: TokenStream, seq_len: int, vocab: int, mask_eod: bool, pack: bool = False):
-        assert mask_eod or not pack, "held by the config"
+        assert mask_eod or not pack, "checked by the config"
         self.stream, self.seq_len, self.vocab, self.mask_eod = stream, seq_len, vocab, mask_eod
         self.packing = Packing(stream.lengths, seq_len) if pack else None
         self.num_windows = (stream.num_tokens - 1) // seq_len if self.packing is None else self.packing.num_windows
@@ -96,7 +96,7 @@ class WindowDataset:
             document, position = self.stream.locate(start + first)
             shard, document = self.stream.dataset.shard_of(document)
             what = f"token {position:,} of document {document:,} is {tokens[first]}, expected 0 <= id < {self.vocab}"
-            do = "set model.vocab and data.tokenizer to what the data was made with"
+            do = "set model.vocab and data.tokenizer to those the data was made with"
             raise UserError(205, what, do, where=shard.bin_path)
         return WindowTokens(tokens, ordinals, self.stream.scored(start, stop))
 

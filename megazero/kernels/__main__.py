@@ -20,7 +20,7 @@ from megazero.kernels.build import BuildError
 def main(arguments: Sequence[str] = ()) -> int:
     """Build the kernels for the CPU and for the named or present GPUs; return 1 if a build fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--archs", type=int, nargs="+", metavar="ARCH", help="compute capabilities, 90 for 9.0")
+    parser.add_argument("--archs", type=int, nargs="+", metavar="ARCH", help="compute capabilities, such as 90 for 9.0")
     options = parser.parse_args(arguments)
     builders: dict[str, Callable[[], object]] = {"cpu": cpu.load}
     if options.archs:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         try:
             print(f"{kind} kernels: {load()} ({time.monotonic() - began:.1f} s)", flush=True)
         except BuildError as error:
-            print(f"{kind} kernels: not built, {error}; runs take the reference instead", file=sys.stderr, flush=True)
+            print(f"{kind} kernels: not built, {error}; runs use the reference instead", file=sys.stderr, flush=True)
             code = 1
     return code
 

@@ -113,7 +113,7 @@ def build_library(
     try:
         compiler = find_compiler()
     except BuildError as error:
-        raise BuildError(f"{error}, nor is its library in {' or '.join(map(str, places))}") from None
+        raise BuildError(f"{error}, and no built library in {' or '.join(map(str, places))}") from None
     library = places[-1] / ("-".join([name, *targets]) + ".so")
     generate = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in sorted(archs)]
     command = [compiler, str(source), *generate, *options, *folders]

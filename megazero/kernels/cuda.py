@@ -26,7 +26,7 @@ def load() -> str:
     try:
         start_one(torch.device("cuda"))
     except BuildError as error:  # possibly built by another nvcc
-        raise BuildError(f"{error} (`rm {found}` lets it be built again)") from None
+        raise BuildError(f"{error} (to build it again: `rm {found}`)") from None
     return f"built with nvcc for {', '.join(f'sm_{arch}' for arch in archs)}, in {found.parent}"
 
 
@@ -53,7 +53,7 @@ def start_one(device: torch.device) -> None:
         said = (str(error).splitlines() or [""])[0]
         raise BuildError(f"the kernels do not start on {device}: {said[:200]}") from None
     if not right:
-        raise BuildError(f"the kernels do not compute on {device}: 0 to 8 became {copy.tolist()}")
+        raise BuildError(f"the kernels compute wrong values on {device}: 0 to 8 became {copy.tolist()}")
 
 
 def present_archs() -> list[int]:

@@ -59,10 +59,10 @@ def wide_products(
         return torch.equal(into, after)
 
     if not is_right(write, torch.nan, product):
-        _LOG.info("weight gradients: in %s, then widened (no product with a result in fp32)", dtype)
+        _LOG.info("weight gradients: in %s, then widened (no matrix product with an fp32 result)", dtype)
         return None
     if is_right(add, 1.0, product + 1.0):
-        _LOG.info("weight gradients: in fp32 out of one product")
+        _LOG.info("weight gradients: in fp32, added by the matrix product")
         return WideProducts(write, add)
 
     def write_and_add(into: Tensor, left: Tensor, right: Tensor) -> None:
@@ -70,5 +70,5 @@ def wide_products(
         write(own, left, right)
         into.add_(own)
 
-    _LOG.info("weight gradients: in fp32, added in a pass of their own (addmm does not add in place)")
+    _LOG.info("weight gradients: in fp32, added in a separate pass (addmm does not add in place)")
     return WideProducts(write, write_and_add)

@@ -93,7 +93,7 @@ def choose(
     if preference == "auto" and device.type == "cuda" and dtype in _KERNEL_DTYPES and "fused" not in available:
         _LOG.warning(
             "kernels: this GPU runs plain torch instead of fused kernels, which is slower: %s; put nvcc on the PATH, "
-            "or name a folder of built ones in %s, or say precision.kernels=reference",
+            "or name a folder of built kernels in %s, or set precision.kernels=reference",
             *(reason, FOLDER_VARIABLE),
         )
     found = operations if taken else base

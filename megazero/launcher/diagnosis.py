@@ -68,7 +68,7 @@ def stuck(statuses: Sequence[RankStatus], rank: int) -> UserError:
     stopped = [status for status in statuses if status.state == RUNNING and status.is_stopped]
     blamed = statuses[culprit]
     if stopped and blamed not in stopped:
-        what = f"did not go on {_where(stopped[0])}, {_doing(stopped[0])}; rank {rank} waited in {mine}"
+        what = f"made no progress {_where(stopped[0])}, {_doing(stopped[0])}; rank {rank} waited in {mine}"
         return UserError(311, what, STOPPED, **_who(stopped[0]))
     return _lost(statuses, blamed, mine) if culprit == rank else _no_answer(statuses, blamed, mine, waiter)
 
@@ -101,15 +101,15 @@ def _stuck_on_device(statuses: Sequence[RankStatus], rank: int) -> UserError:
 def _lost(statuses: Sequence[RankStatus], blamed: RankStatus, mine: Operation) -> UserError:
     """Return the error for an operation that all ranks have begun, and that has not ended."""
     hosts = sorted({statuses[k].host for k in mine.ranks if k < len(statuses)} - {blamed.host})
-    beyond = f" (others of it: {', '.join(hosts[:4])})" if hosts else ""
+    beyond = f" (other hosts: {', '.join(hosts[:4])})" if hosts else ""
     reason = " ".join(blamed.message.partition(": ")[2].split())[:80] if blamed.state == STUCK else ""
     what = f"lost its connection in {mine} {_where(blamed)}{beyond}" + (reason and f" ({reason})")
-    return UserError(314, what, "see the network and the other ranks' hosts", **_who(blamed))
+    return UserError(314, what, "check the network and the other ranks' hosts", **_who(blamed))
 
 
 def _no_answer(statuses: Sequence[RankStatus], blamed: RankStatus, mine: Operation, waiter: int) -> UserError:
     """Return the error for a rank that others waited for in an operation."""
-    verb = "had ended and" if blamed.state in (DONE, FAILED) else "was not there and" if blamed.state == EMPTY else ""
+    verb = "had ended and" if blamed.state in (DONE, FAILED) else "had not started and" if blamed.state == EMPTY else ""
     what = f"{verb} did not answer in {mine} {_where(blamed)}; {_waiting(statuses, mine, waiter)}"
     return UserError(311, what, STOPPED if blamed.is_stopped else SLOW, **_who(blamed))
 
@@ -150,7 +150,7 @@ def _where(status: RankStatus) -> str:
 
 def _doing(status: RankStatus) -> str:
     if status.last is None:
-        return "before any operation with others"
+        return "before any operation with other ranks"
     return f"{'during' if status.last.open else 'after'} {status.last}"
 
 

@@ -19,7 +19,7 @@ from megazero.launcher.environment import RankContext
 from megazero.launcher.store import until
 
 SLACK = 5.0  # seconds for the store to answer, in addition to those that ranks wait for each other
-_SEE = "see their output; are all hosts up, was srun left out?"
+_SEE = "see their output; are all hosts up, and does srun start every rank?"
 _SAME = "start all ranks from one folder with one config and the same flags"
 
 
@@ -101,7 +101,7 @@ def _all_present(store: Store, size: int, seconds: float) -> tuple[Sequence[Pres
     if not until(lambda: store.add("here", 0) >= size, seconds):
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        what = f"{len(missing)} of {size} ranks did not come within {seconds:g} s: {shown}"
+        what = f"{len(missing)} of {size} ranks did not connect within {seconds:g} s: {shown}"
         return (), UserError(320, what, _SEE, rank=0)
     roll = [Presence(*json.loads(text)) for text in store.multi_get(keys)]
     for rank, there in enumerate(roll):

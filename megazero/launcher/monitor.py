@@ -103,7 +103,7 @@ class Monitor:
         """Publish what this rank is stuck in, log what is known, report it and end the process."""
         self._place.status_slot.stall(map(_lane, self._oldest()))
         self.sleep(1.0 + 2 * self._between)  # until the others, which check as often, have published theirs
-        error = CollectiveError("world", f"nothing queued on the GPU has ended for {self._limit:g} s")
+        error = CollectiveError("world", f"no operation queued on the GPU has ended for {self._limit:g} s")
         self._place.stacks.write(error, "\n".join(f"{one.group} {one.text}" for one in self._recorder(False)[-_LAST:]))
         say_why(self._place)
         flush_output()

@@ -123,7 +123,7 @@ def _meet(place: RankContext, start_timeout: timedelta, mine: Presence) -> tuple
             return store, roll
     except RuntimeError as error:  # torch's: rank 0 served the store, and has ended
         if rank == 0:
-            raise UserError(320, f"the meeting broke up: {error}", "see the other ranks' output", rank=0) from None
+            raise UserError(320, f"the rendezvous failed: {error}", "see the other ranks' output", rank=0) from None
         raise FailedElsewhere(0, 320) from None
 
 

@@ -86,8 +86,6 @@ class Signals:
             return
         self.first = signal.Signals(number)
         if not self._raises:
-            self._on_first(
-                f"{self.first.name} has come: the run ends after the step that is under way, and saves first"
-            )
+            self._on_first(f"{self.first.name} received: the run saves and ends after the current step")
         elif not self._held:
             raise StoppedEarly(number)

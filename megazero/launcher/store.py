@@ -26,7 +26,7 @@ from megazero.launcher.environment import Meeting, RankContext, attempt, master,
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of netdevice(7)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two looks at the store
 _LISTEN = "set MASTER_ADDR to this host and MASTER_PORT to a free port"
-_START = "start all ranks by one launcher; if this is to be one process, unset RANK, WORLD_SIZE and LOCAL_RANK"
+_START = "start all ranks with one launcher; for a single process, unset RANK, WORLD_SIZE and LOCAL_RANK"
 _ATTEMPT = 1.0  # seconds of one attempt to connect
 
 
@@ -55,8 +55,8 @@ def open_store(place: RankContext, timeout: timedelta) -> Store:
     except dist.DistError as error:
         reason = " ".join(str(error).split())[:80]
         if "EADDRINUSE" in str(error):
-            raise UserError(322, f"cannot listen on {where}: another process does", _LISTEN, rank=0) from None
-        who = "rank 0 cannot be reached at" if world.rank else f"not all {world.size} ranks came to"
+            raise UserError(322, f"cannot listen on {where}: another process listens there", _LISTEN, rank=0) from None
+        who = "rank 0 cannot be reached at" if world.rank else f"not all {world.size} ranks connected to"
         what = f"{who} {where} within {timeout.total_seconds():g} s ({reason})"
         raise UserError(320, what, _START, rank=world.rank) from None
     store.set_timeout(timeout)
@@ -111,7 +111,7 @@ def _served(meeting: Meeting, timeout: timedelta) -> Store:
         family, _, _, _, address = min(addresses, key=lambda found: found[0] != socket.AF_INET)
         found = ipaddress.ip_address(str(address[0]).partition("%")[0])
         if found.is_unspecified:
-            raise OSError("that is every address of this host")
+            raise OSError("it stands for all addresses of this host")
         if meeting.nodes > 1 and found.is_loopback:
             raise OSError(f"{found} cannot be reached from the other {meeting.nodes - 1} hosts")
         listener = socket.create_server(address[:2], family=family, backlog=1024)

@@ -114,7 +114,7 @@ class Assembly:
             what = f"{thawed[0].name} requires a gradient, and the module was sharded without an optimizer"
             raise UserError(502, what, "keep it frozen")
         if odd := next((member for member in thawed if not member.parameter.is_floating_point()), None):
-            what = f"{odd.name} requires a gradient, and only parameters of floating point are trained"
+            what = f"{odd.name} requires a gradient, but only floating-point parameters can be trained"
             raise UserError(502, what, "keep it frozen")
         self.values.release_all()
         for part in self.parts:
@@ -186,7 +186,7 @@ class Assembly:
     def require_whole(self) -> None:
         """Refuse a step without gradients, or with gradients that have not been reduced. Raises UserError 503, 510."""
         if not self.trains:
-            raise UserError(510, "the module was sharded without an optimizer", "give shard one", where="step")
+            raise UserError(510, "the module was sharded without an optimizer", "give shard an optimizer", where="step")
         if self._failed:
             raise UserError(503, "the last backward failed", "run the step's forward and backward again", where="step")
         self.require_backward("step", summed=self._all_summed)
@@ -200,9 +200,9 @@ class Assembly:
     def require_backward(self, call: str, *, summed: bool | None = None) -> None:
         """Refuse a call that needs reduced gradients if there are none. Raises UserError 503."""
         if not self.backwards:
-            raise UserError(503, f"{call} without a backward", "call sharded.backward(loss) before", where=call)
+            raise UserError(503, f"{call} without a backward", "call sharded.backward(loss) first", where=call)
         if not (self._reduced if summed is None else summed):
-            do = "give the last one last=True, which reduces gradients"
+            do = "call the last one with last=True, which reduces gradients"
             raise UserError(503, "the last backward of the step had last=False", do, where=call)
 
     def forget(self) -> None:

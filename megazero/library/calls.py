@@ -84,7 +84,7 @@ class _Call:
             do = "call sharded.backward(loss), which reduces gradients too"
             raise UserError(506, "loss.backward() was called", do)
         if part in calls.reduced:
-            do = "checkpoint what calls it several times with use_reentrant=False"
+            do = "use checkpoint(..., use_reentrant=False) for code that calls it several times"
             raise UserError(506, f"{part.name} got gradients after they had been reduced", do)
         if all(call is self for call in part.open):
             calls.release_trained(part, gradients)
@@ -98,7 +98,7 @@ class _Call:
     def require_fresh(self) -> None:
         """Refuse the graph of an earlier step, or of other values. Raises UserError 506."""
         if self.epoch != self.calls.values.epoch:
-            what = f"{self.part.name}: backward of a forward that ran before the last step, or change of values"
+            what = f"{self.part.name}: backward of a forward that ran before the last step or change of values"
             raise UserError(506, what, "run forward and backward between two steps")
 
 

@@ -49,13 +49,13 @@ def trial(make: Factory, name: str) -> Kept:
     for cut in (slice(0, _CUT), slice(_CUT, None)):
         piece, _ = _stepped(make, name, start.view(-1)[cut], [gradient.view(-1)[cut] for gradient in gradients])
         if not torch.allclose(piece, whole.view(-1)[cut], rtol=1e-12, atol=0.0):
-            do = "give one whose update of an element depends on that element alone"
-            raise UserError(501, f"{name} computes another update on a part of a matrix", do, where="optimizer")
+            do = "give an optimizer whose update of an element depends on that element alone"
+            raise UserError(501, f"{name} computes a different update on a part of a matrix", do, where="optimizer")
     state = next(iter(optimizer.state.values()), {})
     elements = tuple(key for key, value in state.items() if isinstance(value, Tensor) and value.shape == _SHAPE)
     others = [key for key, value in state.items() if key not in elements and value is not None]
     if odd := [key for key in others if key != "step"]:
-        raise UserError(501, f"{name} keeps {odd[0]!r}, which is no value of each element", where="optimizer")
+        raise UserError(501, f"{name} keeps {odd[0]!r}, which is not one value per element", where="optimizer")
     lr = optimizer.defaults.get("lr")
     return Kept(elements, "step" in others, None if lr is None else float(lr))
 
@@ -73,7 +73,7 @@ def _stepped(
             parameter.grad = gradient.clone()
             optimizer.step()
     except Exception as error:  # user code may raise anything; its text gives the reason
-        raise UserError(501, f"{name} cannot be tried: {error}", where="optimizer") from error
+        raise UserError(501, f"{name} failed in a trial: {error}", where="optimizer") from error
     return parameter.detach(), optimizer
 
 

@@ -69,7 +69,7 @@ def meet(timeout: timedelta) -> tuple[World, CommContext, Process]:
     world = here.place.world
     if here.comm is None:
         if world.size > 1 and dist.is_initialized():
-            do = "leave init_process_group out: megazero.shard meets the other ranks itself"
+            do = "leave init_process_group out: megazero.shard connects the ranks itself"
             raise UserError(510, "torch.distributed is initialised already", do)
         fingerprint = f"megazero {__version__}, torch {torch.__version__}"
         here.comm = connect(here.place, timeout=timeout, fingerprint=fingerprint)

@@ -70,12 +70,12 @@ def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
         return _of_torch(asked, groups)
     if not isinstance(asked, str | Mapping):
         what = f"expected a name, options or a function of parameters, got a {type(asked).__name__}"
-        do = "shard has other parameters than the module: give lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        do = "shard replaces the module's parameters: give lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
         raise UserError(501, what, do, where=_WHERE)
     options = {"name": asked} if isinstance(asked, str) else dict(asked)
     if (name := options.pop("name", None)) != AdamW.KIND:
-        do = 'give "adamw", or a function that makes an optimizer of torch for some parameters'
-        raise UserError(501, f"no optimizer of ours is called {name!r}", do, where=_WHERE)
+        do = 'give "adamw", or a function that makes a torch optimizer for given parameters'
+        raise UserError(501, f"unknown optimizer {name!r}", do, where=_WHERE)
     if odd := sorted(options.keys() - _ADAMW.keys()):
         raise UserError(501, f"adamw has no option {odd[0]!r}", f"it has {', '.join(_ADAMW)}", where=_WHERE)
     return _adamw({**_ADAMW, **options}, groups)
@@ -85,10 +85,10 @@ def _adamw(options: dict[str, Any], groups: Groups) -> Recipe:
     lr, decay = options.pop("lr"), options["weight_decay"]
     for pattern, own in groups:
         if odd := sorted(own.keys() - {"lr", "weight_decay"}):
-            raise UserError(501, f"{pattern!r}: adamw has no option {odd[0]!r} of a group", where=_WHERE)
+            raise UserError(501, f"{pattern!r}: adamw has no option {odd[0]!r} for a group", where=_WHERE)
         if own.get("weight_decay", decay) not in (0.0, decay):
-            what = f"{pattern!r}: weight_decay {own['weight_decay']} next to {decay}"
-            raise UserError(501, what, "give 0, or an optimizer of torch", where=_WHERE)
+            what = f"{pattern!r}: weight_decay {own['weight_decay']} differs from the optimizer's {decay}"
+            raise UserError(501, what, "give 0, or a torch optimizer", where=_WHERE)
     return Recipe(
         lr,
         AdamW.STATE,
@@ -102,7 +102,7 @@ def _of_torch(make: Factory, groups: Groups) -> Recipe:
     name = getattr(make, "__name__", None) or getattr(getattr(make, "func", None), "__name__", "the optimizer")
     kept = trial(make, name)
     if (lr := kept.lr) is None:
-        raise UserError(501, f"{name} has no learning rate of its own", "give it lr", where=_WHERE)
+        raise UserError(501, f"{name} has no learning rate", "give it lr", where=_WHERE)
     options: dict[str, Options] = {Elementwise.KIND: {}}
     own_groups: list[tuple[str, Group]] = []
     for number, (pattern, own) in enumerate(groups):
@@ -119,7 +119,7 @@ def _lr_factor(pattern: str, options: Options, lr: float) -> float:
     """Return a group's learning rate as a multiple of the optimizer's. Raises UserError 501: only the latter is 0."""
     own = options.get("lr", lr)
     if own != lr and lr == 0:
-        raise UserError(501, f"{pattern!r}: lr {own} next to an optimizer's lr of 0", "give both one", where=_WHERE)
+        raise UserError(501, f"{pattern!r}: lr {own}, but the optimizer's lr is 0", "give both one", where=_WHERE)
     return own / lr if lr else 1.0
 
 

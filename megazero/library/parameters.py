@@ -60,7 +60,7 @@ class ShardedParameter(nn.Parameter):
             if name == "__get__" and attribute == "grad":
                 return arguments[0]._own_grad()
             if name in _HOOKS:
-                what = f"{arguments[0].full_name}.{name} was called: no gradient comes to it"
+                what = f"{arguments[0].full_name}.{name} was called, but it gets no gradient"
                 raise UserError(506, what, "sharded.gradients() returns gradients; change a loss, or hook activations")
             if name in _SHAPES or (name == "__get__" and attribute in _SHAPE_PROPERTIES):
                 return function(arguments[0]._shaped(), *arguments[1:], **named)
@@ -90,13 +90,13 @@ class ShardedParameter(nn.Parameter):
     def _own_grad(self) -> Tensor:
         if self.grad is None:
             do = "sharded.gradients() returns gradients, shard(clip=...) clips them, sharded.step() updates and clears"
-            raise UserError(506, f"{self.full_name}.grad was read, which stays empty", do)
+            raise UserError(506, f"{self.full_name}.grad was read, but it stays empty", do)
         return self.grad
 
     def _require_values(self) -> None:
         """Refuse a use of values that rest in shards. Raises UserError 506."""
         if not self._is_here:
-            what = f"{self.full_name} was used outside of the forward of its submodule, while it rests in shards"
+            what = f"{self.full_name} was used outside of the forward of its submodule, while it is sharded"
             raise UserError(506, what, "sharded.full_state_dict() and sharded.gathered(names) have whole values")
 
     def _refuse_copy(self, *_: Any, **__: Any) -> NoReturn:
@@ -140,7 +140,7 @@ def _guard(parameter: Any, name: str, whole: Sequence[int], values: Values) -> N
 
 
 def _refuse_conversion(*_: object, **__: object) -> NoReturn:
-    what = "a sharded module was to be moved or converted (`to`, `half`, `cuda`, ...)"
+    what = "a sharded module cannot be moved or converted (`to`, `half`, `cuda`, ...)"
     raise UserError(502, what, "megazero.shard has moved it to the rank's device; convert it before or give precision=")
 
 

@@ -203,7 +203,7 @@ def submodules(module: nn.Module, units: Units, what: str) -> set[str]:
             names = [name for name, one in modules.items() if one is unit]
         if not names:
             said = unit if isinstance(unit, str) else getattr(unit, "__name__", type(unit).__name__)
-            raise UserError(500, f"{what}: {said!r} is no submodule", _known(modules), where=type(module).__name__)
+            raise UserError(500, f"{what}: {said!r} is not a submodule", _known(modules), where=type(module).__name__)
         found |= set(names)
     return found
 
@@ -238,6 +238,6 @@ def fitting(patterns: str | Sequence[str], names: Sequence[str], what: str) -> s
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         fit = {name for name in names if fnmatchcase(name, pattern)}
         if not fit:
-            raise UserError(500, f"{what}: {pattern!r} fits no parameter", _known(names))
+            raise UserError(500, f"{what}: {pattern!r} matches no parameter", _known(names))
         found |= fit
     return found

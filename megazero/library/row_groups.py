@@ -170,7 +170,7 @@ class RowGroup:
             self._look_up({table: ids})
         fetched, found = self._fetched.pop(table)
         if not (fetched is ids or torch.equal(fetched, ids)):
-            what = f"{self.tables[table].name}: looks up other ids than prefetch_rows got"
+            what = f"{self.tables[table].name}: looks up other ids than were given to prefetch_rows"
             raise UserError(511, what, "give prefetch_rows the ids of the forward that follows")
         return found
 
@@ -200,7 +200,7 @@ class RowGroup:
         if odd:
             at = int(wrong.nonzero()[0])
             table = self.tables[int(of_id[at])]
-            what = f"{table.name}: row {int(wanted[at])} of a table of {table.whole:,} rows"
+            what = f"{table.name}: row {int(wanted[at])} does not exist in a table of {table.whole:,} rows"
             raise UserError(511, what, rank=world.rank)
         for rank, (*_, theirs, names) in enumerate(said):  # all ranks get the error, and stop
             if theirs:
@@ -222,8 +222,8 @@ class RowGroup:
         """Return whether a table's rows are trained. Raises UserError 502: it was unfrozen after it was sharded."""
         live = self.tables[table].weight.requires_grad
         if live and not self.trained:
-            what = f"{self.tables[table].name} requires a gradient, and was frozen when it was sharded"
-            raise UserError(502, what, "freeze it after megazero.shard, which then has memory for its state")
+            what = f"{self.tables[table].name} requires a gradient, but was frozen when it was sharded"
+            raise UserError(502, what, "freeze it only after megazero.shard, which then makes its optimizer state")
         return live
 
     def take_gradients(self, epoch: int, asked: Tensor, gradients: Tensor, counts: Counts) -> None:

@@ -76,7 +76,7 @@ def row_optimizer(asked: str | Mapping[str, Any]) -> RowOptimizer:
     kind = _KINDS.get(name := options.pop("name", ""))
     if kind is None:
         do = f"give one of {', '.join(_KINDS)}"
-        raise UserError(501, f"no optimizer of tables is called {name!r}", do, where="table_optimizer")
+        raise UserError(501, f"unknown table optimizer {name!r}", do, where="table_optimizer")
     known = [field.name for field in fields(kind)]
     if odd := sorted(options.keys() - known):
         raise UserError(501, f"{name} has no option {odd[0]!r}", f"it has {', '.join(known)}")

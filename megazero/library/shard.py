@@ -109,7 +109,7 @@ def _require_trainable(parts: Sequence[Part], *, frozen: bool) -> None:
         do = "give None for the optimizer of a frozen module"
         raise UserError(510, "the module has no parameter that requires a gradient", do, where="shard")
     if odd := next((member for member in trained if not member.parameter.is_floating_point()), None):
-        what = f"{odd.name} is {odd.parameter.dtype}: only parameters of floating point are trained"
+        what = f"{odd.name} is {odd.parameter.dtype}: only floating-point parameters can be trained"
         raise UserError(510, what, "freeze it, or keep its real and imaginary parts", where="shard")
 
 
@@ -127,7 +127,7 @@ def _require_known(module: nn.Module, stage: int, precision: str | None) -> None
     named = module.named_parameters()
     sharded = [n for n, p in named if isinstance(p, ShardedParameter) or hasattr(p, "gradient_slot")]
     if sharded:
-        do = "shard a module once, and modules that share a parameter as one that holds both"
+        do = "shard a module only once; put modules that share a parameter into one module"
         raise UserError(510, f"{sharded[0]} is sharded already", do, where="shard")
 
 
@@ -157,7 +157,7 @@ def _offload_of(asked: str | Mapping[str, str] | None, device: torch.device, led
     if "cpu" not in options.values():
         return Offload()
     if not host.apart:
-        _LOG.info("offload changes nothing: on a CPU the host's memory is the device's")
+        _LOG.info("offload has no effect: on a CPU, host memory is device memory")
         return Offload()
     optimizer, parameters = (host if options.get(key) == "cpu" else None for key in _OFFLOAD)
     return Offload(host, optimizer, parameters)

@@ -109,8 +109,8 @@ class Sharded(WholeValues):
             now = _places(self.module)
             if changed := [place for place in {**self._known, **now} if now.get(place) != self._known.get(place)]:
                 owner, attribute = changed[0]
-                what = f"{type(owner).__name__}.{attribute} was added, taken away or replaced after `shard`"
-                raise UserError(502, what, "change the module first, values within `with sharded.gathered(...)`")
+                what = f"{type(owner).__name__}.{attribute} was added, removed or replaced after `shard`"
+                raise UserError(502, what, "change the module before that, values within `with sharded.gathered(...)`")
             self._assembly.values.require_unchanged()
             self._checked = self.steps + 1
         with in_lockstep(self.rank):

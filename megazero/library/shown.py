@@ -179,8 +179,8 @@ def saving(need: Callable[[Unit], object], gathered: Mapping[int, Unit]) -> Abst
 
     def need_once(unit: Unit) -> None:
         if torch.is_grad_enabled():  # a second backward would find another unit in this one's memory
-            what = f"create_graph=True of {unit.name}, which rests in shards"
-            raise UserError(505, what, "take gradients of gradients in stages 0 to 2")
+            what = f"create_graph=True for {unit.name}, which is sharded"
+            raise UserError(505, what, "use stage 0, 1 or 2 for gradients of gradients")
         need(unit)
 
     return saved_places(gathered, [], need=need_once, keep=keep, restore=restore)

@@ -73,7 +73,7 @@ class State:
             folder.mkdir(parents=True, exist_ok=True)
             store.reap()
             if store.path(steps).exists():
-                raise UserError(508, f"step {steps} is there already", "give another folder", where=folder)
+                raise UserError(508, f"step {steps} exists already", "give another folder", where=folder)
 
         agree(self._world, self._device, prepare if first else lambda: None)
         checkpoints = Checkpoints(

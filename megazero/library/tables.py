@@ -49,7 +49,7 @@ class Tables:
             UserError: 511, there is no such table, or an id is no row; 507, ranks look up in different tables.
         """
         if odd := next((name for name in ids if name not in self._places), None):
-            raise UserError(511, f"prefetch_rows: {odd} is no table whose rows are split", "name it in tables=")
+            raise UserError(511, f"prefetch_rows: {odd} is not a table with split rows", "name it in tables=")
         for group in self.groups:
             if asked := {self._places[name][1]: one for name, one in ids.items() if self._places[name][0] is group}:
                 group.fetch(asked)
@@ -104,7 +104,7 @@ def split_rows(
 
 def _refuse(name: str) -> None:
     do = "look its rows up; the whole table is in sharded.full_state_dict()"
-    raise UserError(506, f"{name} has a rank's own rows alone, and was used outside of a look-up", do)
+    raise UserError(506, f"{name} has only this rank's rows, and was used outside of a look-up", do)
 
 
 def _forward(table: Table, group: RowGroup, number: int, computes: torch.dtype | None) -> Callable[..., Tensor]:

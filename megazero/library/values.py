@@ -34,7 +34,7 @@ CALLS: str = "backward step gathered gradients clip_gradients full_state_dict lo
 
 def _other_parts(rank: int, than: int) -> UserError:
     """Return the error for ranks that have called different parts."""
-    do = "let every rank call the same parts and make as many backwards; inside of a part, and in stages 0 to 2, "
+    do = "call the same parts and as many backwards on every rank; inside of a part, and in stages 0 to 2, "
     do += "ranks may differ"
     return UserError(507, f"it has run other parts of the module than rank {than}", do, rank=rank)
 
@@ -250,8 +250,8 @@ class Values:
         self.process.order = 0  # later comparisons start equal on all ranks
         rank, (theirs, parts, _) = min(odd, key=lambda one: [a == b for a, b in zip(one[1], first, strict=True)])
         if theirs != first[0]:
-            what = f"it waits for sharded.{calls[theirs]}, and rank {axis.ranks[0]} for sharded.{calls[first[0]]}"
-            do = "let every rank make the same calls, and as many backwards before each step"
+            what = f"it waits in sharded.{calls[theirs]}, and rank {axis.ranks[0]} in sharded.{calls[first[0]]}"
+            do = "make the same calls on every rank, and as many backwards before each step"
             raise UserError(507, what, do, rank=rank)
         if parts != first[1]:
             raise _other_parts(rank, axis.ranks[0])

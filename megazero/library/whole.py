@@ -187,7 +187,7 @@ class WholeValues:
         for rank, theirs in enumerate(everybody):
             if theirs != everybody[0]:
                 odd = next((n for i, n in enumerate(values) if theirs[8 * i :][:8] != everybody[0][8 * i :][:8]), "?")
-                what = f"{odd}: rank {rank} has changed it to other values than rank 0, which all ranks have now"
+                what = f"{odd}: rank {rank} has changed it to other values than rank 0, whose values all ranks have now"
                 return UserError(502, what, "make the same change on every rank", where="gathered")
         return None
 
@@ -210,7 +210,7 @@ def _scale_reduced(unit: Unit, names: Sequence[str], factor: Tensor) -> None:
 def _require_fitting(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse a state_dict that is not the module's, before any value is taken. Raises UserError 508."""
     if not isinstance(state, Mapping):
-        what = f"expected names with tensors, got a {type(state).__name__}"
+        what = f"expected a mapping of names to tensors, got a {type(state).__name__}"
         raise UserError(508, what, "give the state_dict of this module", where="load_state_dict")
     for key in (*shapes, *state):
         got = _in_words(state[key]) if key in state else "nothing"

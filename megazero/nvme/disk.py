@@ -76,7 +76,7 @@ class Disk(PagedHome):
                 self._files.append(UnnamedFile(folder))
             except OSError as error:
                 self.close()
-                what = f"nothing can be written there: {error.strerror}"
+                what = f"cannot be written: {error.strerror}"
                 raise UserError(601, what, "give another zero.offload.path", where=folder) from None
 
     @property
@@ -95,7 +95,7 @@ class Disk(PagedHome):
             except OSError as error:
                 self._sizes = before
                 what = f"expected room for {size:,} bytes of this rank, got: {error.strerror}"
-                raise UserError(602, what, "free some, or give a larger disk", where=file.folder) from None
+                raise UserError(602, what, "free space there, or use a larger disk", where=file.folder) from None
         self._buffers[handle.untyped_storage()._cdata] = handle, pieces
         self._ledger.hold(f"nvme_{category}", numel * dtype.itemsize)
         return handle

@@ -50,9 +50,9 @@ def open_disk(folders: Sequence[Path], ledger: Ledger, memory: int, device: torc
         queue = DiskQueue(depth=depth, block=block)
     except (BuildError, OSError) as error:
         do = "run megazero doctor, which says what is missing"
-        raise UserError(607, f"no queue of transfers to disks: {error}", do) from None
+        raise UserError(607, f"no transfer queue for disks: {error}", do) from None
     disks = Disk(folders, ledger, memory, queue, device)
-    way = "past the system's cache" if disks.direct else "through the system's cache: no direct I/O there"
+    way = "with direct I/O" if disks.direct else "through the page cache: no direct I/O there"
     return disks, f"by {queue.engine}, {way}, {depth} blocks of {block >> 10} KiB in flight{said}"
 
 

@@ -13,7 +13,7 @@ from megazero.comm.ledger import Ledger
 from megazero.nvme.disk_queue import ALIGNMENT, DiskQueue, Transfer
 from megazero.nvme.files import UnnamedFile
 
-_LOST = "look at the disk, and resume from the last checkpoint"
+_LOST = "check the disk, and resume from the last checkpoint"
 
 
 @dataclass(eq=False)
@@ -183,7 +183,7 @@ class PieceTraffic:
 
 def _lost(piece: Piece, why: str) -> UserError:
     """Return the error for a piece whose bytes are unreadable or differ from the bytes written."""
-    what = f"bytes {piece.offset:,} to {piece.offset + piece.nbytes:,} of what a rank keeps there: {why}"
+    what = f"bytes {piece.offset:,} to {piece.offset + piece.nbytes:,} of a rank's offloaded state: {why}"
     return UserError(603, what, _LOST, where=piece.file.folder)
 
 

@@ -60,7 +60,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     rows = [row for row, _ in _rows(path)]
     for before, row in pairwise(rows):
         if row["step"] <= before["step"]:
-            raise ValueError(f"expected a step beyond {before['step']}, got {row['step']}")
+            raise ValueError(f"expected a step after {before['step']}, got {row['step']}")
     return rows
 
 

@@ -26,7 +26,7 @@ class Placement(Enum):
     """The part of a flat buffer that each rank of an axis holds."""
 
     REPLICATE = "every rank holds all of it"
-    PARTIAL = "the sum over all ranks is meant"
+    PARTIAL = "every rank holds a partial sum; the value is the sum over all ranks"
     SHARD = "each rank holds its own interval"
 
 

@@ -15,14 +15,14 @@ from megazero.schedules.simulate import Costs, Timeline, peak_live, simulate
 
 _SHOWN_RANKS, _SHOWN_CHARACTERS = 8, 46
 _TABLE_LEGEND = (
-    "work: in passes of a block; live: micro-batches of one stage whose activations are there at most",
-    "MB: of one rank in a step, without the gathers of stages 1 and 2 after the update",
+    "work: passes of a block; live: most micro-batches of one stage with activations in memory",
+    "MB: sent by one rank in a step, without the gathers after the update in stages 1 and 2",
 )
 _ACTION_LEGEND = (
-    "each rank's actions in their order: the stage, what it does, the micro-batch",
-    "F forward, B backward, I and W its two parts (gradients of inputs, of weights)",
+    "each rank's actions in order: stage, action, micro-batch",
+    "F forward, B backward, I and W the two parts of backward (gradients of inputs, of weights)",
     "SEND_F, RECV_F outputs to and from a neighbour; SEND_B, RECV_B gradients; REDUCE over the data axis; TIE of the "
-    "embedding that first and last stage share",
+    "embedding shared by the first and the last stage",
 )
 
 
@@ -88,7 +88,7 @@ def _actions(ranks: Sequence[Mapping[str, Any]], every: bool) -> Iterator[str]:
         yield f"rank {number}:{words}"
     if not every:
         most = max(len(rank["actions"]) for rank in ranks)
-        yield f"--all shows all of them: {len(ranks)} ranks, up to {most} actions each"
+        yield f"--all shows all actions: {len(ranks)} ranks, up to {most} actions each"
 
 
 def _bytes(job: Job, rank: int) -> dict[str, int]:

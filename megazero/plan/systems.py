@@ -16,7 +16,7 @@ from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.memory import DISK, HOST, RankMemory, memory
 
 TIME_ERROR = 0.20  # four of five published rows that no fit has used are this close (docs/published.md)
-UNCERTAINTY = f"time: +-{100 * TIME_ERROR:.0f} % on published systems; this engine: measured on one H100 alone, +-8 %"
+UNCERTAINTY = f"time: +-{100 * TIME_ERROR:.0f} % on published systems; this engine: measured on a single H100, +-8 %"
 
 _SCORE_BYTES = 5  # softmax's and dropout's output and a mask: 5 a s^2 b, Korthikanti et al. 2022 (arXiv 2205.05198)
 

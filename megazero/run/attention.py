@@ -137,7 +137,7 @@ def choose_attention(probe: Probe, *, documents: bool, deterministic: bool) -> A
                 return AttentionChoice(name, repeats, attend, "; ".join(why))
             refusals.setdefault(name, refusal)
     against = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
-    why.append(f"attention builds its scores in memory, S^2 numbers a head, for nothing else fits ({against})")
+    why.append(f"attention stores S^2 scores per head in memory, because no other implementation fits ({against})")
     return AttentionChoice("math", False, attend, "; ".join(why))
 
 

@@ -106,11 +106,11 @@ def _require_ours(run: Run, step: int) -> None:
     """
     path = run.folder.path
     if not path.is_dir():
-        what = "checkpoint not saved: the run's folder was deleted or moved while it trained"
-        do = "repair that (earlier checkpoints went along with it), and go on with checkpoint.resume=auto"
+        what = "checkpoint not saved: the run's folder was deleted or moved during training"
+        do = "restore it with its earlier checkpoints, and go on with checkpoint.resume=auto"
         raise UserError(423, what, do, where=path, step=step)
     if (loss := run.lock.loss()) is not None:
-        do = "see that one job trains here, and go on with checkpoint.resume=auto"
+        do = "make sure that only one job trains here, and go on with checkpoint.resume=auto"
         raise UserError(421, loss, do, where=path, step=step)
 
 

@@ -126,7 +126,7 @@ def packing_text(data: RunData) -> Iterator[str]:
         if (packing := windows.packing) is not None:
             text = f"{windows.stream.num_documents:,} documents of {windows.stream.dataset.prefix} packed into "
             text += f"{packing.num_windows:,} sequences, {100 * packing.fill:.1f} % of which is text"
-            cut = f"; {packing.num_cut:,} are longer than {windows.seq_len:,} tokens, and cut"
+            cut = f"; {packing.num_cut:,} are cut because they are longer than {windows.seq_len:,} tokens"
             yield text + (cut if packing.num_cut else "")
 
 
@@ -148,7 +148,7 @@ def refuse_overlap(config: Config, data: RunData) -> None:
             if (shared := shared_document(trained, stream)) is not None:
                 what = f"document {shared[1]:,} of validation set {given} is trained on: it is document "
                 what += f"{shared[0]:,} of {trained.dataset.prefix}"
-                do = "take it out of one of them, or hold out documents of the sources by data.valid=SHARE"
+                do = "remove it from one of them, or hold out documents of the sources with data.valid=SHARE"
                 raise UserError(220, what, do, where=stream.dataset.prefix)
 
 
@@ -199,7 +199,7 @@ def refuse_repeats(data: RunData) -> None:
     for place, source in enumerate(all_lengths[0].sources):
         epochs = sum(each.counts(samples)[place] / each.sources[place].windows.num_windows for each in all_lengths)
         if most is not None and epochs > most:
-            what = f"{steps:,} steps go through {source.name or 'it'} {epochs:.4g} times, "
+            what = f"{steps:,} steps read {source.name or 'it'} {epochs:.4g} times, "
             what += f"data.max_epochs is {most:g}"
             where = source.windows.stream.dataset.prefix
-            raise UserError(219, what, "use more text, lower its weight or run.steps, or raise the cap", where=where)
+            raise UserError(219, what, "use more text, lower its weight or run.steps, or raise max_epochs", where=where)

@@ -42,7 +42,7 @@ def open_disks(homes: Homes, config: Config, device: torch.device, ledger: Ledge
     if not config.uses_disks:
         return None
     if (home := homes.get("nvme")) is None:
-        raise UserError(104, "nvme: this copy of megazero has no such home", "offload to cpu, or to none")
+        raise UserError(104, "this copy of megazero has no offload to nvme", "use cpu or none")
     return_freed_memory()
     folders = [Path(each) for each in ([offload.path] if isinstance(offload.path, str) else offload.path or ())]
     for folder in folders:
@@ -63,10 +63,10 @@ def _require_local(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         do = "give another zero.offload.path"
-        raise UserError(601, f"cannot be made: {error.strerror}", do, where=folder) from None
+        raise UserError(601, f"cannot be created: {error.strerror}", do, where=folder) from None
     kind = file_system_of(folder)
     if kind.startswith(_NETWORK):
-        what = f"expected a disk of this machine, got {kind}"
+        what = f"expected a local disk, got {kind}"
         raise UserError(605, what, "give another zero.offload.path", where=folder)
     if kind in _IN_MEMORY:
-        logging.getLogger("megazero").warning(f"{folder} is in memory ({kind}): state that goes there saves none")
+        logging.getLogger("megazero").warning(f"{folder} is in memory ({kind}): offloading to it saves no memory")

@@ -13,7 +13,7 @@ from megazero.base.errors import UserError
 from megazero.base.files import replace_file
 
 MOST = 3
-_DO = "give it time to build, see who signals it, and remove the file to try again"
+_DO = "give it more time to start, find out what signals it, and remove the file to try again"
 
 
 class EarlyStops:
@@ -55,5 +55,5 @@ class EarlyStops:
             return 0
         text = self._path.read_text(errors="replace") if self._path.is_file() else ""
         if (match := re.match(r"([1-9][0-9]?) starts? in a row", text)) is None:
-            raise UserError(422, "is no count of early stops, or damaged", "remove it", where=self._path)
+            raise UserError(422, "is not a count of early stops, or is damaged", "remove it", where=self._path)
         return int(match[1])

@@ -28,4 +28,4 @@ def write_ledger(folder: RunFolder, grid: Grid, device: torch.device) -> None:
             replace_file(folder.ledger, json.dumps([json.loads(row) for row in rows], indent=1).encode() + b"\n")
         except OSError as error:
             if folder.path.is_dir():  # else the next save reports more
-                warn(f"no ledger: {error.strerror}")
+                warn(f"ledger not written: {error.strerror}")

@@ -53,7 +53,7 @@ def check_same(found: Manifest, ours: Manifest, course: Course, where: Path, loa
         UserError: 412, with the differences, the checkpoint's value first.
     """
     if found.progress is None and load == "optimizer":
-        raise UserError(412, "holds weights alone, no moments", "give checkpoint.load=weights", where=where)
+        raise UserError(412, "holds only weights, no moments", "give checkpoint.load=weights", where=where)
     load = taken(found, load)
     if load != "weights" and found.kinds != ours.kinds:
         what = f"expected the state {ours.kinds} of this optimizer, got {found.kinds}"
@@ -62,20 +62,20 @@ def check_same(found: Manifest, ours: Manifest, course: Course, where: Path, loa
     grows = new_rows(found, ours) > 0
     if grown := grows and load == "weights":
         del other["model.vocab"]
-    what, do = "is not of this model", "load it with the model it was made with"
+    what, do = "does not fit this model", "load it with the model it was made with"
     if load == "all":
-        what, do = "is not of this run", f"resume with the config it was made with{_permission(other, ours.config)}"
+        what, do = "does not fit this run", f"resume with the config it was made with{_permission(other, ours.config)}"
     if not other and (name := found.other_shape(_with_rows_of(found, ours) if grown else ours.shapes)):
         other = {name: (found.shapes.get(name), ours.shapes.get(name))}
     widened = load != "all" and (found.dtype, ours.dtype) == ("F32", "F64")  # without rounding
     if not other and found.dtype != ours.dtype and not widened:
         other = {"dtype": (found.dtype, ours.dtype)}
     if other:
-        do += ", or begin a run with checkpoint.load=weights, where a vocabulary may grow" if grows != grown else ""
-        raise UserError(412, f"{what} (its -> this): {_some(other)}", do, where=where)
+        do += ", or begin a run with checkpoint.load=weights, where the vocabulary may grow" if grows != grown else ""
+        raise UserError(412, f"{what} (saved -> this): {_some(other)}", do, where=where)
     consumed = course.samples(found.step)
     if load == "all" and found.progress is not None and found.progress.next_sample != consumed:
-        what = f"has consumed {found.progress.next_sample:,} samples, with these options it would be {consumed:,}"
+        what = f"has consumed {found.progress.next_sample:,} samples, but these options give {consumed:,}"
         raise UserError(412, what, "resume with the config it was made with", where=where)
 
 
@@ -123,7 +123,7 @@ def _permission(places: Iterable[str], config: Mapping[str, Any]) -> str:
     fixed |= {"model.seq_len"} if config["model.position"] == "learned" else set()
     if not options or keys & fixed or any(row_of(key).on_resume for key in keys):
         return ""
-    return f", or take it by --allow-change {','.join(sorted(keys or {'data'}))}"
+    return f", or permit the change with --allow-change {','.join(sorted(keys or {'data'}))}"
 
 
 def new_rows(found: Manifest, ours: Manifest) -> int:
@@ -176,7 +176,7 @@ def doubt(found: Manifest, start: Start, ours: Manifest) -> str | None:
     digests = found.identity.get("tokenizer"), ours.identity["tokenizer"]
     if taken(found, start.load) == "all" or None in digests or digests[0] == digests[1]:
         return None
-    return f"{start.store.path(found.step)}: its tokenizer is another than data.tokenizer: the same ids mean other text"
+    return f"{start.store.path(found.step)}: its tokenizer differs from data.tokenizer: the same ids mean other text"
 
 
 def changes(found: Manifest, config: Mapping[str, Any]) -> str:
@@ -200,4 +200,4 @@ def check_kernels(names: Sequence[str]) -> None:
     """Refuse ranks that have chosen other kernels than rank 0. Raises UserError 114."""
     if odd := [rank for rank, name in enumerate(names) if name != names[0]]:
         what = f"rank {odd[0]} has {names[odd[0]]} kernels, rank 0 {names[0]}: sums would differ"
-        raise UserError(114, what, "give precision.kernels=reference, or the same compiler to all hosts")
+        raise UserError(114, what, "use precision.kernels=reference, or the same compiler on all hosts")

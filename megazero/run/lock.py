@@ -59,7 +59,7 @@ class RunLock:
             if not self._is_locked:
                 time.sleep(_SETTLED)
                 if self.loss() is not None:
-                    raise UserError(420, "another job has begun here at this moment", _DO, where=self._path.parent)
+                    raise UserError(420, "another job has just begun here", _DO, where=self._path.parent)
         except BaseException:
             os.close(descriptor)
             raise
@@ -81,11 +81,11 @@ class RunLock:
         try:
             owner = _parsed(read_file(self._path, _LOCK_BYTES))
         except FileNotFoundError:
-            return "the lock was removed while this job trained: by hand, or another job has come and gone"
+            return "the lock was removed while this job trained, by hand or by another job that has ended"
         except OSError:
             return None
         if owner is None or owner["word"] != self.word:
-            return "another job has taken this folder over while this one trained"
+            return "another job took over this folder while this one trained"
         return None
 
     def release(self) -> None:
@@ -131,7 +131,7 @@ class RunLock:
         raise UserError(420, what, _DO, where=self._path.parent)
 
     def _no_lock(self) -> UserError:
-        return UserError(420, "is no lock of ours, or damaged", "remove it if no job trains there", where=self._path)
+        return UserError(420, "is not a lock file, or damaged", "remove it if no job trains there", where=self._path)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

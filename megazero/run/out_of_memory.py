@@ -33,12 +33,12 @@ def explain_out_of_memory(grid: Grid, savings: Callable[[], Mapping[str, int]]) 
         if not _is_it(error):
             raise
         found = _ASKED.search(str(error))
-        asked = f" when {megabytes(float(found[1]) * _UNITS[found[2]])} MB more were asked for" if found else ""
+        asked = f" when {megabytes(float(found[1]) * _UNITS[found[2]])} MB more were requested" if found else ""
         held = {category: held.now for category, held in grid.comm.ledger.bytes.items() if held.now}
         listed = ", ".join(f"{name} {megabytes(size)}" for name, size in _largest(held)[:_SHOWN])
-        options = [f"{option} spares {megabytes(size)} MB" for option, size in _largest(savings())[:3]]
+        options = [f"{option} saves {megabytes(size)} MB" for option, size in _largest(savings())[:3]]
         do = ", ".join(options) or "more ranks"
-        raise UserError(330, f"out of memory{asked}; there are {listed} MB", do, rank=grid["world"].rank) from None
+        raise UserError(330, f"out of memory{asked}; in use: {listed} MB", do, rank=grid["world"].rank) from None
 
 
 def _largest(sizes: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -44,7 +44,7 @@ class Planned:
         try:
             replace_file(path, self.text.encode())
         except OSError as error:
-            warn(f"no plan: {error}")
+            warn(f"plan not written: {error}")
 
 
 # (config of a part, rank of the pipeline, whether kernels are fused, see `fuses`) -> plan
@@ -69,8 +69,8 @@ def compare(planned: Planned, grid: Grid, activations: int) -> None:
     if abs(there - peak) > max(_NOTABLE_BYTES, _NOTABLE_SHARE * peak):
         names = held.keys() | expected.keys()
         worst = max(names, key=lambda name: abs(held.get(name, 0) - expected.get(name, 0)))
-        both = f"{megabytes(held.get(worst, 0))} for {megabytes(expected.get(worst, 0))}"
-        warn(f"{line}; most of it {worst}, {both}")
+        both = f"{megabytes(held.get(worst, 0))} instead of {megabytes(expected.get(worst, 0))}"
+        warn(f"{line}; the largest difference is {worst}, {both}")
     elif grid["world"].rank == 0:
         with HEART.paused(), suppress(OSError, ValueError):  # the reader may be gone
             print(line, flush=True)

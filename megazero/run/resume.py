@@ -69,7 +69,7 @@ def find_start(run: Run) -> Start:
     def found() -> dict[str, Any]:
         start = _found(run, run.config.checkpoint.resume, run.config.checkpoint.load)
         if start.load == "all" and start.steps and start.steps[0] > run.config.run.steps:
-            what = f"step {start.steps[0]} is saved, run.steps is {run.config.run.steps}: fewer than are done"
+            what = f"step {start.steps[0]} is saved, but run.steps is {run.config.run.steps}"
             raise UserError(120, what, "raise run.steps; nothing was changed", where=start.source)
         return asdict(counted_from(run, start, next(manifests(start.store, start.steps), None)))
 
@@ -95,7 +95,7 @@ def _found(run: Run, resume: str, load: str) -> Start:
         return Start(word, word, str(own.folder))
     store, steps = _asked_for(Path(resume), own)
     if resume == "auto" and not steps and load != "all":
-        what = f"nothing is saved here yet that checkpoint.load={load} could take"
+        what = f"no checkpoint is saved here yet for checkpoint.load={load}"
         raise UserError(402, what, "give checkpoint.resume=PATH of a run, a step or an import", where=own.folder)
     is_own = store.folder.resolve() == own.folder.resolve()
     if not is_own and (mine := own.steps()):
@@ -118,7 +118,7 @@ def _asked_for(path: Path, own: Store) -> tuple[Store, list[int]]:
     store = Store(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     if not (steps := store.steps()):
         what = f"no checkpoint to resume from{looked_up(path)}"
-        raise UserError(402, what, "give a run's folder, or one of a step", where=path)
+        raise UserError(402, what, "give the folder of a run or of a step", where=path)
     return store, steps
 
 
@@ -134,7 +134,7 @@ def _load_of_own(own: Store, steps: Sequence[int], resume: str, load: str) -> st
     began = [(manifest.config.get("checkpoint.resume"), manifest.config.get("checkpoint.load")) for manifest in found]
     if resume == "auto" or (resume, load) in began:
         return "all"
-    what = f"holds step {steps[0]}, and checkpoint.load={load} begins a run again"
+    what = f"holds step {steps[0]}, but checkpoint.load={load} would begin the run again"
     raise UserError(413, what, "give another run.dir, or checkpoint.load=all to go on", where=own.folder)
 
 
@@ -206,7 +206,7 @@ def load(
         for found in damaged:
             store.put_aside(found)
         if newer := [found for found in store.steps() if found > manifest.step]:
-            what = f"holds step {newer[0]}, which is newer than the step {manifest.step} to go on from"
+            what = f"holds step {newer[0]}, which is newer than the step {manifest.step} to resume from"
             raise UserError(413, what, "give another run.dir, or move the newer steps away", where=store.folder)
 
     run.agree(lambda: clear_the_way() if run.is_first and start.own else None)

@@ -103,7 +103,7 @@ def _train_in(run: Run, place: RankContext) -> int:
         _say(run, line)
     try:
         if run.from_first(lambda: os.path.lexists(folder.stop)):
-            _say(run, f"nothing done: {folder.stop} is there; remove it to train")
+            _say(run, f"nothing done: {folder.stop} exists; remove it to train")
             return 0
         run.from_first(folder.early_stops.refuse)
         start = find_start(run)
@@ -133,7 +133,7 @@ def _ended(run: Run, ran: Outcome, seconds: float) -> int:
         _say(run, ending(ran.scores, folder, seconds) if trained or ran.scores else nothing)
         return 0
     kept = f"saved in {folder.checkpoints}; go on with checkpoint.resume=auto" if ran.done else "nothing to save"
-    kept += f" once {folder.stop} is gone" if not stopped.exit_code else ""
+    kept += f" after you remove {folder.stop}" if not stopped.exit_code else ""
     _say(run, f"{stopped.text} after step {ran.done} of {steps}, {kept}")
     return stopped.exit_code
 
@@ -149,7 +149,7 @@ def _draw(folder: RunFolder) -> None:
         with doing("drawing the loss curve"):
             draw_loss(read_rows(folder.metrics), folder.loss_plot)
     except (OSError, ValueError, OverflowError, MemoryError) as error:  # rows deleted, a full disk
-        warn(f"no loss curve: {error or 'out of memory'}")
+        warn(f"loss curve not drawn: {error or 'out of memory'}")
 
 
 def _fingerprint(config: Config, world: World) -> str:

@@ -47,7 +47,7 @@ def beginning(run: Run, start: Start, part: Part, ready: Ready, found: Manifest 
         yield from _other_rate(config, course, found)
     if changed := changed_since(found, ready.about.history):
         told = ", ".join(in_words(changed))
-        yield f"changed after step {changed[0]['step']}, as --allow-change lets it: {told}"
+        yield f"changed after step {changed[0]['step']}, as --allow-change permits: {told}"
     yield f"data {sources_text(ready.data)}, tokenizer {_tokenizer(config, ready)}"
     yield from packing_text(ready.data)
     yield _resting(config, ready.trainer)
@@ -64,7 +64,7 @@ def _other_rate(config: Config, course: Course, found: Manifest) -> Iterator[str
     before, now = (learning_rate_of(each.part(found.step).config) for each in courses)
     old, new = (rate.at(found.progress.updates) for rate in (before, now))
     if old != new:
-        keep = f"; schedule.steps={before.total} keeps the old course" if before.total != now.total else ""
+        keep = f"; schedule.steps={before.total} keeps the old schedule" if before.total != now.total else ""
         yield f"learning rate of step {found.step + 1}: {old:.4g} before these options, {new:.4g} now{keep}"
 
 
@@ -91,7 +91,7 @@ def _tokenizer(config: Config, ready: Ready) -> str:
     """Describe the tokenizer of a run."""
     if ready.tokenizer is None:
         return "none: ids alone"
-    told = ", which changes text: bits per byte are of the text's own bytes, where the data's origin is known"
+    told = ", which changes text: bits per byte count the original text's bytes, where the data's origin is known"
     return f"{config.data.tokenizer}{'' if ready.tokenizer.lossless else told}"
 
 
@@ -132,9 +132,9 @@ def ending(scores: Mapping[str, Score], folder: RunFolder, seconds: float) -> st
 def sharing(world: World, grid: Grid) -> str:
     """Return the line that says what `--share-gpus` means here."""
     if grid.comm.host_staging is None:
-        return "--share-gpus changes nothing: " + ("one rank" if world.device.type == "cuda" else "there is no GPU")
+        return "--share-gpus has no effect: " + ("one rank" if world.device.type == "cuda" else "there is no GPU")
     what = f"--share-gpus: {grid['world'].size} ranks share their hosts' GPUs ({torch.cuda.device_count()} here)"
-    return f"{what} and talk by gloo through pinned memory: for trying layouts out, every message waits for the host"
+    return f"{what} and use gloo through pinned memory: only to try layouts out, every message waits for the host"
 
 
 def _resting(config: Config, trainer: Trainer) -> str:
@@ -142,7 +142,7 @@ def _resting(config: Config, trainer: Trainer) -> str:
     shard, replicas = grid["shard"].size, grid["replica"].size
     title = f"ZeRO stage {config.zero.stage} over {shard} data rank{'s' * (shard > 1)}, "
     title += f"replicated over {replicas} such groups, " if replicas > 1 else ""
-    return title + "resting on this rank between steps:\n" + resting_table(trainer.engine.units)
+    return title + "held by this rank between steps:\n" + resting_table(trainer.engine.units)
 
 
 def _devices(grid: Grid, device: torch.device) -> str:

@@ -12,14 +12,14 @@ from megazero.base.stop_signals import handle, restore
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options to its parser, which already has the config's options."""
-    parser.add_argument("--max-ranks", type=at_least(1, int, 32), default=8, help="of a layout (default: 8)")
-    layouts = "the most to compare, first those with most pairs of values together (default: 160)"
+    parser.add_argument("--max-ranks", type=at_least(1, int, 32), default=8, help="most ranks of a layout (default: 8)")
+    layouts = "most layouts to compare; those that cover most pairs of values come first (default: 160)"
     parser.add_argument("--layouts", type=at_least(1, int), default=160, help=layouts)
     steps = "training steps to compare (default: 4)"
     parser.add_argument("--steps", type=int, choices=range(1, 21), default=4, help=steps, metavar="1-20")
-    plant = "plant faults into layouts and say which of them a certificate finds, in every precision"
+    plant = "plant faults into layouts and report which of them are found, in every precision"
     parser.add_argument("--plant", action="store_true", help=plant)
-    parser.add_argument("--fault", action="append", metavar="NAME", help="plant this one only; may be repeated")
+    parser.add_argument("--fault", action="append", metavar="NAME", help="plant only this fault; may be repeated")
     parser.add_argument("--json", action="store_true")
 
 

@@ -11,9 +11,9 @@ from megazero.base.doing import doing
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    data = verbs.add_parser("data", help="tell which text a step of a run saw")
+    data = verbs.add_parser("data", help="show which text a step of a run read")
     data.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
-    steps = "of which to show the text, counted from 1 as in the rows"
+    steps = "the step whose text to show, counted from 1 as in metrics.jsonl"
     data.add_argument("--step", type=at_least(1, int), required=True, help=steps)
     data.add_argument("--rank", type=at_least(0, int), help="only what this rank read, on the newest checkpoint's grid")
     data.add_argument("--json", action="store_true")

@@ -46,13 +46,13 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
     folder.require_run()
     config = load(str(folder.config))
     if config.data.tokenizer is None:
-        raise UserError(113, "the run has no data.tokenizer", "text needs one; train with it", where=folder.config)
+        raise UserError(113, "the run has no data.tokenizer", "train with one to get text", where=folder.config)
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab)
     model = build_model(config)
     found = load_newest_weights(model, Store(folder.checkpoints), DTYPES[config.precision.dtype])
     if found.identity.get("tokenizer") not in (None, tokenizer.fingerprint):
         what = f"was trained with the tokenizer {found.identity['tokenizer']}, {tokenizer.path} is "
-        raise UserError(221, f"{what}{tokenizer.fingerprint}", "give data.tokenizer of then", where=folder.config)
+        raise UserError(221, f"{what}{tokenizer.fingerprint}", "set data.tokenizer to that one", where=folder.config)
     ids = tokenizer.encode(prompt) or [tokenizer.eod]
     new = sample(model, ids, sampling, window=config.model.seq_len, vocab=tokenizer.vocab_size, stop=tokenizer.eod)
     # New ids are decoded after those of the prompt, because some tokenizers drop a space at the start of a text.

@@ -107,7 +107,7 @@ def _of_rank(folder: RunFolder, config: Config, rank: int) -> list[int]:
     """Return the numbers of a step's sequences that a rank of the world computed (tensor ranks fastest, then data)."""
     store = Store(folder.checkpoints)
     if not (steps := store.steps()):
-        raise UserError(402, "no checkpoint yet that tells the grid", "leave --rank out", where=folder.checkpoints)
+        raise UserError(402, "no checkpoint yet that records the grid", "leave --rank out", where=folder.checkpoints)
     grid = read_manifest(store.path(steps[0])).grid
     ranks, batch = grid["tensor"] * grid["data"] * grid["pipeline"], config.batch
     if rank >= ranks:

@@ -14,9 +14,9 @@ MOST_LOCAL = 1024  # ranks that are started on one machine
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options."""
     parser.add_argument("--nproc", type=at_least(1, int, MOST_LOCAL), help="local ranks to start")
-    share = "more ranks than GPUs: they take turns and talk through the host's memory; slow, to try layouts out"
+    share = "allow more ranks than GPUs: they share GPUs and exchange data through host memory; slow, to try layouts"
     parser.add_argument("--share-gpus", action="store_true", help=share)
-    allow = "options or sections that may differ from the checkpoint that the run goes on from: data,optimizer.betas"
+    allow = "options or sections that may differ from the checkpoint to resume, such as data,optimizer.betas"
     parser.add_argument("--allow-change", metavar="KEYS", help=allow)
 
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         allowed = () if options.allow_change is None else permitted(options.allow_change, option_keys())
         if allowed and config.checkpoint.resume == "none":
             do = "give checkpoint.resume=auto or PATH, or leave it out"
-            raise UserError(100, "--allow-change is for a run that goes on", do, where="train")
+            raise UserError(100, "--allow-change is for a resumed run", do, where="train")
         if not world.launcher:
             look(config, name_of(options.config), options.nproc)
         with doing("loading torch"):

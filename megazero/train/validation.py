@@ -70,7 +70,7 @@ class Validation:
                 largest = int(batch.targets_SB.max())
                 if self._token_bytes is not None and largest >= len(self._token_bytes):
                     what = f"token {largest} is not one of the tokenizer's {len(self._token_bytes)} pieces"
-                    raise UserError(112, what, "give data.tokenizer that the data was made with", where=where)
+                    raise UserError(112, what, "set data.tokenizer to the one the data was made with", where=where)
 
     def score(self, stop: Callable[[], bool] = lambda: False) -> Score | None:
         """Score the model in one pass over the batches. The loss is NaN if no token is valid.

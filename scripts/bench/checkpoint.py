@@ -74,9 +74,9 @@ TOGETHER = 1e9  # bytes of state up to which all systems run at a time
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, nargs="+", help="of state, about; default: those of *small*")
-    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="what to do (default: all)")
-    parser.add_argument("--folder", help="of the disk to write to; default: the system's for temporary files")
+    parser.add_argument("--megabytes", type=float, nargs="+", help="rough sizes of state (default: those of *small*)")
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=list(KINDS), help="what to measure (default: all)")
+    parser.add_argument("--folder", help="folder to write to (default: the system's temporary folder)")
     add_options(parser)
     options = parser.parse_args()
     models = [MODEL] if options.megabytes is None else [model_of(megabytes) for megabytes in options.megabytes]

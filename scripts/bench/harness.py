@@ -163,11 +163,11 @@ def _with_again(group: Group) -> list[System]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that all benchmark scripts share."""
-    parser.add_argument("--launches", type=int, default=LAUNCHES, help="of all processes (default: %(default)s)")
+    parser.add_argument("--launches", type=int, default=LAUNCHES, help="launches of processes (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=LAUNCHES * ROUNDS, help="rounds, over all launches (default: 21)")
-    parser.add_argument("--only", nargs="+", default=["*"], help="systems next to the reference, by shell patterns")
+    parser.add_argument("--only", nargs="+", default=["*"], help="shell patterns of systems to compare")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-    parser.add_argument("--save", action="store_true", help="keep what is measured in docs/figures, for its tables")
+    parser.add_argument("--save", action="store_true", help="save the measurements in docs/figures, for the tables")
 
 
 def chosen(systems: Sequence[System], only: Sequence[str]) -> list[System]:

@@ -18,14 +18,14 @@ from scripts.bench.processes import System
 
 def add_before(parser: argparse.ArgumentParser) -> None:
     """Add the option that names the other checkout."""
-    says = "a checkout: each of ours runs next to its namesake there"
+    says = "another checkout: each system of ours also runs from there"
     parser.add_argument("--before", type=checkout, metavar="TREE", help=says)
 
 
 def checkout(path: str) -> str:
     """Return the absolute path of a checkout; an argparse type."""
     if not (Path(path) / "megazero/__init__.py").is_file():
-        raise argparse.ArgumentTypeError(f"{path} is no checkout of this project: it has no megazero/__init__.py")
+        raise argparse.ArgumentTypeError(f"{path} is not a checkout of this project: it has no megazero/__init__.py")
     return str(Path(path).resolve())
 
 
@@ -78,5 +78,5 @@ def _import_from(tree: str, name: str) -> ModuleType:
     except ImportError as error:
         raise SystemExit(f"{tree}: cannot import {name}: {error}") from None
     if not Path(module.__file__ or "/").resolve().is_relative_to(Path(tree).resolve()):
-        raise SystemExit(f"{tree}: {name} is not there, but in {module.__file__}")
+        raise SystemExit(f"{tree}: {name} was imported from {module.__file__}")
     return module

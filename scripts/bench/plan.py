@@ -142,9 +142,9 @@ class Compared:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--only", nargs="+", default=["*"], help="layouts, by shell patterns")
+    parser.add_argument("--only", nargs="+", default=["*"], help="shell patterns of layouts")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--save", action="store_true", help="keep what is measured in docs/figures")
+    parser.add_argument("--save", action="store_true", help="save the measurements in docs/figures")
     options = parser.parse_args()
     chosen = [one for one in LAYOUTS if any(fnmatchcase(one.name, pattern) for pattern in options.only)]
     report = report_of(compare(chosen, options.steps), options.steps)

@@ -107,9 +107,9 @@ class Rehearsed:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--launches", type=int, default=LAUNCHES, help="of each (default: %(default)s)")
+    parser.add_argument("--launches", type=int, default=LAUNCHES, help="launches of each (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    parser.add_argument("--save", action="store_true", help="keep what is measured in docs/figures, for its tables")
+    parser.add_argument("--save", action="store_true", help="save the measurements in docs/figures, for the tables")
     options = parser.parse_args()
     rows = []
     for size in options.ranks:

@@ -31,10 +31,10 @@ SECONDS = {False: 525.0, True: 190.0}  # for all parts together; True: --second
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes for a try, not for figures")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes for a trial, not for figures")
     parser.add_argument("--second", action="store_true", help="models of 7B parameters, for a GPU of 140 GB")
     parser.add_argument("--only", choices=list(ALL), nargs="+", help="parts (default: all)")
-    parser.add_argument("--seconds", type=float, help="for all parts together")
+    parser.add_argument("--seconds", type=float, help="time limit of all parts together")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     begin = time.perf_counter()

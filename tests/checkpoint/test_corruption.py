@@ -241,5 +241,5 @@ def test_a_run_with_sources_that_grew_is_not_called_damaged(finished: RunFolder,
     folder = Path(shutil.copytree(Store(finished.checkpoints).path(4), tmp_path / "step_00000004"))
     content = json.loads((folder / FILE_NAME).read_text())
     (folder / FILE_NAME).write_text(json.dumps(content | {"shards": {"web": [{"first": 0, "shards": []}]}}))
-    with pytest.raises(UserError, match=r"MZ-412 .*sources that grow, .*; go on with the version that wrote it"):
+    with pytest.raises(UserError, match=r"MZ-412 .*growing sources, .*; resume with the version that wrote it"):
         read_manifest(folder)

@@ -281,7 +281,7 @@ def refuse(config: Config, code: int) -> str:
 @pytest.mark.parametrize(
     ("what", "changes", "line"),
     [
-        ("weights", ("model.hidden=48",), "is not of this model (its -> this): model.hidden 40 -> 48"),
+        ("weights", ("model.hidden=48",), "does not fit this model (saved -> this): model.hidden 40 -> 48"),
         ("weights", ("model.seq_len=16",), "model.seq_len 32 -> 16"),
         ("weights", ("precision.dtype=fp32",), "dtype F64 -> F32"),
         ("optimizer", ("optimizer.betas=[0.9,0.99]",), "optimizer.betas [0.9, 0.95] -> [0.9, 0.99]"),
@@ -300,9 +300,9 @@ def test_wrong_uses(tiny_data: TinyData, sources, tmp_path: Path) -> None:
     for where in (own, Store(own / "checkpoints").path(4), "auto"):
         config = tiny_data.load(own, *FP64, f"checkpoint.resume={where}", "checkpoint.load=weights", "run.steps=9")
         if where != "auto":
-            assert "holds step 4, and checkpoint.load=weights begins a run again" in refuse(config, 413)
+            assert "holds step 4, but checkpoint.load=weights would begin the run again" in refuse(config, 413)
     nowhere = tiny_data.load(tmp_path / "new", "checkpoint.resume=auto", "checkpoint.load=optimizer")
-    assert "nothing is saved here yet that checkpoint.load=optimizer could take" in refuse(nowhere, 402)
+    assert "no checkpoint is saved here yet for checkpoint.load=optimizer" in refuse(nowhere, 402)
     for given, code in (("weights", 106), ("moments", 105)):
         with pytest.raises(FaultList, match=f"MZ-{code} .*checkpoint.load"):
             tiny_data.load(tmp_path / "new", f"checkpoint.load={given}")
@@ -321,4 +321,4 @@ def test_another_tokenizer_is_said(tiny_data: TinyData, sources, tmp_path: Path,
     config = tiny_data.load(tmp_path / "run", *options)
     capsys.readouterr()
     assert launch(config, "small", 1) == 0
-    assert "its tokenizer is another than data.tokenizer" in capsys.readouterr().err
+    assert "its tokenizer differs from data.tokenizer" in capsys.readouterr().err

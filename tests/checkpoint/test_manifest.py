@@ -68,7 +68,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [0, 1, 50, -2])
 def test_a_truncated_one_is_found(tmp_path: Path, cut: int) -> None:
-    refuse(tmp_path, manifest().to_bytes()[:cut], "is no manifest|was edited or damaged")
+    refuse(tmp_path, manifest().to_bytes()[:cut], "is not a manifest|was edited or damaged")
 
 
 def test_a_missing_one_is_found(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_an_edited_one_is_found(tmp_path: Path) -> None:
         ({"progress": None}, "kinds"),
         ({"files": [File(name="shard_00000.safetensors", size=2 * BLOCK, blocks=["0"])]}, "with 1 hashes"),
         ({"files": [File(name="shard_00001.safetensors", size=200, blocks=["0"])]}, "file 0 is shard_00001"),
-        ({"step": 5}, "updates and skipped steps make no 5 steps"),
+        ({"step": 5}, "updates and skipped steps do not add up to step 5"),
         ({"tensors": {"a": Logical(shape=[6], pieces=[[0, 0, 4, 100, 116, 132]])}}, "a has 4 of 6 elements"),
         ({"tensors": {"a": Logical(shape=[6], pieces=[[0, 1, 6, 100, 120, 140]])}}, "1 to 6 after element 0"),
         ({"tensors": {"a": Logical(shape=[6], pieces=[[0, 0, 6, 190, 100, 100]])}}, "after the end of shard_00000"),
@@ -111,7 +111,7 @@ def test_an_edited_one_is_found(tmp_path: Path) -> None:
 )
 def test_one_that_contradicts_itself_is_refused(tmp_path: Path, changes: dict[str, Any], what: str) -> None:
     """Even if whoever made it has made the right digest too: no reader looks outside a file."""
-    refuse(tmp_path, bytes_of(**changes), f"(contradicts itself|is no manifest): .*{what}")
+    refuse(tmp_path, bytes_of(**changes), f"(is inconsistent|is not a manifest): .*{what}")
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ def test_one_that_contradicts_itself_is_refused(tmp_path: Path, changes: dict[st
 def test_names_stay_in_the_folder(tmp_path: Path, name: str) -> None:
     content = json.loads(manifest().to_bytes())
     content["files"][0]["name"] = name
-    refuse(tmp_path, json.dumps(content).encode(), "is no manifest: files.0.name")
+    refuse(tmp_path, json.dumps(content).encode(), "is not a manifest: files.0.name")
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"null", b"\xff", b'{"a": ' + b"[" * 100_000, b"{}"])
 def test_what_is_no_manifest_at_all(tmp_path: Path, raw: bytes) -> None:
-    refuse(tmp_path, raw, "is no manifest")
+    refuse(tmp_path, raw, "is not a manifest")
 
 
 ROW = {"step": 4, "loss": 1.25, "mfu": None, "skipped": 1, "seconds": {"data": 0.5, "save": 1}}
@@ -150,7 +150,7 @@ def test_a_folder_under_another_steps_name_is_refused(tmp_path: Path) -> None:
             (folder / FILE_NAME).write_bytes(manifest().to_bytes())
             assert read_manifest(folder).step == 4
         else:
-            refuse(folder, manifest().to_bytes(), "contradicts itself: the folder is called step 5, .* of step 4")
+            refuse(folder, manifest().to_bytes(), "is inconsistent: the folder is named step 5, .* says step 4")
     assert step_of(Path("step_000000004")) is None  # another name of step 4
     assert step_of(Path("step_1234567890")) == 1234567890
 

@@ -144,7 +144,7 @@ def test_another_learning_rate_is_said(tiny_data: TinyData, uninterrupted, tmp_p
     if kept:
         assert set(rates) == {2e-4} and "learning rate of step" not in out
     else:
-        assert rates[1] > 2 * rates[0] and f"{said}schedule.steps={STEPS} keeps the old course\n" in out
+        assert rates[1] > 2 * rates[0] and f"{said}schedule.steps={STEPS} keeps the old schedule\n" in out
 
 
 def test_auto_begins_where_nothing_is_saved(tiny_data: TinyData, tmp_path: Path, capsys) -> None:
@@ -205,7 +205,9 @@ def test_a_step_of_another_run_is_saved_here_before_anything_else(
 def test_fewer_steps_than_the_other_run_has_done(tiny_data: TinyData, uninterrupted, tmp_path: Path) -> None:
     options = (*OPTIONS, f"run.steps={STEPS - 1}", f"checkpoint.resume={uninterrupted('fp32')}")
     line = refused(tiny_data.load(tmp_path / "run", *options), 120)
-    assert f"step {STEPS} is saved, run.steps is {STEPS - 1}" in line and not (tmp_path / "run/metrics.jsonl").exists()
+    assert (
+        f"step {STEPS} is saved, but run.steps is {STEPS - 1}" in line and not (tmp_path / "run/metrics.jsonl").exists()
+    )
 
 
 def refused(config, code: int) -> str:
@@ -250,7 +252,7 @@ def test_one_step_that_is_asked_for_is_that_one_or_none(tiny_data: TinyData, uni
     step = Store(again / "checkpoints").path(5)
     (step / "manifest.json").write_text("{}")
     line = refused(tiny_data.load(tmp_path / "new", *OPTIONS, f"checkpoint.resume={step}"), 411)
-    assert "none of 1 checkpoints is whole (steps 5); restore one, or start again" in line
+    assert "none of 1 checkpoints is whole (steps 5); restore a checkpoint, or start again" in line
 
 
 def test_nothing_to_go_on_from(tiny_data: TinyData, tmp_path: Path) -> None:

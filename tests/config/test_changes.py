@@ -39,8 +39,8 @@ def test_keys_of_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ("model.layers", "MZ-123 --allow-change: model.layers cannot change: the weights have its shape, or have le"),
-        ("run.seed", "MZ-123 --allow-change: run.seed cannot change: every random number of the run is a functio"),
+        ("model.layers", "MZ-123 --allow-change: model.layers cannot change: the weights have this shape, or were t"),
+        ("run.seed", "MZ-123 --allow-change: run.seed cannot change: every random number of the run depends on"),
         ("optimizer.beta", "MZ-104 --allow-change: unknown key 'optimizer.beta'; did you mean optimizer.betas?"),
         ("", "MZ-104 --allow-change: unknown key ''; "),
     ],

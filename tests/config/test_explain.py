@@ -59,9 +59,9 @@ def test_types_as_a_user_says_them(capsys, key: str, kind: str):
 def test_text_of_one_option(capsys):
     assert explained(capsys, "memory.partition").split("\n") == [
         "memory.partition = false   [true | false]",
-        "    Pa: kept block inputs are split over the tensor axis.",
-        "    memory.partition true needs memory.recompute full (Pa splits the saved inputs of recompute)",
-        "    memory.offload cpu or nvme needs memory.partition true (Pa+cpu moves what Pa has split)",
+        "    Pa: split saved block inputs over the tensor axis.",
+        "    memory.partition true needs memory.recompute full (Pa splits inputs saved by full recompute)",
+        "    memory.offload cpu or nvme needs memory.partition true (only inputs split by Pa are offloaded)",
         "",
     ]
     assert explained(capsys, "zero.offload.path").startswith(
@@ -93,7 +93,7 @@ def test_values_of_a_config(capsys, path):
     [
         (["modle"], "MZ-104 explain: no option or section modle; did you mean model?\n"),
         (["model.layer"], "MZ-104 explain: no option or section model.layer; did you mean model.layers?\n"),
-        (["model", "data"], "MZ-108 explain: one option or section at a time, got model data\n"),
+        (["model", "data"], "MZ-108 explain: expected one option or section, got model data\n"),
         (["run.steps=3"], "MZ-108 explain: run.steps=3 changes a config; give --config\n"),
         (["--config", "tiny", "run.stpes=3"], "MZ-104 command line: unknown key run.stpes; did you mean run.steps?\n"),
     ],

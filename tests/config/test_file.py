@@ -168,7 +168,7 @@ def test_a_file_among_the_overrides_goes_over_what_was_given_before(tmp_path: Pa
             "expected at most 10,000 values",
         ),
         ("# " + "x" * (33 << 10), "expected at most 32,768 bytes"),
-        ("run: " + "[{a: " * 60, "expected at most 100 brackets inside each other"),
+        ("run: " + "[{a: " * 60, "expected at most 100 nested brackets"),
     ],
 )
 def test_texts_beyond_a_bound(tmp_path: Path, text: str, what: str) -> None:
@@ -180,7 +180,7 @@ def test_texts_beyond_a_bound(tmp_path: Path, text: str, what: str) -> None:
 
 @pytest.mark.parametrize("text", ["&a [*a]", "a: &a [*a]", "&a {b: *a}"])
 def test_a_value_that_contains_itself(text: str) -> None:
-    with pytest.raises(ValueError, match="an alias stands for what contains it"):
+    with pytest.raises(ValueError, match="an alias refers to a value that contains it"):
         parse_yaml(text)
 
 

@@ -300,7 +300,7 @@ def test_stages(tiny_data: TinyData, tmp_path: Path):
         options = (f"run.dir={run}", f"zero.stage={stage}", "run.steps=3", "data.valid=0.1")
         done = command("train.py", "--config", tiny_data.config, "--nproc", "2", *options)
         assert (done.returncode, done.stderr) == (0, "")
-        assert f"ZeRO stage {stage} over 2 data ranks, resting on this rank between steps:" in done.stdout
+        assert f"ZeRO stage {stage} over 2 data ranks, held by this rank between steps:" in done.stdout
         losses.append(
             [(row["loss"], row["grad_norm"], row.get("valid_loss")) for row in read_rows(run / "metrics.jsonl")]
         )

@@ -142,8 +142,8 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("run:\n  steps: 3\n\n  steps: 4", 'MZ-103 c.yaml:4: duplicate key "steps"; keep one of them'),
-        ("run: {steps: 3}\nrun: {seed: 4}", 'MZ-103 c.yaml:2: duplicate key "run"; keep one of them'),
+        ("run:\n  steps: 3\n\n  steps: 4", 'MZ-103 c.yaml:4: duplicate key "steps"; remove one of the two'),
+        ("run: {steps: 3}\nrun: {seed: 4}", 'MZ-103 c.yaml:2: duplicate key "run"; remove one of the two'),
         ("\nrun: {stpes: 3}", "MZ-104 c.yaml:2: unknown key run.stpes; did you mean run.steps?"),
         ("modle:\n  layers: 3", "MZ-104 c.yaml:2: unknown key modle.layers; did you mean model.layers?"),
         ("modle: 3", "MZ-104 c.yaml:1: unknown key modle; did you mean model?"),
@@ -153,7 +153,7 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
         ("optimizer: {name: muon}", "MZ-104 c.yaml:1: unknown key optimizer.name; see `megazero explain`"),
         ("model: {steps: 3}", "MZ-104 c.yaml:1: unknown key model.steps; did you mean run.steps or schedule.steps?"),
         ("wholly: {}", "MZ-104 c.yaml:1: unknown key wholly; see `megazero explain`"),
-        ("model.layers: 3", "MZ-104 c.yaml:1: unknown key model.layers; write a section and its keys below it"),
+        ("model.layers: 3", "MZ-104 c.yaml:1: unknown key model.layers; nest the key in its section"),
         ("run:\n\n  steps: many", "MZ-105 c.yaml:3: run.steps: expected a valid integer, got many"),
         ("run: {steps: 3.0}", "MZ-105 c.yaml:1: run.steps: expected a valid integer, got 3.0"),
         ("run: {steps: true}", "MZ-105 c.yaml:1: run.steps: expected a valid integer, got true"),
@@ -205,7 +205,7 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
         ("stages: [{until_step: 3, zero: {stage: 3}}]", "MZ-109 c.yaml:1: stages[0].zero: state keeps its place as "),
         (
             "stages: [{until_step: 3, model: {layers: 4}}]",
-            "MZ-109 c.yaml:1: stages[0].model.layers: the weights have its shape, or have learned with it; a stage ",
+            "MZ-109 c.yaml:1: stages[0].model.layers: the weights have this shape, or were trained with this value; ",
         ),
         (
             "stages: [{until_step: 3, optimizer: {lrr: 4}}]",
@@ -226,7 +226,7 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
         ),
         (
             "stages: [{until_step: 3000}]",
-            "MZ-106 c.yaml:1: stages end by run.steps is broken: they end with steps 3000, run.steps is 1000; raise ",
+            "MZ-106 c.yaml:1: stages end by run.steps is broken: they end at steps 3000, run.steps is 1000; raise ",
         ),
         (
             "stages: [{until_step: 0}]",
@@ -237,7 +237,10 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
             STAGE.format("{sources: [{path: a, weight: x}]}"),
             "MZ-105 c.yaml:1: stages[0].data.sources[0].weight: e",
         ),
-        (STAGE.format("{sources: [{path: a}], train: a}"), "MZ-109 c.yaml:1: stages[0].data.train: sources of a stage"),
+        (
+            STAGE.format("{sources: [{path: a}], train: a}"),
+            "MZ-109 c.yaml:1: stages[0].data.train: a stage names its sources",
+        ),
         ("run: {steps: 3\n", "MZ-102 c.yaml:2: not YAML: "),
         ("- a", "MZ-102 c.yaml: expected sections, got "),
         ("data: {train: 2020-13-45}", "MZ-102 c.yaml: cannot be read: month must be in 1..12"),

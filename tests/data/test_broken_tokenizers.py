@@ -140,7 +140,9 @@ def test_a_text_over_which_the_library_panics(tmp_path: Path) -> None:
 def test_an_end_of_documents_that_is_a_bytes_id(tmp_path: Path, end: str) -> None:
     path = write_json(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
-    with pytest.raises(UserError, match=r"MZ-209 .*ends a document, but text gives it as well; name a special token"):
+    with pytest.raises(
+        UserError, match=r"MZ-209 .*ends a document, but text can encode to it as well; name a special token"
+    ):
         open_tokenizer(path)
 
 

@@ -128,7 +128,7 @@ def test_every_flipped_bit_of_an_index_is_refused(make_dataset, tmp_path: Path):
         (
             megatron_bytes(8, [3, 6], 4, [0, 1, 2]),
             203,
-            "expected sequence 1 at byte 6 with at least no token, got byte 12",
+            "expected sequence 1 at byte 6 with 0 or more tokens, got byte 12",
         ),
         (megatron_bytes(8, [3, 60], 2, [0, 1, 2]), 204, "expected 126 bytes"),
     ],
@@ -226,7 +226,7 @@ def test_a_file_that_is_truncated_while_it_is_open_is_named(make_dataset) -> Non
     os.truncate(dataset.bin_path, 101)
     assert dataset.read(0, 50).tolist() == list(range(50))
     with pytest.raises(
-        UserError, match=r"MZ-204 .*\.bin: was truncated .*: it ends at byte 101, tokens lie at byte 101"
+        UserError, match=r"MZ-204 .*\.bin: was truncated .*: it ends at byte 101, expected tokens at byte 101"
     ):
         dataset.read(40, 60)
 

@@ -97,5 +97,5 @@ def test_more_shards_than_the_soft_limit_has_descriptors(tmp_path: Path) -> None
 def test_a_shard_that_is_cut_off(folder: Path) -> None:
     dataset = open_files(folder)
     os.truncate(folder / "b.bin", 4)
-    with pytest.raises(UserError, match=r"MZ-204 .*b\.bin: was truncated since it was opened"):
+    with pytest.raises(UserError, match=r"MZ-204 .*b\.bin: was truncated after it was opened"):
         dataset.read(6, 12)

@@ -80,13 +80,13 @@ def test_a_mask_that_is_not_the_data_sets_is_refused(tmp_path: Path) -> None:
     origin.write(prefix)
     require_mask(read_origin(prefix), dataset.mask_digest, prefix)
     require_mask(None, dataset.mask_digest, prefix)
-    with pytest.raises(UserError, match=r"MZ-225 .*web-v1.5.mask: is not there, but web-v1.5.json names it"):
+    with pytest.raises(UserError, match=r"MZ-225 .*web-v1.5.mask: is missing, but web-v1.5.json names it"):
         require_mask(read_origin(prefix), None, prefix)
     other = write(tmp_path / "other", [9], ~scored)
-    with pytest.raises(UserError, match=r"MZ-225 .*has xxh3 \w+, web-v1.5.json tells of \w{16}"):
+    with pytest.raises(UserError, match=r"MZ-225 .*has xxh3 \w+, web-v1.5.json records \w{16}"):
         require_mask(read_origin(prefix), other.mask_digest, prefix)
     Origin("0123456789abcdef", 9, 2, 9, 9, 9, 5).write(prefix)
-    with pytest.raises(UserError, match=r"web-v1.5.json tells of none"):
+    with pytest.raises(UserError, match=r"web-v1.5.json records none"):
         require_mask(read_origin(prefix), dataset.mask_digest, prefix)
     (tmp_path / "web-v1.5.json").write_text((tmp_path / "web-v1.5.json").read_text().replace("null", "5"))
     with pytest.raises(UserError, match=r"MZ-203 .*mask: Input should be a valid string"):

@@ -158,7 +158,7 @@ def test_which_token_ends_a_document(tmp_path: Path) -> None:
     made.add_special_tokens(["</s>", "<|end|>"])
     path, beside = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     made.save(str(path))
-    with pytest.raises(UserError, match=r"MZ-210.*it has 2; put tokenizer_config.json"):
+    with pytest.raises(UserError, match=r"MZ-210.*got 2; put tokenizer_config.json"):
         open_tokenizer(path)
     beside.write_text(json.dumps({"eos_token": {"content": "<|end|>"}, "bos_token": "</s>"}))
     tokenizer = open_tokenizer(path)
@@ -213,8 +213,8 @@ BAD_RANKS = {
     "no rank": (b"YQ==\n", "line 1: expected a token in base64"),
     "truncated": (b"YQ== 0\nYg== 1\nYw", "line 3: expected a token in base64"),
     "few bytes": (b"YQ== 0\nYg== 1\n", "none for byte 0"),
-    "twice": (b"YQ== 0\nYg== 0\n", "expected a rank for each token"),
-    "negative": (b"YQ== -1\n", "expected a rank for each token"),
+    "twice": (b"YQ== 0\nYg== 0\n", "expected for each token a different rank"),
+    "negative": (b"YQ== -1\n", "expected for each token a different rank"),
     "huge": (
         b"".join(base64.b64encode(bytes([b])) + b" %d\n" % (b * 10**9) for b in range(256)),
         "expected 1 to 16,777",
@@ -244,7 +244,7 @@ def test_rank_file_needs_what_it_does_not_say(tmp_path: Path) -> None:
         ({"eod": [1]}, "special tokens, got [1]"),
         ({"bos": "none"}, "special tokens, got 'none'"),
         ({"pattern": None}, 'expected under "pattern" a text'),
-        ({"special_tokens": {END: 10}, "bos": END}, f"{END!r} has the id 10, which is that of a rank"),
+        ({"special_tokens": {END: 10}, "bos": END}, f"{END!r} has the id 10, which is also a rank"),
         ({"pattern": "x*"}, "its library fails: range end index"),
     ):
         beside.write_text(json.dumps(told | change))
@@ -252,7 +252,7 @@ def test_rank_file_needs_what_it_does_not_say(tmp_path: Path) -> None:
             open_tokenizer(path)
         assert what in str(caught.value)
     beside.unlink()
-    with pytest.raises(UserError, match=r"MZ-210.*There is no x.tiktoken.json"):
+    with pytest.raises(UserError, match=r"MZ-210.*there is no x.tiktoken.json"):
         open_tokenizer(path)
     path.rename(tmp_path / "r50k_base.tiktoken")
     assert open_tokenizer(tmp_path / "r50k_base.tiktoken").eod == 50256
@@ -276,7 +276,7 @@ def test_a_package_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pyte
         (tmp_path / "tokenizer.json", "tokenizers"),
         (write_ranks(tmp_path / "x.tiktoken"), "tiktoken"),
     ):
-        with pytest.raises(UserError, match=f"MZ-162.*the package {package} is not installed"):
+        with pytest.raises(UserError, match=f"MZ-162.*the package {package}, which is not installed"):
             open_tokenizer(path)
 
 
@@ -296,7 +296,7 @@ def fenced(language: str, page: str) -> list[str]:
 
 def test_llama_3s_file_says_what_it_is(tmp_path: Path) -> None:
     write_ranks(tmp_path / "x.tiktoken").rename(tmp_path / "tokenizer.model")
-    with pytest.raises(UserError, match=r"MZ-209.*byte pairs with their ranks; name it NAME.tiktoken"):
+    with pytest.raises(UserError, match=r"MZ-209.*byte pairs with their ranks; rename it to NAME.tiktoken"):
         open_tokenizer(tmp_path / "tokenizer.model")
 
 

@@ -229,8 +229,8 @@ RECORDS = [
     ({"messages": [*turns("x"), {"role": "assistant"}]}, 'message 2: expected text under "content", got NoneType'),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "got list"),
     ({"messages": turns("\ud800", "x")}, "half a surrogate pair"),
-    ({"messages": turns("x", "y"), "tools": nested(900)}, "its objects lie in each other too deep"),
-    ({"messages": turns("\ufdd0", "x")}, "U+FDD0 stands in a text"),
+    ({"messages": turns("x", "y"), "tools": nested(900)}, "its objects are nested too deeply"),
+    ({"messages": turns("\ufdd0", "x")}, "U+FDD0 is in a text"),
 ]
 
 
@@ -255,9 +255,9 @@ UNSUITED = [
     ("{{ messages[7].content.upper() }}", "the template raises: "),
     ("{{ messages[0].content + 1 }}", "the template raises: "),
     ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "the template raises: maximum recursion"),
-    ("{{ messages | length }}" + PLAIN, "message 2 is not rendered as a prompt and what follows"),
-    (PLAIN + "{% if not add_generation_prompt %}.{% endif %}", "is not rendered as a prompt and what follows"),
-    ("{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}", "blocks lie in each other"),
+    ("{{ messages | length }}" + PLAIN, "message 2 is not rendered as a prompt and its continuation"),
+    (PLAIN + "{% if not add_generation_prompt %}.{% endif %}", "is not rendered as a prompt and its continuation"),
+    ("{% generation %}{% generation %}x{% endgeneration %}{% endgeneration %}", "blocks are nested"),
 ]
 
 
@@ -276,15 +276,15 @@ def test_a_record_that_the_template_does_not_suit(
 
 
 FAULTS = [
-    ("{% for x in %}", "is no Jinja template: line 1: "),
-    ("{% endgeneration %}", "is no Jinja template: line 1: "),
-    ("{% generation %}", "is no Jinja template: line 1: "),
-    ("{{ " + "(" * 3000 + ")" * 3000 + " }}", "is no Jinja template: "),
-    ("{{ ''.__class__.__mro__ }}", "does what a template may not: access to attribute '__class__' of 'str'"),
-    ("{{ ''['__class__'].mro() }}", "does what a template may not: "),
-    ("{{ raise_exception.__globals__.os }}", "does what a template may not: "),
+    ("{% for x in %}", "is not a Jinja template: line 1: "),
+    ("{% endgeneration %}", "is not a Jinja template: line 1: "),
+    ("{% generation %}", "is not a Jinja template: line 1: "),
+    ("{{ " + "(" * 3000 + ")" * 3000 + " }}", "is not a Jinja template: "),
+    ("{{ ''.__class__.__mro__ }}", "does what a template must not do: access to attribute '__class__' of 'str'"),
+    ("{{ ''['__class__'].mro() }}", "does what a template must not do: "),
+    ("{{ raise_exception.__globals__.os }}", "does what a template must not do: "),
     ("{{ messages.mro() }}", "the template raises: "),
-    ("{{ messages.append(1) }}", "does what a template may not: "),
+    ("{{ messages.append(1) }}", "does what a template must not do: "),
     ("{{ range(10 ** 9) | list }}", "the template raises: Range too big"),
 ]
 
@@ -311,10 +311,10 @@ def test_templates_that_are_not_there(tokenizer: Path, tmp_path: Path, capsys) -
         assert said.startswith(f"MZ-{code}") and said.count("\n") == 1, said
         return said
 
-    assert "no template: No such file" in refused(226, str(tokenizer), "--chat", "gone.jinja")
+    assert "template cannot be read: No such file" in refused(226, str(tokenizer), "--chat", "gone.jinja")
     assert "there is no chat_template.jinja next to it" in refused(226, "bytes", "--chat")
     (tmp_path / "latin.jinja").write_bytes(b"\xff")
-    assert "no template: not UTF-8" in refused(226, str(tokenizer), "--chat", str(tmp_path / "latin.jinja"))
+    assert "template cannot be read: not UTF-8" in refused(226, str(tokenizer), "--chat", str(tmp_path / "latin.jinja"))
     assert "got a folder" in refused(226, str(tokenizer), "--chat", str(tmp_path))
     assert "--chat takes one --field" in refused(190, str(tokenizer), "--chat", "--field", "a", "b")
     (tmp_path / "x.txt").write_text("x")
@@ -329,7 +329,7 @@ def test_jinja_that_is_missing_or_old(tokenizer: Path, tmp_path: Path, monkeypat
     assert "MZ-162 " in (said := capsys.readouterr().err) and "expected the package jinja2 3.1.6 or later" in said
     monkeypatch.setattr("data_tools.templates.find_spec", lambda package: None)
     assert preprocess.main(line) == 2
-    assert "is whole, got none; run" in (said := capsys.readouterr().err) and "megazero[chat]" in said
+    assert "is safe, got none; run" in (said := capsys.readouterr().err) and "megazero[chat]" in said
 
 
 def test_inspect_shows_answers(tokenizer: Path, tmp_path: Path, command) -> None:
@@ -352,7 +352,7 @@ def test_inspect_shows_answers(tokenizer: Path, tmp_path: Path, command) -> None
     assert f"scored         {share}" in table and "scored         'A parser of arguments.<|im_end|>'\n" in table
     assert "not scored     '<|im_start|>" in table and "answers" not in table
     (tmp_path / "out.mask").unlink()
-    assert "MZ-225 out.mask: is not there, but out.json names it" in command("inspect", "out").stderr
+    assert "MZ-225 out.mask: is missing, but out.json names it" in command("inspect", "out").stderr
 
 
 def test_merge_joins_masks(tokenizer: Path, tmp_path: Path, command) -> None:

@@ -155,5 +155,5 @@ def test_a_package_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pyte
     paths = {path.suffix: path for path in every_kind(tmp_path)}
     monkeypatch.setattr("megazero.data.tokenizers.common.find_spec", lambda name: None)
     for suffix, package in ((".zst", "pyarrow"), (".parquet", "pyarrow"), (".arrow", "pyarrow")):
-        with pytest.raises(UserError, match=f"MZ-162.*the package {package} is not installed"):
+        with pytest.raises(UserError, match=f"MZ-162.*the package {package}, which is not installed"):
             texts(Reader([paths[suffix]]))

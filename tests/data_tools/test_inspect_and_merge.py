@@ -149,4 +149,4 @@ def test_interrupt_is_one_line(capsys):
         raise KeyboardInterrupt
 
     assert run(interrupted, Parser(prog="x.py"), []) == 130
-    assert capsys.readouterr().err == "x.py: interrupted, no half file is left\n"
+    assert capsys.readouterr().err == "x.py: interrupted, no partial file is left\n"

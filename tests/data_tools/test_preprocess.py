@@ -221,7 +221,7 @@ def test_interrupt_is_one_line(tmp_path: Path, model: Path, early: bool):
         os.killpg(child.pid, signal.SIGINT)
         stdout, stderr = child.communicate()
     assert child.returncode == 130 and stdout == ""
-    assert without_heartbeat(stderr) == "megazero preprocess: interrupted, the same line goes on where it was\n"
+    assert without_heartbeat(stderr) == "megazero preprocess: interrupted, the same command resumes there\n"
     assert list((tmp_path / "out").iterdir()) == []
 
 

@@ -96,7 +96,7 @@ def test_the_same_line_goes_on_and_gives_the_same_bytes(
             (tmp_path / "out.unfinished/000099.bin.tmp-0").write_bytes(b"x")
         capsys.readouterr()
         assert preprocess.main([*text, *more, "--output", str(out)]) == 0
-        went_on += "going on after" in capsys.readouterr().err
+        went_on += "resuming after" in capsys.readouterr().err
         assert {n: c.replace(b"out", b"whole") for n, c in made(out).items()} == expected
         assert not (tmp_path / "out.unfinished").exists()
         for name in NAMES:
@@ -126,7 +126,7 @@ def test_another_line_begins_anew(
             preprocess.main([*text, "--output", str(out)])
     assert list((tmp_path / "out.unfinished").glob("*.done"))
     assert preprocess.main([*text, "--deduplicate", "--output", str(out)]) == 0
-    assert "going on" not in capsys.readouterr().err
+    assert "resuming" not in capsys.readouterr().err
     found = made(out)
     assert preprocess.main([*text, "--deduplicate", "--output", str(out)]) == 0
     assert made(out) == found

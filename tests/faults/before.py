@@ -107,7 +107,7 @@ def _(site: Site) -> list[str]:
     return site.train("run.dir=" + str(site.folder / "new"), f"data.train={data}", "data.valid=null")
 
 
-@fault("a mask that is gone", "MZ-225 …DATA.mask: is not there, but data.json names it: …")
+@fault("a mask that is gone", "MZ-225 …DATA.mask: is missing, but data.json names it: …")
 def _(site: Site) -> list[str]:
     data = site.dataset([1] * 500)
     Origin("0123456789abcdef", 400, 1, 500, 500, 500, 500, mask="0123456789abcdef").write(data)
@@ -117,7 +117,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "a source that is gone through too often",
-    "MZ-219 DATA: 4 steps go through it 1.067 times, data.max_epochs is 1; use more text, lower its weight or …",
+    "MZ-219 DATA: 4 steps read it 1.067 times, data.max_epochs is 1; use more text, lower its weight or …",
 )
 def _(site: Site) -> list[str]:
     data = site.dataset([1] * 500)
@@ -127,7 +127,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "a validation set with a document that is trained on",
-    "MZ-220 DATA: document 0 of validation set data is trained on: it is document 0 of DATA; take it out of one of …",
+    "MZ-220 DATA: document 0 of validation set data is trained on: it is document 0 of DATA; remove it from one of …",
 )
 def _(site: Site) -> list[str]:
     data = site.dataset([1] * 500)
@@ -137,7 +137,7 @@ def _(site: Site) -> list[str]:
 
 usage(
     "a stage after the end of its run",
-    "MZ-106 command line: stages end by run.steps is broken: they end with steps 9, run.steps is 4; raise run.steps, …",
+    "MZ-106 command line: stages end by run.steps is broken: they end at steps 9, run.steps is 4; raise run.steps, …",
     "stages=[{until_step: 9}]",
 )
 usage(
@@ -147,9 +147,9 @@ usage(
 )
 usage(
     "a stage with another model",
-    "MZ-109 command line: stages[0].model.layers: the weights have its shape, or have learned with it; a stage may "
-    "change data.sources, data.mask_eod, batch.global, batch.micro, model.seq_len, optimizer.lr, optimizer.clip, "
-    "optimizer.*, schedule.*",
+    "MZ-109 command line: stages[0].model.layers: the weights have this shape, or were trained with this value; "
+    "a stage may change data.sources, data.mask_eod, batch.global, batch.micro, model.seq_len, optimizer.lr, "
+    "optimizer.clip, optimizer.*, schedule.*",
     "stages=[{until_step: 2, model: {layers: 3}}]",
 )
 usage(
@@ -159,8 +159,8 @@ usage(
 )
 usage(
     "a stage of longer windows than learned positions",
-    "MZ-106 command line: model.position rotary with another model.seq_len in stages is broken: 64, and learned "
-    "positions are a weight of that length; take model.position=rotary, or one length",
+    "MZ-106 command line: model.position rotary with another model.seq_len in stages is broken: 64, but learned "
+    "positions are a weight of one length; use model.position=rotary, or one length",
     "stages=[{until_step: 2, model: {seq_len: 64}}]",
 )
 
@@ -181,7 +181,9 @@ def _(site: Site) -> list[str]:
 
 
 @fault(
-    "a FIFO for a config", "MZ-101 …fifo.yaml: is no regular file; give a file of options, or a shipped config", code=2
+    "a FIFO for a config",
+    "MZ-101 …fifo.yaml: is not a regular file; give a YAML file, or a shipped config",
+    code=2,
 )
 def _(site: Site) -> list[str]:
     os.mkfifo(site.folder / "fifo.yaml")
@@ -190,8 +192,8 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "a config that stands for 2^40 values",
-    "MZ-102 many.yaml: cannot be read: expected at most 10,000 values, got 8,796,093,022,164 with what aliases stand "
-    "for; repair the file",
+    "MZ-102 many.yaml: cannot be read: expected at most 10,000 values, got 8,796,093,022,164 with aliases "
+    "expanded; correct the file",
     code=2,
 )
 def _(site: Site) -> list[str]:

@@ -24,7 +24,7 @@ from tests.faults.site import (
 
 FULL = (
     "MZ-403 …step=6 RUN/checkpoints: checkpoint not saved: No space left on device; earlier "
-    "ones are intact; repair that, and run again with checkpoint.resume=auto"
+    "ones are intact; fix that, and run again with checkpoint.resume=auto"
 )
 
 
@@ -135,7 +135,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "a manifest cut off",
-    f"warning: MZ-410 {STEP}/{FILE_NAME}: is no manifest: not JSON: …; …; going on from an older step",
+    f"warning: MZ-410 {STEP}/{FILE_NAME}: is not a manifest: not JSON: …; …; going on from an older step",
     SINCE,
     0,
 )
@@ -158,7 +158,7 @@ def _(site: Site) -> list[str]:
 @fault(
     "every checkpoint damaged",
     "MZ-411 RUN/checkpoints: none of 2 checkpoints is whole (steps 4, "
-    "2); restore one, or start again in another run.dir",
+    "2); restore a checkpoint, or start again in another run.dir",
     "the run",
 )
 def _(site: Site) -> list[str]:
@@ -167,7 +167,7 @@ def _(site: Site) -> list[str]:
     return site.resume()
 
 
-OTHER = f"MZ-412 {STEP}: is not of this run (its -> this): "
+OTHER = f"MZ-412 {STEP}: does not fit this run (saved -> this): "
 
 
 def other(what: str, line: str, *overrides: str) -> None:
@@ -175,7 +175,7 @@ def other(what: str, line: str, *overrides: str) -> None:
 
 
 def permitted(what: str, line: str, key: str, *overrides: str) -> None:
-    mend = f"; resume with the config it was made with, or take it by --allow-change {key}"
+    mend = f"; resume with the config it was made with, or permit the change with --allow-change {key}"
     fault(what, OTHER + line + mend)(lambda site: site.resume(*overrides))
 
 
@@ -183,7 +183,7 @@ other("resumed with another model", "model.layers 2 -> 3", "model.layers=3")
 fault(
     "resumed with another vocabulary",
     f"{OTHER}model.vocab 400 -> 416; resume with the config it was made with, or begin a run with "
-    "checkpoint.load=weights, where a vocabulary may grow",
+    "checkpoint.load=weights, where the vocabulary may grow",
 )(lambda site: site.resume("model.vocab=416"))
 other("resumed in another precision", "precision.dtype fp32 -> bf16", "precision.dtype=bf16")
 permitted("resumed with another optimizer", "optimizer.eps 1e-08 -> 1e-06", "optimizer.eps", "optimizer.eps=1e-6")
@@ -200,7 +200,7 @@ other("resumed with other data", "data.valid 0.1 -> 0.4", "data.valid=0.4")
 
 @fault(
     "a change that no run goes on with",
-    "MZ-123 --allow-change: model.layers cannot change: the weights have its shape, or have learned with it",
+    "MZ-123 --allow-change: model.layers cannot change: the weights have this shape, or were trained with this value",
     code=2,
 )
 def _(site: Site) -> list[str]:
@@ -209,14 +209,14 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "no checkpoint where to go on from",
-    "MZ-402 …nowhere: no checkpoint to resume from; give a run's folder, or one of a step",
+    "MZ-402 …nowhere: no checkpoint to resume from; give the folder of a run or of a step",
 )
 def _(site: Site) -> list[str]:
     return site.train("run.dir=" + str(site.folder / "new"), f"checkpoint.resume={site.folder / 'nowhere'}")
 
 
 @fault(
-    "an older step asked for", "MZ-413 RUN/checkpoints: holds step 4, which is newer than the step 2 to go on from; …"
+    "an older step asked for", "MZ-413 RUN/checkpoints: holds step 4, which is newer than the step 2 to resume from; …"
 )
 def _(site: Site) -> list[str]:
     return site.resume(f"checkpoint.resume={Store(site.run / 'checkpoints').path(2)}")
@@ -245,7 +245,7 @@ def _(site: Site) -> list[str]:
     return site.resume()
 
 
-@fault("a lock that is none", "MZ-420 RUN/lock: is no lock of ours, or damaged; remove it if no job trains there")
+@fault("a lock that is none", "MZ-420 RUN/lock: is not a lock file, or damaged; remove it if no job trains there")
 def _(site: Site) -> list[str]:
     (site.run / "lock").write_text("mine")
     return site.resume()
@@ -253,7 +253,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "the lock taken by another job meanwhile",
-    "MZ-421 step=6 RUN: another job has taken this folder over while this one trained; …",
+    "MZ-421 step=6 RUN: another job took over this folder while this one trained; …",
     SINCE,
 )
 def _(site: Site) -> list[str]:
@@ -270,8 +270,8 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "a step under another step's name",
-    "warning: MZ-410 RUN/checkpoints/step_00000005/manifest.json: contradicts itself: the folder is called step 5, "
-    "the manifest is of step 4; restore the file, or resume from another step; going on from an older step",
+    "warning: MZ-410 RUN/checkpoints/step_00000005/manifest.json: is inconsistent: the folder is named step 5, "
+    "the manifest says step 4; restore the file, or resume from another step; going on from an older step",
     SINCE,
     0,
 )
@@ -298,7 +298,10 @@ def _(site: Site) -> list[str]:
     return site.resume()
 
 
-@fault("a lock of another shape", "MZ-420 RUN/lock: is no lock of ours, or damaged; remove it if no job trains there")
+@fault(
+    "a lock of another shape",
+    "MZ-420 RUN/lock: is not a lock file, or damaged; remove it if no job trains there",
+)
 def _(site: Site) -> list[str]:
     keys = ("word", "host", "kernel", "pid", "born", "since", "job")
     (site.run / "lock").write_text(json.dumps({key: [] for key in keys}))
@@ -307,7 +310,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "the lock removed meanwhile",
-    "MZ-421 step=6 RUN: the lock was removed while this job trained: by hand, or another job has come and gone; …",
+    "MZ-421 step=6 RUN: the lock was removed while this job trained, by hand or by another job that has ended; …",
     SINCE,
 )
 def _(site: Site) -> list[str]:
@@ -317,7 +320,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "the run's folder moved while it trains",
-    "MZ-423 step=6 RUN/checkpoints: checkpoint not saved: the run's folder was deleted or moved while it trained; …",
+    "MZ-423 step=6 RUN/checkpoints: checkpoint not saved: the run's folder was deleted or moved during training; …",
     SINCE,
 )
 def _(site: Site) -> list[str]:

@@ -41,7 +41,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "a moment that is not finite",
-    "MZ-302 step=6 RUN/checkpoints: not saved: … is not finite after the last update; earlier are intact; …",
+    "MZ-302 step=6 RUN/checkpoints: not saved: … is not finite after the last update; earlier steps are intact; …",
     SINCE,
 )
 def _(site: Site) -> list[str]:
@@ -120,7 +120,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "token files cut off while training",
-    "MZ-204 …DATA.bin: was truncated since it was opened: it ends at byte 100, tokens lie at byte …; copy it again, …",
+    "MZ-204 …DATA.bin: was truncated after it was opened: it ends at byte 100, expected tokens at byte …",
     SINCE,
 )
 def _(site: Site) -> list[str]:
@@ -133,7 +133,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "a sample of another model",
-    "MZ-404 RUN/checkpoints/step_00000004: …: expected …, got …; is this the run's own config.yaml?",
+    "MZ-404 RUN/checkpoints/step_00000004: …: expected …, got …; check that config.yaml is the run's own",
 )
 def _(site: Site) -> list[str]:
     path = site.run / "config.yaml"
@@ -141,7 +141,7 @@ def _(site: Site) -> list[str]:
     return ["generate", "--run", str(site.run), "--prompt", "a"]
 
 
-@fault("an import of nothing", "MZ-414 …config.json: cannot be read: …; a folder of safetensors is needed")
+@fault("an import of nothing", "MZ-414 …config.json: cannot be read: …; give a folder of safetensors")
 def _(site: Site) -> list[str]:
     return ["import", "--from", "hf", "--model", str(site.folder / "gone"), "--out", str(site.folder / "new")]
 

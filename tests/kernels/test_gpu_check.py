@@ -218,7 +218,7 @@ def test_without_a_gpu_or_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyP
     code, report = checked(tmp_path / "report.json", "--only", "build", "correctness")
     assert code == 0 and report["machine"]["commit"] == "-"
     (row,) = report["parts"]["build"]["rows"]
-    assert row["absent"].startswith("no g++ on this machine, nor is its library in ")
+    assert row["absent"].startswith("no g++ on this machine, and no built library in ")
     assert [row["absent"] for row in report["parts"]["correctness"]["rows"]] == ["see build"]
 
 

@@ -52,7 +52,9 @@ def test_a_local_rank_that_is_stopped_is_named(tmp_path: Path, cases: list[tuple
         _, err = process.communicate()
         until_gone(pids)
         if case == "start":  # it has not come to the roll call
-            missing = "1 of 2 ranks did not come within 3 s: 1 " if rank else "rank 0 did not answer at the roll call; "
+            missing = (
+                "1 of 2 ranks did not connect within 3 s: 1 " if rank else "rank 0 did not answer at the roll call; "
+            )
             assert err.startswith(f"MZ-320 rank=0: {missing}") and err.count("\n") == 1 == process.returncode, err
             continue
         where = rf"MZ-311 rank={rank}: did not .* in {PHASES[case]} on \S+ \(pid (\d+)\).* waited .*\n"

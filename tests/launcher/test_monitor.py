@@ -120,7 +120,7 @@ def test_the_end_of_a_stuck_rank(tmp_path: Path):
     message = status.on(P2P)
     assert message.open and (message.ranks, message.text) == (range(1, 2), "nccl:all_gather")
     text = log.read_text()
-    assert "nothing queued on the GPU has ended for 80 s" in text and "\ndata #3 [[8]]: scheduled\n" in text
+    assert "no operation queued on the GPU has ended for 80 s" in text and "\ndata #3 [[8]]: scheduled\n" in text
     assert "most recent call first" in text
     watched.place.stacks.close()
 

@@ -78,7 +78,7 @@ def test_a_task_that_does_not_come_is_named():
     process = task(0, free_port(), 1, "same")
     _, err = process.communicate()
     assert process.returncode == 1
-    assert err.splitlines()[-1].startswith("MZ-320 rank=0: 1 of 2 ranks did not come within 1 s: 1 (in start on ")
+    assert err.splitlines()[-1].startswith("MZ-320 rank=0: 1 of 2 ranks did not connect within 1 s: 1 (in start on ")
 
 
 def test_rank_0_that_does_not_come_is_named():
@@ -113,7 +113,7 @@ def test_an_address_that_is_taken_is_refused():
     ("host", "nodes", "why"),
     [
         ("127.0.0.1", 2, "127.0.0.1 cannot be reached from the other 1 hosts"),
-        ("0.0.0.0", 1, "that is every address of this host"),
+        ("0.0.0.0", 1, "it stands for all addresses of this host"),
         ("", 1, "Name or service not known"),
         ("a" * 64 + ".org", 1, "label empty or too long"),
     ],
@@ -140,17 +140,17 @@ def refused(rank: int, port: str, monkeypatch: pytest.MonkeyPatch) -> str:
     [
         (
             0,
-            r"MZ-320 rank=0: not all 2 ranks came to 127.0.0.1:\d+ within 1 s \(.*; start all ranks by one",
+            r"MZ-320 rank=0: not all 2 ranks connected to 127.0.0.1:\d+ within 1 s \(.*; start all ranks with one",
         ),
         (
             1,
-            r"MZ-320 rank=1: rank 0 cannot be reached at 127.0.0.1:\d+ within 1 s \(.*; start all ranks by one",
+            r"MZ-320 rank=1: rank 0 cannot be reached at 127.0.0.1:\d+ within 1 s \(.*; start all ranks with one",
         ),
     ],
 )
 def test_variables_left_over_in_a_shell_are_named(rank: int, expected: str, monkeypatch: pytest.MonkeyPatch):
     line = refused(rank, free_port(), monkeypatch)
-    assert re.match(expected, line) and "if this is to be one process, unset RANK, WORLD_SIZE and LOCAL_RANK" in line
+    assert re.match(expected, line) and "for a single process, unset RANK, WORLD_SIZE and LOCAL_RANK" in line
 
 
 def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -158,4 +158,6 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         line = refused(0, str(taken.getsockname()[1]), monkeypatch)
-    assert re.match(r"MZ-322 rank=0: cannot listen on 127.0.0.1:\d+: another process does; set MASTER_ADDR", line)
+    assert re.match(
+        r"MZ-322 rank=0: cannot listen on 127.0.0.1:\d+: another process listens there; set MASTER_ADDR", line
+    )

@@ -69,7 +69,7 @@ def test_all_ranks_hear_the_same_roll(stores: Callable[[int], Store]):
 
 def test_missing_ranks_are_named_by_rank_0_alone(stores: Callable[[int], Store]):
     first, *others = called(stores, range(3), 5, 0.5)
-    assert str(first).startswith("MZ-320 rank=0: 2 of 5 ranks did not come within 0.5 s: 3, 4; see their output")
+    assert str(first).startswith("MZ-320 rank=0: 2 of 5 ranks did not connect within 0.5 s: 3, 4; see their output")
     assert all(isinstance(error, FailedElsewhere) and error.code == 320 for error in others)
 
 
@@ -90,7 +90,7 @@ def test_the_start_has_a_timeout_of_its_own(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setenv(name, "lo")
     place = RankContext(World(0, 2, 0, "local"), StatusBoard().status_slot(0), tmp_path / "store")
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"MZ-320 rank=0: 1 of 2 ranks did not come within 0\.5 s: 1;"):
+    with pytest.raises(UserError, match=r"MZ-320 rank=0: 1 of 2 ranks did not connect within 0\.5 s: 1;"):
         connect(place, timeout=timedelta(seconds=60), start_timeout=timedelta(seconds=0.5), fingerprint="same")
     assert time.monotonic() - began < 20
 

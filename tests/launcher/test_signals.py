@@ -18,7 +18,7 @@ def test_only_the_first_signal_in_training_is_told() -> None:
             signal.raise_signal(number)
     finally:
         signals.restore()
-    assert told == ["SIGTERM has come: the run ends after the step that is under way, and saves first"]
+    assert told == ["SIGTERM received: the run saves and ends after the current step"]
     assert signals.first is signal.SIGTERM
 
 

@@ -88,7 +88,7 @@ def differing(stage: int) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_after_different_changes_all_ranks_have_those_of_rank_0(stage: int):
     (said, held, first), (_, theirs, second) = on_ranks(2, differing, stage)
-    assert "rank 1 has changed it to other values than rank 0, which all ranks have now" in said
+    assert "rank 1 has changed it to other values than rank 0, whose values all ranks have now" in said
     assert torch.equal(held["first.weight"], torch.ones(WIDTH, WIDTH, dtype=torch.float64))
     assert not (held["blocks.1.norm.bias"] == 7.0).any()
     for mine, other in ((held, theirs), (first, second)):

@@ -264,7 +264,7 @@ def test_parameters_without_real_values_stay_frozen():
     module.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)
     sharded = megazero.shard(module, "adamw", stage=1)
     module.requires_grad_(True)
-    with pytest.raises(UserError, match=r"MZ-502.*phase requires a gradient, and only parameters of floating point"):
+    with pytest.raises(UserError, match=r"MZ-502.*phase requires a gradient, but only floating-point parameters"):
         sharded(numbers(0, 0).float())
 
 
@@ -354,5 +354,5 @@ def wrong_tables() -> tuple[str, str]:
 
 def test_what_tables_cannot_follow_is_one_line():
     for frozen, used in on_ranks(2, wrong_tables):
-        assert "MZ-502" in frozen and "a.weight requires a gradient, and was frozen" in frozen
+        assert "MZ-502" in frozen and "a.weight requires a gradient, but was frozen" in frozen
         assert "MZ-506" in used and "a.weight was used outside of the forward" in used

@@ -52,7 +52,7 @@ def test_another_number_of_calls_is_one_line(stage: int, tmp_path: Path):
             if gathers:
                 assert "other parts of the module than rank 0" in line and "as many backwards" in line
             else:
-                assert f"rank=1: it waits for sharded.{others}, and rank 0 for sharded.{first}" in line
+                assert f"rank=1: it waits in sharded.{others}, and rank 0 in sharded.{first}" in line
 
 
 def uneven(stage: int) -> dict[str, Tensor]:

@@ -17,12 +17,12 @@ from tests.library.odd_modules import made
 from tests.library.running import on_ranks, sharded_case, train, trained
 
 RIGHT = "right"
-IN_SHARDS = r"MZ-506: first.weight .*rests in shards; sharded.full_state_dict\(\)"
+IN_SHARDS = r"MZ-506: first.weight .*while it is sharded; sharded.full_state_dict\(\)"
 COPY = r"MZ-506: first.weight: a sharded module cannot be copied or pickled"
 CHANGE = r"MZ-502: .* outside of `sharded.gathered`; call sharded.load_state_dict"
-CONVERSION = r"MZ-502: a sharded module was to be moved or converted .*precision="
+CONVERSION = r"MZ-502: a sharded module cannot be moved or converted .*precision="
 GRAD = r"MZ-506: first.weight.grad was read, .*sharded.gradients\(\).*shard\(clip=...\).*sharded.step\(\)"
-HOOK = r"MZ-506: first.bias.register_hook was called: no gradient comes to it; sharded.gradients"
+HOOK = r"MZ-506: first.bias.register_hook was called, but it gets no gradient; sharded.gradients"
 LOAD = r"MZ-502: load_state_dict of a sharded module was called; call sharded.load_state_dict"
 
 

@@ -309,7 +309,7 @@ def penalty_on_what_is_not_there() -> None:
 
 
 WRONG: dict[Callable[[], None], tuple[int, str]] = {
-    wrong_unit: (1, "MZ-500 .*'blocks.9' is no submodule; it has first, blocks"),
+    wrong_unit: (1, "MZ-500 .*'blocks.9' is not a submodule; it has first, blocks"),
     not_elementwise: (1, "MZ-501 .*Adafactor"),
     unknown_optimizer: (1, "MZ-501 .*'lion'"),
     changed_afterwards: (1, "MZ-502.*Stack.more was added"),

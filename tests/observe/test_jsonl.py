@@ -112,7 +112,7 @@ def test_what_is_beyond_the_step_is_not_read(tmp_path):
         (b'{"step": true}', "expected a step, got True"),
         (b'{"step": 0}', "expected a step, got 0"),
         (b'{"step": 1e999}', "expected a step, got inf"),
-        (b'{"step": 3, "loss": NaN}', "NaN is not a number of JSON"),
+        (b'{"step": 3, "loss": NaN}', "NaN is not a JSON number"),
         (b'{"step": 3, "loss": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
         (b'{"step": ' + b"[" * 9000, "nested too deeply"),
         (b"\xff\xfe", "not JSON"),

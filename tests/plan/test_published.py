@@ -153,7 +153,7 @@ def test_the_uncertainty_that_a_plan_prints_is_that_of_tables_no_fit_has_seen() 
     """Four of five rows are within it, rounded up to 5 %."""
     found = sorted(error(row) for row in WHOLE)
     assert TIME_ERROR - 0.05 < found[len(found) * 4 // 5] <= TIME_ERROR
-    assert f"+-{100 * TIME_ERROR:.0f} %" in UNCERTAINTY and "one H100 alone, +-8 %" in UNCERTAINTY
+    assert f"+-{100 * TIME_ERROR:.0f} %" in UNCERTAINTY and "a single H100, +-8 %" in UNCERTAINTY
 
 
 def test_a_planner_is_closer_than_one_number_for_each_device() -> None:

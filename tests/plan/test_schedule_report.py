@@ -104,7 +104,7 @@ def test_what_actions_mean_comes_before_them_and_they_are_cut(
     first = next(i for i, line in enumerate(lines) if line.startswith("rank 0: "))
     assert any("F forward, B backward" in line for line in lines[:first])
     assert lines[first].endswith(" ...") and len(lines[first]) <= 60
-    assert "--all shows all of them: 2 ranks, up to " in lines[-1]
+    assert "--all shows all actions: 2 ranks, up to " in lines[-1]
     assert main([*verb, "--all"]) == 0
     whole = capsys.readouterr().out
     assert len(max(whole.splitlines(), key=len)) > 1000 and "..." not in whole and "--all" not in whole

@@ -39,7 +39,7 @@ def test_an_optimizer_that_changes_is_a_stage(tiny_data: TinyData, paths, run: P
     new = ("optimizer.betas=[0.8,0.9]", "run.steps=6", *options(paths, 2))
     assert go_on(tiny_data, run, *new, "run.steps=5", allow="optimizer.betas") == 0
     out = capsys.readouterr().out
-    assert "changed after step 3, as --allow-change lets it: optimizer.betas [0.9, 0.95] -> [0.8, 0.9]\n" in out
+    assert "changed after step 3, as --allow-change permits: optimizer.betas [0.9, 0.95] -> [0.8, 0.9]\n" in out
     entry = {"step": 3, "key": "optimizer.betas", "from": [0.9, 0.95], "to": [0.8, 0.9]}
     assert history(run, 3) == [] and history(run, 4) == history(run, 5) == [entry]
     assert "'optimizer.betas'" in (run / "logs/rank_00.log").read_text()
@@ -104,7 +104,7 @@ def test_files_that_changed_in_place(tiny_data: TinyData, paths, run: Path, tmp_
     sources[0]["path"] = str(paths["third"])
     new = ("data.train=null", f"data.sources={json.dumps(sources)}", "run.steps=4")
     assert go_on(tiny_data, run, *new) == 1
-    assert "or take it by --allow-change data" in capsys.readouterr().err
+    assert "or permit the change with --allow-change data" in capsys.readouterr().err
     assert go_on(tiny_data, run, *new, allow="data") == 0
     assert [change["key"] for change in history(run, 4)] == ["data.sources", "data"]
 
@@ -140,9 +140,9 @@ def test_another_mix_is_said_source_by_source(
     said = said.format(**paths)
     assert go_on(tiny_data, run, *new) == 1
     err = capsys.readouterr().err
-    assert f"(its -> this): {said}" in err and len(err) <= 301
+    assert f"(saved -> this): {said}" in err and len(err) <= 301
     assert go_on(tiny_data, run, *new, allow="data") == 0
-    assert f"changed after step 3, as --allow-change lets it: {said}" in capsys.readouterr().out
+    assert f"changed after step 3, as --allow-change permits: {said}" in capsys.readouterr().out
 
 
 def test_another_mix_of_a_stage_is_said(tiny_data: TinyData, paths, run: Path, capsys) -> None:
@@ -150,25 +150,30 @@ def test_another_mix_of_a_stage_is_said(tiny_data: TinyData, paths, run: Path, c
     new = (*options(paths, 2), f"stages={json.dumps(stages)}", "run.steps=6")
     assert go_on(tiny_data, run, *new, allow="stages") == 0
     said = f"stages[0].until_step None -> 5, stages[0].data.sources[first].path None -> {paths['first']}, "
-    assert f"as --allow-change lets it: {said}" in capsys.readouterr().out
+    assert f"as --allow-change permits: {said}" in capsys.readouterr().out
     stages[0]["data"]["sources"] = mix(paths, ("second", 1, "second"))
     assert go_on(tiny_data, run, *options(paths, 2), f"stages={json.dumps(stages)}", "run.steps=7", allow="stages") == 0
     said = f"stages[0].data.sources[second].path None -> {paths['second']}, "
-    assert f"as --allow-change lets it: {said}" in capsys.readouterr().out
+    assert f"as --allow-change permits: {said}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("overrides", "allow", "code", "line"),
     [
-        (["optimizer.betas=[0.8,0.9]"], None, 1, "or take it by --allow-change optimizer.betas"),
-        (["optimizer.betas=[0.8,0.9]", "batch.global=8"], "optimizer", 1, "or take it by --allow-change batch.global"),
+        (["optimizer.betas=[0.8,0.9]"], None, 1, "or permit the change with --allow-change optimizer.betas"),
+        (
+            ["optimizer.betas=[0.8,0.9]", "batch.global=8"],
+            "optimizer",
+            1,
+            "or permit the change with --allow-change batch.global",
+        ),
         (["optimizer.betas=[0.8,0.9]"], "data", 1, "MZ-412 "),
-        (["stages=[{until_step: 2, batch: {global: 2}}]"], None, 1, "or take it by --allow-change stages"),
+        (["stages=[{until_step: 2, batch: {global: 2}}]"], None, 1, "or permit the change with --allow-change stages"),
         (["run.seed=3"], None, 1, "resume with the config it was made with\n"),
         (["model.dropout=0.5"], "data", 1, "resume with the config it was made with\n"),
-        ([], "model.layers", 2, "MZ-123 --allow-change: model.layers cannot change: the weights have its shape"),
+        ([], "model.layers", 2, "MZ-123 --allow-change: model.layers cannot change: the weights have this shape"),
         ([], "optimizer.lrr", 2, "MZ-104 --allow-change: unknown key 'optimizer.lrr'; did you mean optimizer.lr?"),
-        (["checkpoint.resume=none"], "data", 2, "MZ-100 train: --allow-change is for a run that goes on; give "),
+        (["checkpoint.resume=none"], "data", 2, "MZ-100 train: --allow-change is for a resumed run; give "),
     ],
 )
 def test_refusals(tiny_data: TinyData, paths, run: Path, overrides, allow, code: int, line: str, capsys) -> None:

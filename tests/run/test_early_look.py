@@ -21,7 +21,7 @@ WRONG = [
     ("data.train=no/such", 1, "MZ-201 no/such.idx: no such token file"),
     ("data.valid=no/such", 1, "MZ-201 no/such.idx: no such token file"),
     ("data.validation=[{path: no/such}]", 1, "MZ-201 no/such.idx: no such token file"),
-    ("data.tokenizer=no/such.model", 1, "MZ-209 no/such.model: no tokenizer"),
+    ("data.tokenizer=no/such.model", 1, "MZ-209 no/such.model: tokenizer cannot be read"),
     ("model.vocab=100", 2, "MZ-112 "),
 ]
 

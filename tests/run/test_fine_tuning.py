@@ -111,7 +111,7 @@ def test_the_loss_over_answers_is_that_of_transformers(tuning: Tuning, tmp_path:
     assert launch(load("sft", [*tuning.options, f"run.dir={tmp_path / 'run'}", "run.steps=1"]), "sft", 1) == 0
     said = capsys.readouterr().out
     assert "beginning with the weights of" in said and " packed into " in said
-    assert "longer than 64 tokens, and cut" in said
+    assert "cut because they are longer than 64 tokens" in said
     (row,) = read_rows(tmp_path / "run/metrics.jsonl")
     nats, count = their_loss(tuning, [document for each in documents_of(tuning, tmp_path, 0) for document in each])
     assert abs(row["loss"] - nats / count) <= LOSS_FP32 * abs(row["loss"])
@@ -184,4 +184,4 @@ def test_a_mask_that_is_gone_is_one_line(tuning: Tuning, tmp_path: Path) -> None
     )
     done = command(*line)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and not (tmp_path / "run/metrics.jsonl").exists()
-    assert f"MZ-225 {tmp_path / 'x'}.mask: is not there, but x.json names it" in done.stderr
+    assert f"MZ-225 {tmp_path / 'x'}.mask: is missing, but x.json names it" in done.stderr

@@ -79,7 +79,7 @@ def test_who_has_lost_it_knows_and_leaves_it_alone(tmp_path: Path) -> None:
     (tmp_path / "lock").unlink()
     assert not one.held and "was removed" in (one.loss() or "")
     other.take()
-    assert not one.held and other.held and "another job has taken" in (one.loss() or "")
+    assert not one.held and other.held and "another job took" in (one.loss() or "")
     one.release()
     assert other.held
     other.release()
@@ -151,7 +151,7 @@ def test_a_living_job_s_folder_is_not_called_a_run_to_remove(tmp_path: Path) -> 
 @pytest.mark.parametrize("content", ["{", "null", "[]", '{"word": "x"}'])
 def test_what_is_no_lock_of_ours_is_left_alone(tmp_path: Path, content: str) -> None:
     (tmp_path / "lock").write_text(content)
-    with pytest.raises(UserError, match=r"MZ-420 .*lock: is no lock of ours, or damaged; remove it"):
+    with pytest.raises(UserError, match=r"MZ-420 .*lock: is not a lock file, or damaged; remove it"):
         RunLock(tmp_path / "lock").take()
     assert (tmp_path / "lock").read_text() == content
 
@@ -177,7 +177,7 @@ def test_what_cannot_be_a_lock_is_left_alone(tmp_path: Path, kind: str) -> None:
     else:
         path.symlink_to("/dev/zero" if "device" in kind else path)
     lock = RunLock(path)
-    with pytest.raises(UserError, match=r"MZ-420 .*is no lock of ours, or damaged"):
+    with pytest.raises(UserError, match=r"MZ-420 .*is not a lock file, or damaged"):
         lock.take()
     lock.release()
     assert path.is_symlink() or path.exists(), "it is another's to remove"

@@ -41,7 +41,7 @@ def test_a_folder_that_is_moved_while_it_trains(tiny_data: TinyData, tmp_path: P
         run.rename(elsewhere)
         code, err = rest_of(process)
     assert code == 1 and "another job" not in err, err
-    assert "MZ-4" in err and "the run's folder was deleted or moved while it trained" in err, err
+    assert "MZ-4" in err and "the run's folder was deleted or moved during training" in err, err
     assert not run.exists() and Store(elsewhere / "checkpoints").steps()  # nothing is made anew where it was
 
 
@@ -100,4 +100,4 @@ def test_token_files_that_are_truncated_while_training(tiny_data: TinyData, tmp_
         os.truncate(tmp_path / "set.bin", 100)
         code, err = rest_of(process)
     assert code == 1 and len(err.splitlines()) == 1, err
-    assert "MZ-204" in err and "set.bin: was truncated since it was opened: it ends at byte 100" in err
+    assert "MZ-204" in err and "set.bin: was truncated after it was opened: it ends at byte 100" in err

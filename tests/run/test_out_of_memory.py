@@ -84,7 +84,7 @@ def test_a_model_that_fits_only_with_pa(tiny_data: TinyData, tmp_path: Path) -> 
     assert len(lines) == 1, without.stderr
     (line,) = lines
     assert len(line) <= LINE_LIMIT and re.match(r"MZ-330 rank=[01]( step=1)?: out of memory", line), line
-    assert "inputs 50.3" in line and "memory.partition=true spares 23.1 MB" in line
+    assert "inputs 50.3" in line and "memory.partition=true saves 23.1 MB" in line
 
 
 def config_of(**memory: str) -> Config:
@@ -95,13 +95,13 @@ def config_of(**memory: str) -> Config:
 
 
 SAID = [
-    (MemoryError(), "out of memory; there are"),
+    (MemoryError(), "out of memory; in use: "),
     (
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 33554432 bytes."),
         " 33.6 MB more",
     ),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0"), " 2,147.5 MB more"),
-    (OSError(12, "Cannot allocate memory"), "out of memory; there are"),
+    (OSError(12, "Cannot allocate memory"), "out of memory; in use: "),
 ]
 
 
@@ -113,7 +113,7 @@ def test_what_the_libraries_say(error: Exception, said: str) -> None:
     with pytest.raises(UserError, match="MZ-330") as caught, explain_out_of_memory(grid, savings):
         raise error
     line = str(caught.value)
-    assert said in line and "memory.recompute=full spares" in line and "parameters 0.2" in line
+    assert said in line and "memory.recompute=full saves" in line and "parameters 0.2" in line
 
 
 def test_other_errors_are_left_alone() -> None:

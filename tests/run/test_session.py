@@ -48,7 +48,7 @@ def test_command_succeeds_and_says_what_it_did(first, tiny_data: TinyData):
     assert lines.pop(1) == f"data {tiny_data.train}, tokenizer {tiny_data.tokenizer}"
     assert lines.pop(6).startswith("memory of rank 0: 1.4 MB, planned ")  # after the second step is begun
     assert lines[0] == f"small: {PARAMETERS:,} parameters, 4 steps of 128 tokens on cpu, into {folder.path}"
-    assert lines[1] == "ZeRO stage 1 over 1 data rank, resting on this rank between steps:"
+    assert lines[1] == "ZeRO stage 1 over 1 data rank, held by this rank between steps:"
     assert [line.split()[0] for line in lines[2:5]] == ["parameters", "gradients", "optimizer"]
     assert lines[2].endswith("  0.2 MB    4.01 bytes per parameter")  # parameters begin at multiples of 16
     assert [line.split("  ")[0] for line in lines[5:9]] == [f"step {n}/4" for n in (1, 2, 3, 4)]
@@ -141,5 +141,5 @@ def test_rows_that_were_deleted_cost_the_plot_only(tiny_data: TinyData, tmp_path
     monkeypatch.setattr(jsonl.JsonlSink, "row", lambda self, row: None)
     launch(tiny_data.load(tmp_path / "run", "run.steps=1", "schedule.warmup=1", "data.valid=null"), "small", 1)
     out, err = capsys.readouterr()
-    assert err.startswith("warning: no loss curve: ") and err.count("\n") == 1 and "done in" in out
+    assert err.startswith("warning: loss curve not drawn: ") and err.count("\n") == 1 and "done in" in out
     assert saved_bytes(RunFolder(tmp_path / "run"))

@@ -140,7 +140,7 @@ def test_the_same_file_by_either_option_is_the_same_run_but_for_its_order(tiny_d
 
 def test_a_cap_on_repeats(tiny_data: TinyData, mixed, tmp_path: Path) -> None:
     config = tiny_data.load(tmp_path / "run", *mixed, "data.max_epochs=1.5", "run.steps=2000")
-    with pytest.raises(UserError, match=r"MZ-219 .*first: 2,000 steps go through first \d+\.?\d* times, .* is 1.5; "):
+    with pytest.raises(UserError, match=r"MZ-219 .*first: 2,000 steps read first \d+\.?\d* times, .* is 1.5; "):
         launch(config, "small", 1)
     assert not (tmp_path / "run/metrics.jsonl").exists()
     assert open_data(tiny_data.load(tmp_path, *mixed, "data.max_epochs=1.5")).mixture.num_windows

@@ -59,8 +59,8 @@ def test_a_system_that_the_tree_lacks_is_one_line(tree: Path):
 def test_a_folder_without_megazero_is_one_line(tmp_path: Path):
     done = built(tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"{tmp_path}: megazero is not there, but in ") and done.stderr.count("\n") == 1
-    with pytest.raises(argparse.ArgumentTypeError, match="is no checkout of this project"):
+    assert done.stderr.startswith(f"{tmp_path}: megazero was imported from ") and done.stderr.count("\n") == 1
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a checkout of this project"):
         checkout(str(tmp_path))
 
 

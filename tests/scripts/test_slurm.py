@@ -65,7 +65,7 @@ def test_kernels_are_built_or_it_is_said_why_not(
     monkeypatch.setattr(cpu, "load", fails)
     assert kernels.main() == 1
     assert capsys.readouterr().err == (
-        "cpu kernels: not built, no g++ on this machine; runs take the reference instead\n"
+        "cpu kernels: not built, no g++ on this machine; runs use the reference instead\n"
     )
 
 

@@ -209,8 +209,8 @@ def test_what_a_folder_says_of_its_tokenizer_stays(runs, made, tmp_path: Path, c
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"model_type": "unigram"}, "SentencePiece models of byte pairs and of characters can go out"),
-        ({"model_type": "word"}, "SentencePiece models of byte pairs and of characters can go out"),
+        ({"model_type": "unigram"}, "only SentencePiece models of byte pairs or characters can be exported"),
+        ({"model_type": "word"}, "only SentencePiece models of byte pairs or characters can be exported"),
         ({"normalization_rule_name": "nmt_nfkc"}, "its normalization rules rewrite characters"),
         ({"treat_whitespace_as_suffix": True}, " became "),
         ({"user_defined_symbols": ["@@", "<x>"]}, " became "),
@@ -222,7 +222,7 @@ def test_a_tokenizer_that_would_give_other_ids_is_refused(runs, tmp_path: Path, 
     with_tokenizer(RunFolder(shutil.copytree(runs["gpt2"], tmp_path / "run")), other)
     said = refused(capsys, 415, "export", "--to", "hf", "--run", tmp_path / "run", "--out", tmp_path / "out")
     assert f"{other}: no tokenizer.json gives the ids of this tokenizer" in said and what in said
-    assert "take data.tokenizer out of config.yaml to export weights alone" in said
+    assert "remove data.tokenizer from config.yaml to export only weights" in said
     assert not (tmp_path / "out").exists()
 
 

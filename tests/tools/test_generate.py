@@ -130,7 +130,7 @@ def test_folders_without_weights(copy: RunFolder, capsys):
     assert "cannot be read: No such file" in refused(capsys, 410, 1, copy)
     shutil.rmtree(step)
     (copy.checkpoints / ".step_00000009.x.tmp").mkdir()  # what a kill in the middle of a save leaves
-    assert "has the run saved one?" in refused(capsys, 402, 1, copy)
+    assert "of a run that has saved one" in refused(capsys, 402, 1, copy)
 
 
 def test_newest_whole_one_of_several_checkpoints(finished: RunFolder, copy: RunFolder, capsys):
@@ -141,7 +141,7 @@ def test_newest_whole_one_of_several_checkpoints(finished: RunFolder, copy: RunF
     assert generate(copy, "def ", Sampling(tokens=5)) == generate(finished, "def ", Sampling(tokens=5))
     first, second = capsys.readouterr().err.splitlines()
     assert "step_100000000/manifest.json: cannot be read" in first and "step_99999999/" in second
-    assert first.endswith("; taking an older step")
+    assert first.endswith("; using an older step")
 
 
 def test_command_line(finished: RunFolder):

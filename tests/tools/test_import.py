@@ -102,7 +102,7 @@ def test_buffers_that_a_model_makes_itself_are_left_out(capsys) -> None:
 def test_files_of_which_one_would_be_left_out(capsys) -> None:
     llama().save_pretrained("theirs", max_shard_size="20KB")
     save_file({"model.norm.weight": torch.ones(48)}, "theirs/model.safetensors")
-    assert "no file of the index: which is the model?" in refused(capsys, 414, *LINE)
+    assert "the index does not name it: which is the model?" in refused(capsys, 414, *LINE)
     Path("theirs/model.safetensors").unlink()
     Path("theirs/adapter_config.json").write_text("{}")
     assert "adapter, whose weights would be left out; merge it" in refused(capsys, 414, *LINE)
@@ -124,7 +124,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
         ({"head_dim": 16}, "head_dim 16: our models have hidden_size / num_attention_heads, 48 / 6"),
         *(
-            ({"model_type": kind}, f"model_type '{kind}' has no option here")
+            ({"model_type": kind}, f"model_type '{kind}' is not supported")
             for kind in ("mistral", "qwen2", "qwen3", "gemma3_text", "olmo2", "phi3", "mixtral", "gpt_neox", "granite")
         ),
     ],

@@ -41,7 +41,7 @@ def check_saved(folder: Path, out: str, by: str) -> int:
     (step, *_) = steps = Store(folder / "checkpoints").steps()
     assert last == (
         f"stopped by {by} after step {step} of 1000000, saved in {folder / 'checkpoints'}; "
-        "go on with checkpoint.resume=auto" + (f" once {folder / 'STOP'} is gone" if "STOP" in by else "")
+        "go on with checkpoint.resume=auto" + (f" after you remove {folder / 'STOP'}" if "STOP" in by else "")
     )
     assert len(steps) == 1 and [row["step"] for row in read_rows(folder / "metrics.jsonl")] == list(range(1, step + 1))
     verify(Store(folder / "checkpoints").path(step))
@@ -162,7 +162,7 @@ def test_the_kill_switch(tiny_data: TinyData, tmp_path: Path) -> None:
     line = ("train.py", "--config", tiny_data.config, f"run.dir={run}", *ENDLESS, "checkpoint.resume=auto")
     again = command(*line, *TWO)
     assert (again.returncode, again.stderr) == (0, "")
-    assert again.stdout == f"nothing done: {run / 'STOP'} is there; remove it to train\n"
+    assert again.stdout == f"nothing done: {run / 'STOP'} exists; remove it to train\n"
     assert Store(run / "checkpoints").steps() == [step]
 
 

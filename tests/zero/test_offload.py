@@ -145,7 +145,7 @@ def test_a_machine_without_a_device_apart_says_so(caplog: pytest.LogCaptureFixtu
     grid = single()
     with caplog.at_level("INFO", logger="megazero"):
         build(config_of(layout, SHAPES["deep"], DTYPES["fp32"]), grid, CPU, REFERENCE)
-    assert "zero.offload to cpu changes nothing: on a CPU the host's memory is the device's" in caplog.text
+    assert "zero.offload to cpu has no effect: on a CPU, host memory is device memory" in caplog.text
     assert not any(category.startswith("host_") for category in grid.comm.ledger.bytes)
 
 

@@ -58,8 +58,8 @@ class Tokenizer(ABC):
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            what = f"character {error.start:,} of a text is half a surrogate pair, not a character"
-            raise UserError(212, what, "give text that UTF-8 can hold") from error
+            what = f"character {error.start:,} of a text is half of a surrogate pair, not a character"
+            raise UserError(212, what, "give text that UTF-8 can encode") from error
         with guarded(self.path, *_IN_USE):
             return self._encode(text)
 
@@ -95,7 +95,7 @@ class Tokenizer(ABC):
         """Refuse a number of ids that no vocabulary has. Raises UserError 209."""
         if not 0 < self.vocab_size <= MOST_IDS:
             what = f"expected 1 to {MOST_IDS:,} ids, got {self.vocab_size:,}"
-            raise UserError(209, what, "give a whole tokenizer", where=self.path)
+            raise UserError(209, what, "give a complete tokenizer", where=self.path)
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def read_tokenizer(path: Path) -> bytes:
     try:
         content = read_file(path, FILE_BYTES)
     except OSError as error:
-        what = f"no tokenizer: {error.strerror}{looked_up(path)}"
+        what = f"tokenizer cannot be read: {error.strerror}{looked_up(path)}"
         raise UserError(209, what, how_to_make(path), where=path) from error
     if not content:
         raise UserError(209, "expected a tokenizer, got an empty file", how_to_make(path), where=path)
@@ -132,7 +132,7 @@ def config_beside(path: Path) -> dict[str, Any]:
     try:
         return parse_object(read_file(beside, BESIDE_BYTES))
     except (OSError, ValueError) as error:
-        raise UserError(209, f"cannot be read: {error}", "repair it or take it away", where=beside) from error
+        raise UserError(209, f"cannot be read: {error}", "repair or remove it", where=beside) from error
 
 
 def how_to_make(path: Path) -> str:
@@ -146,5 +146,5 @@ def how_to_make(path: Path) -> str:
 def require_extra(package: str, extra: str, path: Path) -> None:
     """Refuse a file that needs a package which is not installed. Raises UserError 162."""
     if find_spec(package) is None:
-        what = f"the package {package} is not installed, which reads this file"
+        what = f"reading this file needs the package {package}, which is not installed"
         raise UserError(162, what, f"run `pip install {package}`, or install megazero[{extra}]", where=path)

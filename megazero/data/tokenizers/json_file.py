@@ -28,7 +28,7 @@ from megazero.data.tokenizers.common import (
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _CARRIED = ("chat_template", "model_max_length", "padding_side")  # further keys of tokenizer_config.json that are kept
-_WHOLE = "give a whole tokenizer.json, as the tokenizers library writes it"
+_WHOLE = "give a complete tokenizer.json, as the tokenizers library writes it"
 
 
 class JsonFile(Tokenizer):
@@ -50,7 +50,7 @@ class JsonFile(Tokenizer):
 
         described = parse_object(content)
         if (described.get("model") or {}).get("dropout"):
-            raise ValueError(f"model.dropout {described['model']['dropout']!s:.20} draws ids at random: take it out")
+            raise ValueError(f"model.dropout {described['model']['dropout']!s:.20} draws ids at random: remove it")
         self._library = tokenizers.Tokenizer.from_str(content.decode())
         self._library.no_truncation()
         self._library.no_padding()
@@ -89,7 +89,7 @@ class JsonFile(Tokenizer):
         """Refuse an end-of-document id that ordinary text gives as well. Raises UserError 209."""
         text = self._library.decode([self.eod], skip_special_tokens=False)
         if self._sizes[self.eod] == 1 or self.eod in self.encode(text):
-            what = f"{end!r:.40} (id {self.eod}) ends a document, but text gives it as well"
+            what = f"{end!r:.40} (id {self.eod}) ends a document, but text can encode to it as well"
             raise UserError(209, what, f"name a special token as eos_token in {CONFIG}", where=self.path)
 
     def _roles(self, told: dict[str, Any], special: dict[str, int], vocabulary: dict[str, int]) -> dict[str, str]:
@@ -99,7 +99,7 @@ class JsonFile(Tokenizer):
         named = {role: name for role, name in found.items() if isinstance(name, str) and name in vocabulary}
         known = [name for name in _ENDS if name in special]
         if "eos_token" not in named and len(known) != 1:
-            what = f"which token ends a document? Of {', '.join(_ENDS)} it has {len(known)}"
+            what = f"expected one token that ends a document, of {', '.join(_ENDS)}, got {len(known)}"
             raise UserError(210, what, f'put {CONFIG} next to it, with {{"eos_token": "NAME"}}', where=self.path)
         end = named.get("eos_token") or known[0]
         return {"bos_token": end, "eos_token": end} | named

@@ -42,7 +42,7 @@ class RankFile(Tokenizer):
         content = read_tokenizer(self.path)
         require_extra("tiktoken", "tiktoken", self.path)
         described = self._described()
-        with guarded(self.path, "not usable as a rank file", "repair the pattern, or give the whole file"):
+        with guarded(self.path, "not usable as a rank file", "repair the pattern, or give the complete file"):
             self._read(content, described)
 
     def _read(self, content: bytes, described: dict[str, Any]) -> None:
@@ -54,8 +54,8 @@ class RankFile(Tokenizer):
         self._require_size()
         self._known = {*ranks.values()}
         if odd := next((name for name, i in special.items() if i in self._known), None):
-            what = f"special token {odd!r:.40} has the id {special[odd]}, which is that of a rank"
-            raise UserError(209, what, "give it an id of its own", where=f"{self.path}.json")
+            what = f"special token {odd!r:.40} has the id {special[odd]}, which is also a rank"
+            raise UserError(209, what, "give it an unused id", where=f"{self.path}.json")
         self.eod = special[described["eod"]]
         self.bos = special[described.get("bos") or described["eod"]]
         self.specials = special
@@ -85,15 +85,15 @@ class RankFile(Tokenizer):
             if self.path.stem in PUBLISHED:
                 pattern, end = PUBLISHED[self.path.stem]
                 return {"pattern": pattern, "special_tokens": {_END: end}, "eod": _END}
-            what = f"which pattern splits text, and which id ends a document? There is no {beside.name}"
-            raise UserError(210, what, 'put it there, with "pattern", "special_tokens" and "eod"', where=self.path)
+            what = f"pattern and end-of-document token are unknown: there is no {beside.name}"
+            raise UserError(210, what, 'create it, with "pattern", "special_tokens" and "eod"', where=self.path)
         try:
             found = parse_object(read_file(beside, _BESIDE_BYTES))
             pattern, special, end = (found.get(key) for key in ("pattern", "special_tokens", "eod"))
             if not isinstance(pattern, str) or not 0 < len(pattern) <= _PATTERN:
                 raise ValueError(f'expected under "pattern" a text of at most {_PATTERN:,} characters')
             if not isinstance(special, dict) or not all(type(i) is int and i >= 0 for i in special.values()):
-                raise ValueError('expected under "special_tokens" names with their ids')
+                raise ValueError('expected under "special_tokens" an object of names with their ids')
             begin = end if found.get("bos") is None else found["bos"]
             if odd := [name for name in (end, begin) if name not in [*special]]:
                 raise ValueError(f'expected under "eod" and "bos" special tokens, got {odd[0]!r:.40}')
@@ -104,7 +104,7 @@ class RankFile(Tokenizer):
 
 def ranks_of(content: bytes, path: Path) -> dict[bytes, int]:
     """Return the rank of each token, which is its id. Raises UserError 209."""
-    found, do = dict[bytes, int](), "give the whole rank file"
+    found, do = dict[bytes, int](), "give the complete rank file"
     for number, line in enumerate(filter(None, content.splitlines()), start=1):
         try:
             token, rank = line.split()
@@ -113,7 +113,7 @@ def ranks_of(content: bytes, path: Path) -> dict[bytes, int]:
             what = f"line {number:,}: expected a token in base64 and its rank, got {line[:40]!r}"
             raise UserError(209, what, do, where=path) from None
     if len({*found.values()}) != len(found) or min(found.values(), default=0) < 0:
-        raise UserError(209, "expected a rank for each token, of at least 0", do, where=path)
+        raise UserError(209, "expected for each token a different rank of at least 0", do, where=path)
     if missing := [byte for byte in range(256) if bytes([byte]) not in found]:
         raise UserError(209, f"expected a token for each of 256 bytes, got none for byte {missing[0]}", do, where=path)
     return found

@@ -49,7 +49,7 @@ class SentencePiece(Tokenizer):
         content = read_tokenizer(self.path)
         if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content[:200]):  # as Llama 3's tokenizer.model
             what = "expected a SentencePiece model, got byte pairs with their ranks"
-            raise UserError(209, what, "name it NAME.tiktoken", where=path)
+            raise UserError(209, what, "rename it to NAME.tiktoken", where=path)
         with guarded(self.path, "expected a SentencePiece model, cannot parse it", how_to_make(self.path)):
             self._read(content)
 
@@ -61,7 +61,7 @@ class SentencePiece(Tokenizer):
         self._require_size()
         self.eod = self._model.eos_id()
         if self.eod < 0:
-            what = f"expected a </s>, which ends a document, got id {self.eod}"
+            what = f"expected a </s> token, which ends a document, got id {self.eod}"
             raise UserError(210, what, how_to_make(self.path), where=self.path)
         self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else self.eod
         self._sizes = np.array([self._piece_bytes(i) for i in range(self.vocab_size)], np.int64)

@@ -184,7 +184,7 @@ def wrong_sample(ranks: Sequence[Results], alone: Results) -> str | None:
         for number, rank in enumerate(ranks):
             own = rank.samples[step]
             if sorted(readers.setdefault(rank.data_rank, own)) != sorted(own):
-                return f"step {step + 1}: rank {number} has other samples than the first rank of its data rank"
+                return f"step {step + 1}: rank {number} has other samples than the first rank of the same data rank"
         together = sorted(sample for own in readers.values() for sample in own)
         if together != sorted(expected):
             got, right = ([number for number, _ in samples] for samples in (together, sorted(expected)))
@@ -206,7 +206,7 @@ def not_held_once(ranks: Sequence[Results]) -> str | None:
             end, before = stop, number
         if end != numel:
             who = "no rank" if end < numel else f"rank {before}"
-            return f"element {min(end, numel)} of {name}, which has {numel}, is held by {who}"
+            return f"element {min(end, numel)} of {name}, which has {numel} elements, is held by {who}"
     return None
 
 
@@ -218,7 +218,7 @@ def stale_replica(ranks: Sequence[Results], weights: Mapping[str, Tensor]) -> st
             whole = weights[name].view(rank.shapes[name])
             first, count = rank.rows.get(name, (0, len(whole)))
             if not torch.equal(mine, whole[first : first + count].to(mine.dtype)):
-                return f"after the last step: weight {name} of rank {number} is not the one that would be saved"
+                return f"after the last step: weight {name} of rank {number} differs from the one that would be saved"
     return None
 
 

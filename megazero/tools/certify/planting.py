@@ -68,8 +68,8 @@ def plant(
         admits, summed = admission(own), own.zero.reduce_dtype is not None
         allowed = {fault: fault.layout(alone) for fault in faults if fault.can_be(alone, dtype, summed=summed)}
         if refused := next((layout for layout in allowed.values() if not admits(layout)), None):
-            what = f"the config cannot be trained as {refused}, into which faults are planted"
-            raise UserError(106, what, "give a model with an even number of heads and two layers", where="certify")
+            what = f"the config does not admit the layout {refused}, into which faults are planted"
+            raise UserError(106, what, "use a model with an even number of heads and two layers", where="certify")
         certificate = Certificate(own, steps)
         layouts = {fault: fault.layout(certificate.alone) for fault in allowed}
         if NOTHING in chosen:
@@ -82,7 +82,7 @@ def _nothing(rows: Sequence[Row], dtype: str) -> Planted:
     """Return the finding of the layouts without a fault, which must be nothing."""
     measure, times = max((_most(row) for row in rows), key=lambda most: most[1])
     right = not any(row.fault for row in rows)
-    return Planted(NOTHING, "the same layouts as they are", "all below", dtype, measure, times, right)
+    return Planted(NOTHING, "no fault", "all below", dtype, measure, times, right)
 
 
 def _found(fault: Fault, row: Row, dtype: str) -> Planted:
@@ -101,7 +101,7 @@ def _most(row: Row) -> tuple[str, float]:
 def table(found: Sequence[Planted], steps: int) -> str:
     """Return a table in Markdown: a row for each fault, a column for each precision."""
     lines = [
-        f"Planted faults, {steps} steps: by which measure each is found, and how many times its tolerance",
+        f"Planted faults, {steps} steps: the measure that finds each, and its difference divided by the tolerance",
         "",
         f"| fault | layout | {' | '.join(DTYPES)} |",
         f"|---|---|{'---|' * len(DTYPES)}",

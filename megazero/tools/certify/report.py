@@ -28,7 +28,7 @@ _AWAY = {"cpu": "host", "nvme": "disk"}  # where kept block inputs rest, in JSON
 def table(rows: Sequence[Row], config: Config, steps: int) -> str:
     """Return the rows as text in 60 columns, with the numbers of each layout below it."""
     number, most = sum(row.layout.ranks > 1 for row in rows), tolerance_for(config)
-    said = f"{number} layouts, {steps} steps in {config.precision.dtype}, against one process, and this against an "
+    said = f"{number} layouts, {steps} steps in {config.precision.dtype}, against one process, and that against an "
     said += "independent reference: relative differences"
     if any(tolerance_for(config, row.layout) != most for row in rows):
         said += "; layouts with integers or 16-bit sums have wider tolerances"

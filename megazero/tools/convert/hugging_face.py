@@ -176,7 +176,7 @@ def family_of(model: Mapping[str, Any]) -> Family:
     for name, option in Model.model_fields.items():
         if name not in known and (value := model.get(name, option.default)) != option.default:
             do = f"only models with {name} {option.default} can be imported and exported"
-            raise UserError(415, f"model.{name} {value}: no family of transformers that is known here has it", do)
+            raise UserError(415, f"model.{name} {value}: no supported family of transformers has it", do)
     for family in FAMILIES.values():
         queries = model["kv_heads"] == model["heads"] or "num_key_value_heads" in family.fields
         if queries and all(model[name] == value for name, value in family.options.items()):
@@ -256,13 +256,13 @@ def config_from_theirs(theirs: Mapping[str, Any], where: Path) -> Model:
     kind = theirs.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         do = f"import a model of {' or '.join(FAMILIES)}, or {_ELSEWHERE}"
-        raise UserError(415, f"model_type {kind!r:.40} has no option here", do, where=where)
+        raise UserError(415, f"model_type {kind!r:.40} is not supported", do, where=where)
     if theirs.get("quantization_config"):
-        raise UserError(415, "quantization_config: quantised weights", "give the model before that", where=where)
+        raise UserError(415, "quantization_config: quantised weights", "give the original model", where=where)
     family = FAMILIES[kind]
     for option, allowed in family.fixed.items():
         if theirs.get(option) not in allowed:
-            what = f"{option} {theirs[option]!s:.60}: our models have {allowed[0]}, it would be another function"
+            what = f"{option} {theirs[option]!s:.60}: our models have {allowed[0]}, which computes another function"
             do = f"import a {kind} model with {option} {allowed[0]}, or {_ELSEWHERE}"
             raise UserError(415, what, do, where=where)
     read = {ours: theirs.get(name, default) for name, (ours, default) in family.fields.items()}

@@ -89,7 +89,7 @@ def read_config(source: Path) -> Model:
         UserError: 414, its config.json cannot be read; 415, our models do not support it.
     """
     if not source.exists() and not source.is_absolute() and len(source.parts) <= 2:  # like names on the hub
-        do = f"a model of the hub is downloaded first: hf download {source} --local-dir FOLDER"
+        do = f"download a model of the hub first: hf download {source} --local-dir FOLDER"
         raise UserError(414, f"no such folder{looked_up(source)}", do, where=source)
     path = source / "config.json"
     return config_from_theirs(_json(path, _CONFIG_BYTES), path)
@@ -136,14 +136,14 @@ class Theirs:
         self._slots = _slots(source)
         if model["layers"] > len(self._slots):  # check before a loop over the layers
             what = f"config.json has {model['layers']:,} layers, the files have {len(self._slots):,} tensors"
-            raise UserError(414, what, "is it a whole model of that config.json?", where=source)
+            raise UserError(414, what, "give the complete model of that config.json", where=source)
         self.model = {**model, "tie_embeddings": model["tie_embeddings"] and not self._has_other_head(model)}
         self.links = links(self.model)
         self._keys = {name: self._find(name) for link in self.links for name in link.theirs}
         unused = sorted(self._slots.keys() - set(self._keys.values()))
         if odd := next((name for name in unused if not is_no_parameter(name, self.model)), None):
-            what = f"{odd:.80} is in the files, and nothing of ours: leaving it out would be another function"
-            raise UserError(414, what, "give a model that has only what its config.json says", where=source)
+            what = f"{odd:.80} is in the files, but not in our model, which would compute another function"
+            raise UserError(414, what, "give a model with only the tensors of its config.json", where=source)
         self.numel = sum(math.prod(self.slot(name).shape) for name in self._keys)
 
     def _has_other_head(self, model: Mapping[str, Any]) -> bool:
@@ -163,7 +163,7 @@ class Theirs:
             for name in link.theirs:
                 slot = self.slot(name)
                 if slot.dtype not in FLOATS:
-                    what, do = f"{name} is {slot.dtype}: quantised weights", "give the model before that"
+                    what, do = f"{name} is {slot.dtype}: quantised weights", "give the original model"
                     raise UserError(415, what, do, where=slot.path)
             ours = torch.empty(tuple(shapes[link.ours]), device="meta")
             for name, expected in zip(link.theirs, link.to_theirs(ours), strict=True):
@@ -175,7 +175,7 @@ class Theirs:
         """Return one of our parameters, in fp32. Raises UserError 414: it is not finite, or cannot be read."""
         theirs = [self._values(self._keys[name]) for name in link.theirs]
         if odd := [name for name, x in zip(link.theirs, theirs, strict=True) if not torch.isfinite(x).all()]:
-            what, do = f"{odd[0]} is not finite in fp32", "give a model that is whole"
+            what, do = f"{odd[0]} is not finite in fp32", "give an undamaged model"
             raise UserError(414, what, do, where=self.slot(odd[0]).path)
         return link.to_ours(theirs).contiguous()
 
@@ -193,7 +193,7 @@ class Theirs:
         for key in (name, name.removeprefix("transformer.")):
             if key in self._slots:
                 return key
-        raise UserError(414, f"{name} is not there", "is it a whole model of that config.json?", where=self._source)
+        raise UserError(414, f"{name} is missing", "give the complete model of that config.json", where=self._source)
 
 
 def import_weights(theirs: Theirs, store: Store) -> None:
@@ -266,8 +266,8 @@ class Slot:
 def _slots(source: Path) -> dict[str, Slot]:
     """Return every tensor of a transformers folder by key, also tensors in the index's files that the index omits."""
     if (adapter := source / "adapter_config.json").exists():
-        do = "merge it into the model first (merge_and_unload of peft), and take the file away"
-        raise UserError(414, "is of an adapter, whose weights would be left out", do, where=adapter)
+        do = "merge it into the model first (merge_and_unload of peft), and remove the file"
+        raise UserError(414, "belongs to an adapter, whose weights would be left out", do, where=adapter)
     if not (source / _INDEX).exists():
         return _slots_of(source / _ONE)
     names = _json(source / _INDEX, _INDEX_BYTES).get("weight_map")
@@ -277,9 +277,9 @@ def _slots(source: Path) -> dict[str, Slot]:
         raise UserError(414, f"names a file elsewhere: {odd[0]!r:.60}", "give another folder", where=source / _INDEX)
     held = {file: _slots_of(source / file) for file in sorted(set(names.values()))}
     if lost := next((key for key, file in names.items() if key not in held[file]), None):
-        raise UserError(414, f"{lost:.80} is not in {names[lost]}", "give a whole folder", where=source / _INDEX)
+        raise UserError(414, f"{lost:.80} is not in {names[lost]}", "give a complete folder", where=source / _INDEX)
     if _ONE not in names.values() and (source / _ONE).exists():
-        what, do = "is there too, and no file of the index: which is the model?", "take one of the two away"
+        what, do = "exists too, but the index does not name it: which is the model?", "remove one of the two"
         raise UserError(414, what, do, where=source / _ONE)
     return {**ChainMap(*held.values()), **{key: held[file][key] for key, file in names.items()}}
 
@@ -298,7 +298,7 @@ def _refused(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         what = f"{error.strerror or error}{looked_up(path)}" if isinstance(error, OSError) else error
-        raise UserError(414, f"cannot be read: {what}", "a folder of safetensors is needed", where=path) from None
+        raise UserError(414, f"cannot be read: {what}", "give a folder of safetensors", where=path) from None
 
 
 def _json(path: Path, limit: int) -> dict[str, Any]:

@@ -90,9 +90,9 @@ def _sentence_piece(tokenizer: SentencePiece) -> tuple[dict[str, Any], int]:
     pieces = [model.id_to_piece(i).replace(SPACE_MARK, " ") for i in ids]
     text = [i for i in ids if not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i))]
     if algorithm not in (BPE, CHAR):  # unigram: tokenizers sums scores in another precision, so ties may differ
-        raise _refused(tokenizer, "SentencePiece models of byte pairs and of characters can go out")
+        raise _refused(tokenizer, "only SentencePiece models of byte pairs or characters can be exported")
     if rules.precompiled_charsmap:  # tokenizers rewrites a character with its accents at once, and loses some
-        raise _refused(tokenizer, "its normalization rules rewrite characters; with the rule identity it can go out")
+        raise _refused(tokenizer, "its normalization rules rewrite characters; the rule identity can be exported")
     if len({*pieces}) < len(pieces) or any(map(model.is_unused, text)):
         raise _refused(tokenizer, "it has unused pieces, or one piece twice")
     plain = sorted((i for i in text if i not in defined), key=lambda i: -model.get_score(i))
@@ -207,5 +207,5 @@ def _texts(tokenizer: Tokenizer) -> Iterable[str]:
 
 def _refused(tokenizer: Tokenizer, why: str) -> UserError:
     what = f"no tokenizer.json gives the ids of this tokenizer ({why})"
-    do = "take data.tokenizer out of config.yaml to export weights alone"
+    do = "remove data.tokenizer from config.yaml to export only weights"
     return UserError(415, what, do, where=tokenizer.path)

@@ -97,7 +97,7 @@ def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object]) -
     expected = parameters(model_shape(config))
     if theirs.numel != expected:
         what = f"config.json describes {expected:,} parameters, the files hold {theirs.numel:,}"
-        raise UserError(414, what, "is it a whole model of that config.json?", where=source)
+        raise UserError(414, what, "give the complete model of that config.json", where=source)
     theirs.check(whole_shapes(build_model(config)))
     try:
         with new_folder(folder.path) as staging:

@@ -28,14 +28,14 @@ def gpus() -> Iterator[Finding]:
         usable = torch.cuda.is_available()
     if not usable and (_DRIVER.exists() or shutil.which("nvidia-smi")):
         why = " ".join(str(caught[-1].message).split())[:160] if caught else f"torch {torch.__version__} sees none"
-        do = f"take a build of torch for this driver's CUDA: {here('make setup TORCH=...', 'pip install torch==...')}"
+        do = f"use a build of torch for this driver's CUDA: {here('make setup TORCH=...', 'pip install torch==...')}"
         yield Finding("GPUs", f"there is an NVIDIA driver, but {why}", "absent", do)
     elif not usable:
         yield Finding("GPUs", "none; each rank computes on its share of the CPU")
     for index in range(torch.cuda.device_count() if usable else 0):
         properties = torch.cuda.get_device_properties(index)
         sheet = peak_flops(properties.name, "bf16") or peak_flops(properties.name, "fp16")
-        known = f"data sheet {amount(sheet, 'FLOP/s')} in 16 bits" if sheet else "not in our table of data sheets"
+        known = f"data sheet {amount(sheet, 'FLOP/s')} in 16 bits" if sheet else "not in the table of data sheets"
         text = f"{properties.name}, {amount(properties.total_memory, 'B')}, "
         text += f"compute capability {properties.major}.{properties.minor}; {known}"
         values = {"memory_bytes": properties.total_memory} | ({"sheet_flops": sheet} if sheet else {})

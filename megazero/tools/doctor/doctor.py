@@ -20,7 +20,7 @@ from megazero.tools.doctor.finding import Finding, examine, reason
 
 _MARKS = {"there": " ", "absent": "-", "unknown": "?", "missing": "!"}
 _COLUMN = 26
-BUSY = "this machine is busy: the speeds above are lower than it is when quiet; do not plan with them"
+BUSY = "this machine is busy: the measured speeds are too low; do not plan with them"
 _RANKS = 2  # ranks that measure where there are no GPUs and the user gives no number
 _Checks = dict[str, Callable[[], Iterable[Finding]]]
 _NEEDED = {"torch", "packages", "disk"}  # checks that training needs to pass
@@ -109,13 +109,13 @@ def write(found: Diagnosis, path: Path) -> None:
         UserError: 340, it was not measured; 405, it cannot be written.
     """
     if isinstance(found.hardware, str):
-        raise UserError(340, f"{path} is not written: {found.hardware}", "see what doctor says", where="doctor")
+        raise UserError(340, f"{path} is not written: {found.hardware}", "see the output of doctor", where="doctor")
     from megazero.tools.doctor.hardware import as_yaml
 
     try:
         replace_file(path, as_yaml(found.hardware).encode())
     except OSError as error:
-        raise UserError(405, f"{path}: {error.strerror}", "give another --write", where="doctor") from None
+        raise UserError(405, f"{path}: {error.strerror}", "give another path to --write", where="doctor") from None
 
 
 def _measured(nproc: int | None) -> tuple[list[Finding], dict[str, Any] | str]:

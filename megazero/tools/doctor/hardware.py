@@ -70,7 +70,7 @@ def findings_of(measured: Measured) -> Iterator[Finding]:
             )
             yield Finding(name, f"{', '.join(words)} ({each})", values=figures)
     for name, why in measured.faults.items():
-        do = "sockets do as well, and slower" if name == SHARED else ""
+        do = "sockets are used instead, which are slower" if name == SHARED else ""
         yield Finding(name, why, "absent" if do else "unknown", do)
 
 
@@ -81,7 +81,7 @@ def threads_of(count: float) -> str:
 
 def as_yaml(hardware: dict[str, Any]) -> str:
     """Return the file's text, a field on each line. Numbers and mappings in JSON are valid YAML."""
-    lines = ["# Measured by `megazero doctor`. Of one device; all devices of the host were busy at once."]
+    lines = ["# Measured by `megazero doctor`. Per device, with all devices of the host busy at once."]
     lines += [f"{field}: {json.dumps(_rounded(value))}" for field, value in hardware.items()]
     return "\n".join(lines) + "\n"
 

@@ -30,7 +30,7 @@ def system() -> Iterator[Finding]:
 def processor() -> Iterator[Finding]:
     """Yield the processor's name, its usable cores, and the vector instructions that kernels use."""
     cores, flags = num_cores(), (_cpuinfo("flags") or _cpuinfo("Features")).split()
-    features = ", ".join(feature for feature in _FEATURES if feature in flags) or "no wide vectors known"
+    features = ", ".join(feature for feature in _FEATURES if feature in flags) or "no known vector extension"
     text = f"{processor_name()}, {cores} of {os.cpu_count()} cores usable; {features}"
     yield Finding("processor", text, values={"cores": cores})
 
@@ -44,7 +44,7 @@ def load() -> Iterator[Finding]:
     """Yield the load of other processes; call it before anything is measured."""
     others, cores = os.getloadavg()[0], num_cores()
     text = f"{others:.1f} processes ran in the last minute, on {cores} cores"
-    busy = Finding("load", f"busy: {text}; measures come out low", "unknown", values={"busy": others / cores})
+    busy = Finding("load", f"busy: {text}; measured speeds are too low", "unknown", values={"busy": others / cores})
     yield busy if others > _QUIET * cores else Finding("load", text)
 
 

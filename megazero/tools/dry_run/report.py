@@ -28,7 +28,7 @@ def as_text(found: Simulated, name: str, device: str) -> str:
     lines += [f"  {words:<26} {megabytes(found.planned.peak):>15}  {off:+.1%}", ""]
     first = found.first.timeline.peak_live()[0]
     lines += [f"the peak is in {_where(highest)}", f"(of the first step, {megabytes(first.total)} MB: {_where(first)})"]
-    lines += ["", "         MB  the largest that the step has made then"]
+    lines += ["", "         MB  the largest allocations of the step then"]
     for size, count, module, operation in by_origin(live)[:_SHOWN]:
         line = f"  {megabytes(size):>11}  {count:>4} x {module}"
         whole = f"{line}  {operation}"
@@ -47,7 +47,7 @@ def as_text(found: Simulated, name: str, device: str) -> str:
             if size != steady.traffic.get(axis, {}).get(purpose, Sent()).bytes_sent:
                 lines.append(f"  {axis:<9} {purpose:<20} {'planned':>8} {megabytes(size):>15}")
     if found.simulated < found.micro_batches:
-        sentence = f"{found.simulated:,} of {found.micro_batches:,} micro-batches were simulated, all are counted"
+        sentence = f"{found.simulated:,} of {found.micro_batches:,} micro-batches were simulated; the figures count all"
         lines += ["", f"  {sentence}"]
     return "\n".join(lines)
 

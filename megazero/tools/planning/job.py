@@ -159,12 +159,12 @@ def _shortage(found: Search, job: Job, ranks: int, machine: Machine) -> tuple[st
     shape, near = job.shape, found.nearest
     if near is None:
         sizes = f"{shape.layers} layers, {shape.kv_heads} key-value heads and batch.global {job.global_batch}"
-        return f"{sizes} cannot be spread over {ranks} ranks evenly", "another number of ranks or another batch.global"
+        return f"{sizes} cannot be spread over {ranks} ranks evenly", "change the number of ranks or batch.global"
     needs = [("", near.fullest.peak, usable(machine)), ("of the host ", near.fullest.host, machine.host_memory_bytes)]
     needs += [("of the disks ", near.fullest.disk, machine.disk_bytes)] if near.fullest.disk else []
     least = ", ".join(f"{where}{need / 1e9:,.1f} GB of {there / 1e9:,.1f}" for where, need, there in needs)
-    what = f"{parameters(shape) / 1e9:.4g}B parameters on {ranks} {machine.name}: the least is {least}"
-    return what, "more devices, or larger ones"
+    what = f"{parameters(shape) / 1e9:.4g}B parameters on {ranks} {machine.name}: the least need is {least}"
+    return what, "use more devices, or devices with more memory"
 
 
 def as_json(found: Plan) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def _check_peak(config: Config, machine: Machine) -> None:
     dtype = config.precision.dtype
     if dtype not in machine.peak_flops:
         what = f"{machine.name} has no peak for matrix products in {dtype}; known are {', '.join(machine.peak_flops)}"
-        raise UserError(118, what, "take another precision.dtype", where="plan")
+        raise UserError(118, what, "use another precision.dtype", where="plan")
     if config.uses_disks and not machine.disk_bytes:
         do = "give `disk: {bytes, read, write}` in a machine's file"
         raise UserError(118, f"the disks of {machine.name} are not known", do, where="plan")

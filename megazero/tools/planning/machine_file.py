@@ -41,7 +41,7 @@ def machine_of(name_or_path: str) -> Machine:
     path = Path(name_or_path)
     if not exists(path):
         known = ", ".join(MACHINES)
-        what = f"no machine and no file of that name{looked_up(path)}; known are {known}"
+        what = f"no machine or file of that name{looked_up(path)}; known machines: {known}"
         raise UserError(116, what, "write a file with `megazero doctor --write`", where=name_or_path)
     try:
         return TypeAdapter(Machine).validate_python(parse_yaml(read_file(path, MOST_BYTES).decode()))
@@ -50,7 +50,7 @@ def machine_of(name_or_path: str) -> Machine:
         field = ".".join(map(str, fault["loc"])) or "the file"
         words = fault["msg"].lower().replace("keyword argument", "field")
         what = f"{field}: {words} ({len(error.errors())} faults)"
-        raise UserError(117, what, "`megazero doctor --write FILE.yaml` writes one", where=path.name) from None
+        raise UserError(117, what, "`megazero doctor --write FILE.yaml` writes a valid one", where=path.name) from None
     except Exception as error:  # from the system, YAML or Python: a 13th month, 5,000 digits, half a character
         what = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(117, f"not readable: {what}", "correct the file", where=path.name) from None

@@ -25,13 +25,13 @@ def search_as_text(found: Mapping[str, Any], given: Mapping[str, object]) -> str
     Args:
         given: the config's options by name; a layout shows only options that differ from these.
     """
-    chosen = "a search chooses parallel, pipeline, stage, micro-batch, recompute and offload itself; shown is what of "
-    lines = [f"{found['tried']} layouts tried; {chosen}them is another than in the config", "", UNCERTAINTY, ""]
-    lines += ["the fastest that fit:", "   a step   of each device    MFU  data ranks"]
+    chosen = "the search sets parallel, pipeline, stage, micro-batch, recompute and offload; "
+    lines = [f"{found['tried']} layouts tried; {chosen}shown: options that differ from the config", "", UNCERTAINTY, ""]
+    lines += ["the fastest that fit:", "     step       per device    MFU  data ranks"]
     for one in found["best"]:
         rate = f"{one['step_s']:9.3f} s  {one['tflops_per_device']:6.1f} TFLOP/s  {one['mfu']:5.1%}"
         others = (f"{name}={spelt(value)}" for name, value in one["options"].items() if given.get(name) != value)
-        lines += [f"{rate}  {one['data']:10}", f"    {one['why']}", f"    {' '.join(others) or 'as the config is'}"]
+        lines += [f"{rate}  {one['data']:10}", f"    {one['why']}", f"    {' '.join(others) or 'as in the config'}"]
     return "\n".join(lines)
 
 
@@ -49,7 +49,7 @@ def _head(plan: Plan) -> Iterator[str]:
         f"ZeRO stage {job.stage}{shards}, {job.micro_batches} micro-batches of {job.micro_batch}"
     )
     if plan.stage:
-        yield f"planned is {plan.stage}"
+        yield f"the plan is for {plan.stage}"
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     need, machine = plan.fullest, plan.machine
     words = f"{verdict}: {need.peak / 1e9:,.2f} GB of {usable(machine) / 1e9:,.2f} on the fullest rank"
@@ -72,7 +72,7 @@ def _memory(plan: Plan, found: Mapping[str, Any]) -> Iterator[str]:
     yield f"memory is highest in backward, while the fullest rank computes the gradient of the {plan.fullest.cause}"
     yield f"logits of a micro-batch, in the last rank's activations: {found['logits_bytes'] / 1e9:,.3f} GB"
     if made := found["communicators"]:
-        yield f"{len(made)} communicators of NCCL on the fullest rank, which take estimated memory: not measured"
+        yield f"{len(made)} NCCL communicators on the fullest rank; their memory is estimated, not measured"
 
 
 def _settings(found: Mapping[str, Any]) -> Iterator[str]:
@@ -106,7 +106,7 @@ def _time(found: Mapping[str, Any]) -> Iterator[str]:
         if part > 0:
             yield f"  {name + ' traffic':<17}{rounded(part):>10} s  in parallel with the computation"
     tokens, tflops = time["tokens_per_second_per_device"], time["tflops_per_device"]
-    yield f"{rounded(tokens)} tokens/s and {rounded(tflops)} TFLOP/s a device"
+    yield f"{rounded(tokens)} tokens/s and {rounded(tflops)} TFLOP/s per device"
     yield f"MFU {time['mfu']:.0%}, HFU {time['hfu']:.0%}"
     cost = "" if budget["dollars"] is None else f", {rounded(budget['dollars'])} dollars"
     yield f"{budget['tokens']:.3g} tokens: {budget['steps']:,} steps,"
@@ -115,7 +115,7 @@ def _time(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _checkpoint(found: Mapping[str, Any]) -> str:
-    rate = f"{found['rate'] / 1e9:.3g} GB/s from each node{'' if found['measured'] else ', which is supposed'}"
+    rate = f"{found['rate'] / 1e9:.3g} GB/s from each node{'' if found['measured'] else ' (assumed)'}"
     size = f"{found['bytes'] / 1e9:,.0f}" if found["bytes"] > 1e11 else f"{found['bytes'] / 1e9:.4g}"
     what = f"a checkpoint: {size} GB, saved in {rounded(found['save_s'])} s at {rate}"
     return f"{what}; under SLURM give sbatch --signal=USR1@{found['lead_s']}"

@@ -25,14 +25,14 @@ def results(
         ([("w", 0, 5)], [("w", 5, 12)], None),
         ([("w", 5, 12)], [("w", 0, 5)], None),
         ([("w", 0, 5), ("w", 5, 12)], [], None),
-        ([("w", 0, 5)], [("w", 6, 12)], "element 5 of w, which has 12, is held by no rank"),
-        ([("w", 0, 5)], [("w", 5, 11)], "element 11 of w, which has 12, is held by no rank"),
-        ([("w", 1, 5)], [("w", 5, 12)], "element 0 of w, which has 12, is held by no rank"),
-        ([], [], "element 0 of w, which has 12, is held by no rank"),
+        ([("w", 0, 5)], [("w", 6, 12)], "element 5 of w, which has 12 elements, is held by no rank"),
+        ([("w", 0, 5)], [("w", 5, 11)], "element 11 of w, which has 12 elements, is held by no rank"),
+        ([("w", 1, 5)], [("w", 5, 12)], "element 0 of w, which has 12 elements, is held by no rank"),
+        ([], [], "element 0 of w, which has 12 elements, is held by no rank"),
         ([("w", 0, 5)], [("w", 4, 12)], "element 4 of w is held by rank 0 and by rank 1"),
         ([("w", 0, 12)], [("w", 0, 12)], "element 0 of w is held by rank 0 and by rank 1"),
         ([("w", 0, 12), ("w", 3, 4)], [], "element 3 of w is held by rank 0 and by rank 0"),
-        ([("w", 0, 5)], [("w", 5, 13)], "element 12 of w, which has 12, is held by rank 1"),
+        ([("w", 0, 5)], [("w", 5, 13)], "element 12 of w, which has 12 elements, is held by rank 1"),
     ],
 )
 def test_every_element_is_held_once(first: list, second: list, line: str | None) -> None:
@@ -47,7 +47,7 @@ def test_every_rank_computes_with_what_would_be_saved(rows: tuple[int, int] | No
     mine = weights["w"].view(4, 3)[slice(1, 3) if rows else slice(None)].bfloat16()
     mine[-1, -1] += 2**-7 * wrong  # a unit of its last place
     rank = replace(results([]), rows={"w": rows} if rows else {}, stored={"weight/0/w": mine})
-    line = "after the last step: weight w of rank 0 is not the one that would be saved"
+    line = "after the last step: weight w of rank 0 differs from the one that would be saved"
     assert stale_replica([rank], weights) == (line if wrong else None)
 
 
@@ -56,7 +56,7 @@ def test_every_rank_computes_with_what_would_be_saved(rows: tuple[int, int] | No
     [
         ([(0, [0, 1]), (1, [2, 3])], None),
         ([(0, [1, 0]), (0, [0, 1]), (1, [3, 2]), (1, [2, 3])], None),
-        ([(0, [0, 1]), (0, [0, 2]), (1, [2, 3])], "rank 1 has other samples than the first rank of its data rank"),
+        ([(0, [0, 1]), (0, [0, 2]), (1, [2, 3])], "rank 1 has other samples than the first rank of the same data rank"),
         ([(0, [0, 1]), (1, [1, 2])], "samples [0, 1, 1, 2], expected [0, 1, 2, 3]"),
         ([(0, [0, 1]), (1, [2])], "samples [0, 1, 2], expected [0, 1, 2, 3]"),
     ],

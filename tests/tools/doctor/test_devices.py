@@ -76,4 +76,4 @@ def test_each_gpu_with_its_data_sheet(monkeypatch: pytest.MonkeyPatch):
     first, second = gpus()
     assert first.text == "NVIDIA H200, 150 GB, compute capability 9.0; data sheet 989 TFLOP/s in 16 bits"
     assert first.values == {"memory_bytes": 150_000_000_000, "sheet_flops": 989e12}
-    assert second.name == "GPU 1" and second.text.endswith("not in our table of data sheets")
+    assert second.name == "GPU 1" and second.text.endswith("not in the table of data sheets")

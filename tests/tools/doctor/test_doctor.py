@@ -168,7 +168,9 @@ def test_without_torch_nothing_is_measured(capsys, monkeypatch: pytest.MonkeyPat
     out, err = capsys.readouterr()
     assert "! torch                      ModuleNotFoundError: No module named 'torch'" in out
     assert "missing: torch" in out.splitlines()
-    assert err == (f"MZ-340 doctor: {tmp_path}/a.yaml is not written: torch does not work here; see what doctor says\n")
+    assert err == (
+        f"MZ-340 doctor: {tmp_path}/a.yaml is not written: torch does not work here; see the output of doctor\n"
+    )
     assert not (tmp_path / "a.yaml").exists()
 
 
@@ -195,7 +197,7 @@ def test_ranks_that_broke_show_what_they_had(capsys, monkeypatch: pytest.MonkeyP
 
 def test_folders_that_cannot_be_written(measured, capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert main(["doctor", "--run", str(tmp_path), "--write", str(tmp_path / "none/a.yaml")]) == 1
-    line = f"MZ-405 doctor: {tmp_path}/none/a.yaml: No such file or directory; give another --write\n"
+    line = f"MZ-405 doctor: {tmp_path}/none/a.yaml: No such file or directory; give another path to --write\n"
     assert capsys.readouterr().err == line
 
     def full(*_: object) -> None:
