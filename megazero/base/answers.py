@@ -30,7 +30,11 @@ def answer(text: str) -> None:
 
 
 def show(found: object, text: str, *, as_json: bool) -> None:
-    """Print a verb's result: `found` as JSON, or `text` wrapped to the terminal's width. Raises UserError 405."""
+    """Print a command's result: `found` as JSON, or `text` wrapped to the terminal's width.
+
+    Raises:
+        UserError: 405, standard output cannot be written.
+    """
     answer(json.dumps(found, indent=1) if as_json else fitted(text, width()))
 
 

@@ -127,7 +127,8 @@ class Checkpoints:
         With `background` the tensors must not change before `settle` returns.
 
         Raises:
-            UserError: 403, this save or the previous one could not be written; from `conclude`.
+            UserError: this save or the previous one failed: 403, a file could not be written; 423, the run's folder is
+                gone; 302, a value is not finite; 608, an update wrote state on disks only in part.
             FailedElsewhere: another rank's save failed.
         """
         if self.saved == done:

@@ -226,7 +226,7 @@ RELATIONS: tuple[Relation, ...] = (
         lambda v: f"{_period(v):,}, after which the order repeats",
     ),
     Relation(
-        "data.sources given with sources of stages",
+        "data.sources given with data.sources in stages",
         lambda v: not values_of_stages(v, "data.sources") or v["data.sources"] is not None,
         "give data.sources for the steps in which no stage sets them",
     ),
@@ -279,7 +279,9 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("zero.quantize.parameters", ("int8",), "zero.stage", (3,), "stages 0 to 2 keep what they gather"),
     Exclusion("zero.quantize.gradients", _CODES, "zero.stage", (1, 2, 3), "the all-reduce of stage 0 is exact"),
     Exclusion("zero.quantize.gradients", _CODES, "zero.reduce_dtype", (None,), "they are summed in zero.grad_dtype"),
-    Exclusion("zero.quantize.error_feedback", (True,), "zero.quantize.gradients", _CODES, "only codes are rounded"),
+    Exclusion(
+        "zero.quantize.error_feedback", (True,), "zero.quantize.gradients", _CODES, "it corrects the codes' rounding"
+    ),
     Exclusion("zero.reduce_dtype", ("bf16",), "precision.dtype", ("fp32", "bf16"), "fp16 and fp64 need more digits"),
     Exclusion("zero.reduce_dtype", ("fp32",), "precision.dtype", ("fp32", "bf16", "fp16"), "fp64 is summed in fp64"),
     Exclusion("memory.partition", (True,), "memory.recompute", ("full",), "Pa splits inputs saved by full recompute"),

@@ -207,7 +207,9 @@ class Data(Section):
     )
     valid_every: Positive | None = option(None, "Steps between validations; null: only at the end.")
     valid_samples: Positive | None = option(None, "Sequences per validation; null: all.")
-    tokenizer: Text | None = option(None, "*.model, tokenizer.json, *.tiktoken or bytes; for text and bits per byte.")
+    tokenizer: Text | None = option(
+        None, "Tokenizer, to show text: *.model, tokenizer.json, *.tiktoken or the word bytes."
+    )
     mask_eod: bool = option(False, "Attention, positions and loss stop at document ends.")
     pack: bool = option(False, "Fill each sequence with as many whole documents as fit, and padding.")
 

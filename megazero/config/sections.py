@@ -37,7 +37,7 @@ class TokenFiles(Section):
 
     path: Text = Field(description="Token files: path without .bin/.idx, from the current folder, or a folder of them.")
     name: Name | None = Field(
-        default=None, validate_default=True, description="Name in metrics and messages; null: the end of the path."
+        default=None, validate_default=True, description="Name in metrics and messages; null: last part of the path."
     )
 
     @field_validator("name")

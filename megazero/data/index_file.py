@@ -68,7 +68,7 @@ class Index:
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.lengths[-1]) if len(self.lengths) else 0
 
     def offsets(self, first: int, stop: int) -> np.ndarray:
-        """Return the first token of documents [first, stop), from the pointers of their first sequences."""
+        """Return where documents [first, stop) start, in tokens: int64, from the pointers of their first sequences."""
         which = self.documents[first:stop]
         found = np.full(len(which), self.num_tokens, np.int64)  # after the last sequence
         inside = which < len(self.pointers)

@@ -72,7 +72,7 @@ class IndexedDataset(TokenDataset):
         return self._file.read(start * size, (stop - start) * size).view(self.dtype)
 
     def offsets(self, first: int, stop: int) -> np.ndarray:
-        """Return the first token of documents [first, stop)."""
+        """Return where documents [first, stop) start, in tokens from the start of the data: int64."""
         return self._index.offsets(first, stop)
 
     def scored(self, start: int, stop: int) -> np.ndarray:

@@ -61,7 +61,7 @@ class LossMask:
                 progress.advance(_BLOCK)
         self.digest = f"{digest:016x}"
         if found.hexdigest() != self.digest:
-            raise UserError(225, f"expected xxh3 {self.digest}, got {found.hexdigest()}", _DO, where=path)
+            raise UserError(225, f"damaged: expected xxh3 {self.digest}, got {found.hexdigest()}", _DO, where=path)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return which of the tokens [start, stop) count: bool. Raises UserError 225: they cannot be read."""

@@ -195,7 +195,7 @@ class Assembly:
         """Refuse parameters that were unfrozen since the step's first forward. Raises UserError 502."""
         if thawed := [member.name for part in self.parts for member in part.thawed]:
             what = f"{thawed[0]} was unfrozen between a forward and its step"
-            raise UserError(502, what, "call requires_grad_(True) after the step, and then the module")
+            raise UserError(502, what, "call requires_grad_(True) after a step and before the next forward")
 
     def require_backward(self, call: str, *, summed: bool | None = None) -> None:
         """Refuse a call that needs reduced gradients if there are none. Raises UserError 503."""

@@ -114,8 +114,8 @@ class _Parameters(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
         if torch.is_grad_enabled():
-            do = "leave create_graph out: gradients of gradients are not sharded"
-            raise UserError(505, "a second backward through the parameters was asked for", do)
+            do = "leave create_graph out: sharded parameters have no second derivatives"
+            raise UserError(505, "gradients of gradients were requested (create_graph=True)", do)
         ctx.call.deliver(gradients)
         return None, None
 

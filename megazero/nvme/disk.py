@@ -113,7 +113,7 @@ class Disk(PagedHome):
         return self._thread.submit(self._read, x, into, self._crossing.mark())
 
     def expect(self, x: Tensor) -> None:
-        """Start to prefetch a slice that is brought soon, as far as memory is free."""
+        """Start to prefetch a slice that `start_bring` will read soon, as far as memory is free."""
         self._thread.submit(self._expect, x)
 
     def clear(self, x: Tensor) -> None:

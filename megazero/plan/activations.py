@@ -30,7 +30,7 @@ def kept_by_layer(job: Job, layer: Layer) -> int:
 
 
 def spared_by_layer(job: Job, layer: Layer) -> int:
-    """Return the bytes of one micro-batch that a layer keeps, but not under selective recompute."""
+    """Return the bytes of one micro-batch that a layer keeps for backward, and that selective recompute frees."""
     item = job.bytes.parameter
     return bytes_of(job, layer.spared, item) + bytes_of(job, layer.statistics, wide(item)) if layer.core else 0
 

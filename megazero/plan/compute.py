@@ -100,7 +100,7 @@ class Compute:
         return size / self._bandwidth + kernels * self.launch
 
     def block(self) -> PassTimes:
-        """Return the times of one block."""
+        """Return the times of one block for one micro-batch."""
         products = self.products()
         weights = [self._product(*sizes, self.tokens, grows=True) for sizes in self._sizes()]
         core, core_backward = self._attention()

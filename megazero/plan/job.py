@@ -95,7 +95,7 @@ class Job:
         return self.shape.seq_len * self.micro_batch
 
     def local(self, whole: int) -> int:
-        """Return a rank's part of `whole` elements in the residual stream's layout: 1/t under sequence parallelism."""
+        """Return how many of `whole` elements of the residual stream a rank has: 1/t with sequence parallelism."""
         return whole // self.tensor if self.sequence else whole
 
     @property

@@ -110,7 +110,7 @@ class Layer:
 
     @property
     def split_width(self) -> int:
-        """Return the numbers a token on the side of the product that tensor ranks split."""
+        """Return the width of the product's side that tensor ranks split: outputs (column) or inputs (row)."""
         return self.outputs if self.product == "column" else self.inputs
 
     @property

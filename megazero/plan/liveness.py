@@ -26,9 +26,10 @@ class Moment:
 
 
 def liveness(job: Job, rank: int) -> tuple[list[Moment], dict[int, int]]:
-    """Return the distinct moments of a step on one rank, and the most micro-batches kept for each of its stages.
+    """Return the different moments of a rank's step, and the most micro-batches kept for each of the rank's stages.
 
-    gpipe keeps all micro-batches. Other schedules keep no more than with the number that fills the pipeline twice.
+    gpipe keeps all micro-batches. For other schedules a walk through 2 x ranks x (1 or 2, with chunks) micro-batches is
+    enough: a step with more of them keeps no more.
     """
     m = job.micro_batches
     if job.schedule == "gpipe":

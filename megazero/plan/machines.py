@@ -121,7 +121,7 @@ class Machine(_InFile):
         return 0 if self.disk is None else self.disk.bytes
 
     def peak(self, item: int) -> float | None:
-        """Return the peak FLOP/s for elements of `item` bytes, the larger of bf16 and fp16 for 2. None: not known."""
+        """Return the peak FLOP/s for elements of `item` bytes (2: the larger of bf16 and fp16); None: not known."""
         dtypes = {2: ("bf16", "fp16"), 4: ("fp32",), 8: ("fp64",)}[item]
         return max((peak for dtype, peak in self.peak_flops.items() if dtype in dtypes), default=None)
 

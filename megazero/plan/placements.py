@@ -48,7 +48,7 @@ STAGES = {
 
 
 def stages_that_shard(what: Literal["parameters", "gradients", "optimizer"]) -> list[int]:
-    """Return the numbers of the stages in which one of the model states is sharded, the lowest first."""
+    """Return the numbers of the ZeRO stages that shard `what`, the lowest first."""
     return [number for number, stage in STAGES.items() if getattr(stage, what) is Placement.SHARD]
 
 

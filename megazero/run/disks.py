@@ -31,12 +31,12 @@ def open_disks(homes: Homes, config: Config, device: torch.device, ledger: Ledge
     """Return the disks of a rank, or None if nothing is offloaded to disks.
 
     Args:
-        homes: opens them.
+        homes: the kinds of storage outside the device by name; "nvme" opens the disks.
         here: the number of ranks that share this host's memory.
 
     Raises:
-        UserError: 104, the table of homes has no disks; 601, a folder cannot be written; 605, it is on another
-            machine; 606, too little memory; 607, no queue of transfers can be built.
+        UserError: 104, this copy of megazero has no offload to nvme; 601, a folder cannot be written; 605, it is on
+            another machine; 606, too little memory; 607, no queue of transfers can be built.
     """
     offload = config.zero.offload
     if not config.uses_disks:

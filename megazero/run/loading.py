@@ -123,7 +123,7 @@ def _permission(places: Iterable[str], config: Mapping[str, Any]) -> str:
     fixed |= {"model.seq_len"} if config["model.position"] == "learned" else set()
     if not options or keys & fixed or any(row_of(key).on_resume for key in keys):
         return ""
-    return f", or permit the change with --allow-change {','.join(sorted(keys or {'data'}))}"
+    return f", or allow it with --allow-change {','.join(sorted(keys or {'data'}))}"
 
 
 def new_rows(found: Manifest, ours: Manifest) -> int:

@@ -49,7 +49,7 @@ class Gathering:
         return whole
 
     def arrive(self, message: Tensor, whole: Tensor) -> Tensor:
-        """Write the values of a message to `whole`, and return it; the message's memory is free afterwards."""
+        """Write the values of a message to `whole`; return `whole`. The message must not be used afterwards."""
         return whole
 
     def forget(self) -> None:

@@ -187,7 +187,7 @@ class GradientAccumulator:
             view.add_(gradient) if same else self._ops.accumulate_(view, gradient.contiguous())
 
     def write_product(self, left: Tensor, right: Tensor) -> None:
-        """Write the matrix product of two tensors, or add it to earlier gradients."""
+        """Deliver left @ right as the gradient: write it if it is the first of the step, else add it."""
         self.open()
         view = self.view
         if left.dtype == view.dtype:

@@ -167,7 +167,7 @@ class UnitGradients:
         return reduced
 
     def put_reduced(self, first: int, reduced: Tensor) -> None:
-        """Write the reduced gradients back and free the buffer."""
+        """Send what `take_reduced(first)` returned back to where gradients rest, if elsewhere, and free its buffer."""
         if self._away is not None:
             self.send(reduced, first)
             self._pool.give(reduced)

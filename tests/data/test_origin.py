@@ -42,7 +42,7 @@ def test_of_other_files(make_dataset, tmp_path: Path) -> None:
     mine.write(tmp_path / "x")
     assert origin_of(dataset) == mine
     ORIGIN.write(tmp_path / "x")
-    with pytest.raises(UserError, match=r"MZ-203.*3 documents and 100 tokens, .*x.idx of 2 and 3"):
+    with pytest.raises(UserError, match=r"MZ-203.*3 documents and 100 tokens, .*x.idx has 2 and 3"):
         origin_of(dataset)
 
 

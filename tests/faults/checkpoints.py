@@ -175,7 +175,7 @@ def other(what: str, line: str, *overrides: str) -> None:
 
 
 def permitted(what: str, line: str, key: str, *overrides: str) -> None:
-    mend = f"; resume with the config it was made with, or permit the change with --allow-change {key}"
+    mend = f"; resume with the config it was made with, or allow it with --allow-change {key}"
     fault(what, OTHER + line + mend)(lambda site: site.resume(*overrides))
 
 

@@ -137,7 +137,7 @@ def penalty_in_shards() -> str:
 
 
 def test_a_gradient_penalty_in_stage_3_is_one_line():
-    assert all("MZ-505" in line and "stages 0 to 2" in line for line in on_ranks(2, penalty_in_shards, fresh=True))
+    assert all("MZ-505" in line and "stage 0, 1 or 2" in line for line in on_ranks(2, penalty_in_shards, fresh=True))
 
 
 def other_order() -> str:

@@ -104,7 +104,7 @@ def test_files_that_changed_in_place(tiny_data: TinyData, paths, run: Path, tmp_
     sources[0]["path"] = str(paths["third"])
     new = ("data.train=null", f"data.sources={json.dumps(sources)}", "run.steps=4")
     assert go_on(tiny_data, run, *new) == 1
-    assert "or permit the change with --allow-change data" in capsys.readouterr().err
+    assert "or allow it with --allow-change data" in capsys.readouterr().err
     assert go_on(tiny_data, run, *new, allow="data") == 0
     assert [change["key"] for change in history(run, 4)] == ["data.sources", "data"]
 
@@ -160,15 +160,15 @@ def test_another_mix_of_a_stage_is_said(tiny_data: TinyData, paths, run: Path, c
 @pytest.mark.parametrize(
     ("overrides", "allow", "code", "line"),
     [
-        (["optimizer.betas=[0.8,0.9]"], None, 1, "or permit the change with --allow-change optimizer.betas"),
+        (["optimizer.betas=[0.8,0.9]"], None, 1, "or allow it with --allow-change optimizer.betas"),
         (
             ["optimizer.betas=[0.8,0.9]", "batch.global=8"],
             "optimizer",
             1,
-            "or permit the change with --allow-change batch.global",
+            "or allow it with --allow-change batch.global",
         ),
         (["optimizer.betas=[0.8,0.9]"], "data", 1, "MZ-412 "),
-        (["stages=[{until_step: 2, batch: {global: 2}}]"], None, 1, "or permit the change with --allow-change stages"),
+        (["stages=[{until_step: 2, batch: {global: 2}}]"], None, 1, "or allow it with --allow-change stages"),
         (["run.seed=3"], None, 1, "resume with the config it was made with\n"),
         (["model.dropout=0.5"], "data", 1, "resume with the config it was made with\n"),
         ([], "model.layers", 2, "MZ-123 --allow-change: model.layers cannot change: the weights have this shape"),

@@ -31,9 +31,10 @@ def call_before(holder: object, method: str, other: Callable[..., object]) -> No
 
 
 def record_codes(units: Sequence[Unit], results: Results) -> None:
-    """Start to record the values of units that are sent as integers.
+    """Start to record in `results.stored` what units send as integers, and what arrives.
 
-    They are stored under "shard/UNIT", "gathered/UNIT", "sent/NUMBER/UNIT" and "summed/NUMBER/UNIT".
+    Keys: "shard/UNIT" and "gathered/UNIT" for the first gather; "sent/N/UNIT" (this rank's gradients) and
+    "summed/N/UNIT" (its part of the sum) for reduction N = 0, 1, ...
     """
     for unit in units:
         shard, summing = unit.axes.shard, unit.gradients.summing

@@ -63,7 +63,7 @@ class Difference:
 
     @property
     def times(self) -> float:
-        """Return the difference over its tolerance; infinity where nothing may differ and something does."""
+        """Return the difference divided by its tolerance. With tolerance 0: 0 if nothing differs, else infinity."""
         if self.value <= self.tolerance:
             return self.value / self.tolerance if self.tolerance else 0.0
         return self.value / self.tolerance if self.tolerance and self.value == self.value else math.inf
@@ -82,7 +82,7 @@ class Compared:
         bitwise: everything is equal bit for bit.
         fault: the first fault, if there is one.
         worst: the largest relative difference of each measure.
-        times: the difference of each measure over its tolerance; infinite where nothing may differ and something does.
+        times: the difference of each measure divided by its tolerance; infinite if nothing may differ and it does.
     """
 
     bitwise: bool = False

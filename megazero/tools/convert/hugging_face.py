@@ -203,7 +203,7 @@ class Link:
 
 
 def links(model: Mapping[str, Any]) -> list[Link]:
-    """Return the link of every parameter of a model.
+    """Return a `Link` for every parameter of a model: the tensors of transformers that make it, and the conversion.
 
     Args:
         model: the config's model section, resolved.

@@ -30,6 +30,7 @@ from megazero.tools.convert.hugging_face import HEAD, ROLES, Link, config_from_t
 _Files = Mapping[str, bytes]  # name -> content
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
+_WRITABLE = "free space there, or make it writable"
 _PART = 1 << 30  # approximate bytes of a file of an imported checkpoint
 _CONFIG_BYTES, _INDEX_BYTES = 1 << 20, 4 << 20
 
@@ -78,7 +79,7 @@ def export(
     except FileExistsError:
         raise UserError(403, "exists already", "give another --out", where=target) from None
     except (OSError, SafetensorError) as error:
-        raise UserError(403, f"not exported: {error}", "free space there", where=target) from None
+        raise UserError(403, f"not exported: {error}", _WRITABLE, where=target) from None
     return len(names)
 
 
@@ -169,7 +170,7 @@ class Theirs:
             for name, expected in zip(link.theirs, link.to_theirs(ours), strict=True):
                 if self.slot(name).shape != tuple(expected.shape):
                     what = f"{name}: expected shape {tuple(expected.shape)}, got {self.slot(name).shape}"
-                    raise UserError(414, what, "is it the model of that config.json?", where=self._source)
+                    raise UserError(414, what, "give the weights that belong to this config.json", where=self._source)
 
     def read(self, link: Link) -> Tensor:
         """Return one of our parameters, in fp32. Raises UserError 414: it is not finite, or cannot be read."""
@@ -225,7 +226,7 @@ def import_weights(theirs: Theirs, store: Store) -> None:
                 progress.advance()
         store.commit(0, _manifest(theirs.model, tensors, files).to_bytes())
     except OSError as error:
-        raise UserError(403, f"not imported: {error.strerror}", "free space there", where=store.folder) from None
+        raise UserError(403, f"not imported: {error.strerror}", _WRITABLE, where=store.folder) from None
 
 
 def _manifest(model: Mapping[str, Any], tensors: dict[str, Logical], files: list[File]) -> Manifest:

@@ -86,7 +86,7 @@ class MemoryTimeline(Allocations):
         self._counted: list[int] = []  # sizes that the ledger counts, whose allocation is still to come
 
     def at(self, action: str | None = None, module: str = "") -> None:
-        """Set the place of the following operations; None keeps the action."""
+        """Record the following operations under an action and a module; None: the action stays the same."""
         self._place = AllocationSite(self._place.action if action is None else action, module)
 
     def hold(self, category: str, size: int) -> None:
@@ -95,7 +95,7 @@ class MemoryTimeline(Allocations):
         self._add(category, size, "")
 
     def came(self, size: int) -> int:
-        """Count newly allocated bytes; return the allocation's number, 0 for bytes that the ledger counts."""
+        """Record an allocation of `size` bytes; return its number, or 0 if `hold` has announced it or it is empty."""
         super().came(size)
         if size in self._counted:
             self._counted.remove(size)
