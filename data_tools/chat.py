@@ -32,7 +32,7 @@ _BAD_RECORD = 227
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(Select):
-    """Choose the conversation of a record, from the one field.
+    """Choose the conversation of a record: the messages at `fields[0]`, and "tools".
 
     Attributes:
         template: renders the conversation.
@@ -46,8 +46,8 @@ class Chat(Select):
         """Return the pieces of a conversation; no pieces if it has no answer.
 
         Raises:
-            UserError: made by `refuse` if there is no conversation; 227, the template cannot render it; 226, the
-                template itself is faulty.
+            UserError: what `refuse(reason)` returns, if there is no conversation; 227, the template cannot render it;
+                226, the template itself is faulty.
         """
         try:
             messages, tools = self._given(record, refuse)
@@ -61,7 +61,7 @@ class Chat(Select):
         return pieces if any(piece.scored for piece in pieces) else []
 
     def _given(self, record: Any, refuse: Refuse) -> tuple[list[dict[str, Any]], Any]:
-        """Return the messages and tools of a record, with marks in their names. Raises the error of `refuse`."""
+        """Return (messages, tools) of a record, with marks in their names. Raises what `refuse(reason)` returns."""
         found = value_at(record, self.fields[0]) if isinstance(record, dict) else record
         if not isinstance(record, dict) or not isinstance(found, list):
             got = f"no such key among {', '.join(record)[:60]}" if found is MISSING else type(found).__name__

@@ -270,7 +270,7 @@ def _refuser(where: str) -> Callable[[str], UserError]:
 
 
 def _skip_rest_of_line(file: BufferedIOBase, line: bytes) -> int:
-    """Read to the end of a line that began with `line`; return the number of bytes read."""
+    """Read to the end of a line whose first bytes, `line`, have been read; return the number of bytes read here."""
     skipped = 0
     while not line.endswith(b"\n") and (line := file.readline(LINE_BYTES)):
         skipped += len(line)
@@ -278,7 +278,7 @@ def _skip_rest_of_line(file: BufferedIOBase, line: bytes) -> int:
 
 
 def _text_of(line: bytes, where: str, offset: int) -> str:
-    """Decode a line that begins at byte `offset` of its file; drop the byte order mark of the first line."""
+    """Decode a line at byte `offset` of its file, without a byte order mark; raise UserError: too long or not UTF-8."""
     if len(line) > LINE_BYTES:
         raise _refuser(where)(f"expected a line of at most {LINE_BYTES:,} bytes, got more")
     try:

@@ -50,7 +50,7 @@ class ForeignDataset(TokenDataset):
         return np.array(self._ids[start:stop])
 
     def offsets(self, first: int, stop: int) -> np.ndarray:
-        """Return the first token of documents [first, stop)."""
+        """Return where documents [first, stop) start, in tokens: int64."""
         return self._offsets[first:stop]
 
     def scored(self, start: int, stop: int) -> np.ndarray:
@@ -89,7 +89,7 @@ def open_foreign(path: Path, tokenizer: Tokenizer | None) -> TokenDataset:
 
 
 def _bytes(path: Path) -> np.ndarray:
-    """Return the bytes of a file, uint8, memory-mapped unless it is empty. Raises UserError 201."""
+    """Return the bytes of a file, uint8, memory-mapped unless it is empty. Raises UserError 201: unreadable."""
     return np.memmap(path, np.uint8, "r") if DataFile(path, "tokens", 204).size else np.empty(0, np.uint8)
 
 
@@ -131,7 +131,7 @@ def _open_headerless(path: Path, tokenizer: Tokenizer) -> TokenDataset:
 
 
 def _open_numpy(path: Path) -> np.ndarray:
-    """Return the ids of a file written by numpy. Raises UserError 202."""
+    """Return the ids of a file written by numpy. Raises UserError 202: damaged, or not a 1-dim array of ints."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, OSError) as error:
@@ -144,7 +144,7 @@ def _open_numpy(path: Path) -> np.ndarray:
 
 
 def _layout(path: Path, raw: np.ndarray, vocab: int) -> tuple[np.dtype, int, int]:
-    """Return the type of raw ids, the byte offset of the first, and their number. Raises UserError 223."""
+    """Return (type of raw ids, byte offset of the first, their number). Raises UserError 223: `vocab` does not fit."""
     if path.suffix == ".npy":
         kind = next(kind for kind in ("<u1", "<u2", "<u4", "<u8") if vocab - 1 <= np.iinfo(kind).max)
         return np.dtype(kind), 0, len(raw) // np.dtype(kind).itemsize

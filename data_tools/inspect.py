@@ -113,7 +113,7 @@ def _scan(dataset: TokenDataset, vocab: int | None, counts: np.ndarray) -> dict[
 
 
 def _document(dataset: TokenDataset, tokenizer: Tokenizer, document: int) -> dict[str, Any]:
-    """Return the text of a document; with a mask, also its answers and its stretches. Raises UserError 190."""
+    """Return a document's "text"; with a mask, also "answers" and "stretches". Raises UserError 190: no such one."""
     if not 0 <= document < dataset.num_documents:
         what = f"--document {document}: there are documents 0 to {dataset.num_documents - 1:,}"
         raise UserError(190, what, "choose one of those", where="inspect")

@@ -108,7 +108,7 @@ def _job(options: argparse.Namespace, tokenizer: Tokenizer, files: list[Path], s
 
 
 def _select(options: argparse.Namespace, tokenizer: Tokenizer) -> Select:
-    """Return the selection of text from records. Raises UserError: 162, 226, the template cannot be used; 190."""
+    """Return the text selection for records. Raises as `open_template`, or UserError 190: --chat with two fields."""
     if options.chat is None:
         return Select(tuple(options.field or ["text"]))
     if len(fields := options.field or ["messages"]) > 1:
@@ -118,7 +118,10 @@ def _select(options: argparse.Namespace, tokenizer: Tokenizer) -> Select:
 
 
 def _files(options: argparse.Namespace) -> list[Path]:
-    """Return the files of the corpus; with --chat, only the kinds that hold records. Raises UserError 211, 214."""
+    """Return the files of the corpus; with --chat, only the kinds that hold records.
+
+    Raises UserError as `find_files` does; also 211: --chat, and a file of another kind is named.
+    """
     suffixes = options.suffix
     if options.chat is not None and suffixes is TEXT_SUFFIXES:
         suffixes = [suffix for suffix in TEXT_SUFFIXES if ".jsonl" in suffix or suffix in TABLES]
@@ -137,7 +140,7 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype:
 def _make_parts(
     options: argparse.Namespace, tokenizer: Tokenizer, files: list[Path], select: Select, unfinished: Unfinished
 ) -> None:
-    """Encode the parts that are not finished yet, one after the other. Raises UserError."""
+    """Encode the unfinished parts, one after the other. Raises the errors of `Reader`, `Encoder` and the writer."""
     sizes, whole = [path.stat().st_size for path in files], not tokenizer.cuts_after_newline
     total = sum(stop - start for start, stop, _ in options.part.spans(sizes))
     parts = options.part.divided(max(1, min(MOST_PARTS, total // PART_BYTES)))

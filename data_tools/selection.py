@@ -56,7 +56,7 @@ class Select:
         """Return the pieces of a record's document.
 
         Raises:
-            UserError: made by `refuse`: the record lacks the text, or UTF-8 cannot encode the text.
+            UserError: what `refuse(reason)` returns: the record lacks the text, or UTF-8 cannot encode the text.
         """
         pieces = self._taken(record, refuse)
         try:

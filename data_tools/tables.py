@@ -59,7 +59,7 @@ def _batches(path: Path, select: Select) -> Iterator[Any]:
 
 
 def _columns(names: list[str], select: Select, path: Path) -> list[str]:
-    """Return the columns that are needed. Raises UserError 213."""
+    """Return the columns that are needed. Raises UserError 213: one is missing."""
     wanted = dict.fromkeys(name if name in names else name.split(".")[0] for name in select.fields)
     if odd := next((name for name in wanted if name not in names), None):
         what = f'expected a column "{odd}", got {", ".join(names)[:80]}'

@@ -92,7 +92,7 @@ def _sample(reader: Reader, total: int) -> list[str]:
 
 
 def _train(sample: list[str], vocab: int) -> bytes:
-    """Train a vocabulary; return its model file. Raises UserError 215.
+    """Train a vocabulary; return its model file. Raises UserError 215: the library fails, as on too little text.
 
     The library trains for seconds to minutes in one call, and Python runs signal handlers only when the call returns.
     So SIGINT has the system's default action during the call: Ctrl-C ends the process at once.

@@ -15,7 +15,10 @@ def job_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"
 
 
 def cgroup_limits(listing: Path, root: Path) -> tuple[float | None, int | None]:
-    """Return the (cores, bytes) limits of the job's cgroup (version 2) and its parents; None where there is none."""
+    """Return the least (cores, bytes) limits of the cgroup v2 in file `listing` and its parents; None: no limit.
+
+    `root` is the folder where cgroups are mounted.
+    """
     lines = listing.read_text().splitlines() if listing.exists() else []
     quotas: list[float] = []
     limits: list[int] = []

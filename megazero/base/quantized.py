@@ -1,6 +1,6 @@
 """Compute the size of values that are quantised to 8 or 4 bits in blocks (`zero.quantize`).
 
-n values become n codes, then one fp32 scale for each block of `BLOCK` values: n bits / 8 + 4 ceil(n / BLOCK) bytes,
+n values become n integer codes, then one fp32 scale for each `BLOCK` values: n * bits / 8 + 4 ceil(n / BLOCK) bytes,
 rounded up to `ROUND`, so that the data after them is aligned.
 """
 
@@ -10,7 +10,7 @@ ROUND = 16  # bytes; n is a multiple of as many elements, see plan/placements.py
 
 
 def code_bytes(numel: int, bits: int) -> int:
-    """Return the bytes of the codes alone."""
+    """Return the bytes of `numel` codes of `bits` bits, without scales."""
     return numel * bits // 8
 
 

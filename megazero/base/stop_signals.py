@@ -28,7 +28,7 @@ def handle(handler: Callable[[int, FrameType | None], object] | signal.Handlers)
 
 
 def restore(before: Mapping[int, Any]) -> None:
-    """Restore handlers; ignore signals that had `end_at_once` or `end_silently`, because the result is final."""
+    """Restore handlers from `handle`; ignore signals that had `end_at_once` or `end_silently`: the result is final."""
     for number, handler in before.items():
         signal.signal(number, signal.SIG_IGN if handler in (end_at_once, end_silently) else handler)
 

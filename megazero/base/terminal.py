@@ -33,7 +33,7 @@ def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def fitted(text: str, columns: int | None) -> str:
-    """Return a text with lines wrapped at `columns`, continuation lines indented by 4 more; None: unchanged."""
+    """Return a text with lines wrapped at `columns`, continuation lines indented by 4 more; columns None: as it is."""
     if columns is None:
         return text
     found = []
@@ -44,7 +44,7 @@ def fitted(text: str, columns: int | None) -> str:
 
 
 def wrapped(text: str, columns: int | None, indent: str = "") -> list[str]:
-    """Return a text as lines of at most `columns`, all but the first indented by `indent`; None: one line."""
+    """Return a text as lines of at most `columns`, all but the first indented by `indent`; columns None: one line."""
     if columns is None:
         return [text]
     return textwrap.wrap(text, columns, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)

@@ -65,7 +65,7 @@ def grid_of(config: Config, comm: CommContext, world: World) -> Grid:
 
 
 def neighbours_of(config: Config) -> int | None:
-    """Return the size of the shard axis: `shard_ranks`, else `secondary_ranks` (second shards); None: all data."""
+    """Return the size of the shard axis: `zero.shard_ranks`, else `zero.secondary_ranks`; None: the data axis' size."""
     return config.zero.shard_ranks or config.zero.secondary_ranks
 
 
@@ -169,9 +169,9 @@ def build(
     """Build one rank's part of the model, engine and pipeline that a config describes.
 
     Args:
-        host: the home of values offloaded to the host; None: the memory of this machine.
-        host_ops: the kernels of an update on the host; None: those of the device, which is the host.
-        homes: further homes of offloaded values, by the config's name for them.
+        host: where values offloaded to the host are kept; None: in this machine's memory.
+        host_ops: the kernels of an update on the host; None: `ops` (the device is the host).
+        homes: further places for offloaded values (disks), by the config's name for them.
         filled: fill parameters with the initial values of `run.seed`; False: leave them uninitialised.
     """
     host, homes = host or Host(device, grid.comm.ledger), homes or {}

@@ -71,7 +71,7 @@ def options_of(job: Job) -> dict[str, Any]:
 
 
 def laid_out(config: Config, job: Job) -> Config:
-    """Return a resolved config with the options of a job for the same model, unchecked."""
+    """Return a copy of a resolved config with the options of a job of its model (`options_of`), unchecked."""
     return changed(config, options_of(job))
 
 

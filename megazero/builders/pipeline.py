@@ -46,7 +46,7 @@ def check_world(config: Config, size: int, given: str = "") -> None:
 
 
 def _divisible(config: Config, sequences: int, micro: int, data: int, given: str) -> str:
-    """Return advice: the values nearest to the given ones that divide the batch."""
+    """Return advice with the nearest valid values: of batch.micro, or else of batch.global and the number of ranks."""
     if sequences % data == 0:
         each = sequences // data
         return f"use batch.micro={max(n for n in range(1, min(micro, each) + 1) if each % n == 0)}, or null"

@@ -44,8 +44,8 @@ def recompute(
     Args:
         stages: for each stage of this rank, its range of layers in `model.layers`.
         dtype: of activations.
-        host: the home of kept inputs, if the job offloads them and host memory is separate.
-        homes: further homes of offloaded values, by the config's name for them.
+        host: keeps the inputs, if the job offloads them to the host and host memory is separate.
+        homes: further places for offloaded values (disks), by the config's name for them.
 
     Returns:
         The layers that run again in backward as a whole; empty for `selective`.

@@ -1,4 +1,4 @@
-"""Build the units of a model from a config: the ranks that share each one, the home of its values, how it is sent."""
+"""Build the units of a model from a config: the ranks that share each one, where it is kept, how it is sent."""
 
 from __future__ import annotations  # no import of the config package: its types are only named here
 
@@ -44,10 +44,10 @@ def axes_of(config: Config, grid: Grid) -> Callable[[str], UnitAxes]:
 
 
 def offload_of(config: Config, host: Host, homes: Mapping[str, Home]) -> Offload:
-    """Return the homes of optimizer state and parameters between steps.
+    """Return where optimizer state and parameters are kept between steps: on the device, the host or disks.
 
     Args:
-        homes: of this rank, other than the device and the host, by the config's name for them.
+        homes: this rank's places other than the device and the host (disks), by the config's name for them.
     """
     asked = config.zero.offload
     if "cpu" in (asked.optimizer, asked.parameters) and not host.apart:

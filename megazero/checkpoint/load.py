@@ -33,7 +33,7 @@ class _Copy:
     disks: PagedHome | None = None
 
     def fill(self, reader: ShardReader) -> None:
-        """Read the bytes into the tensor; if it is on disks, one window at a time."""
+        """Read the bytes into the tensor; if it is on disks, at most `disks.window` elements at a time."""
         if self.disks is None:
             _fill(reader, self.at, self.into, self.dtype)
             return

@@ -75,14 +75,14 @@ class Manifest(StrictModel):
         step: number of steps done, skipped ones included.
         grid: the writer's ranks by axis and its ZeRO stage; for information, not needed to read.
         dtype: of all tensors without a dtype of their own.
-        kinds: the kinds of values saved for every trained parameter.
+        kinds: the kinds of values saved for every trained parameter: its weight, then the optimizer's states.
         tensors: the parameters and buffers by name.
         block: bytes that are hashed together.
         files: the shards.
         progress: None for weights without a run, as an import writes them.
         random: the inputs of all random numbers; there is no other generator state.
         identity: digests of the data set and the tokenizer.
-        config: the resolved config, flat.
+        config: the resolved config, as {"section.key": value}.
         history: changes of config options, oldest first: {step, key, from, to}; `to` is valid after that step. Left
             out of the file if empty.
         software: the writer's versions.

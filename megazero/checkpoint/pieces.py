@@ -35,9 +35,9 @@ class ShardState:
 
     Attributes:
         pieces: the elements of parameters that the rank has.
-        tensors: for each kind, the flat buffer that holds the pieces.
+        tensors: for each kind of values (the weight, the optimizer's states), the flat buffer that holds the pieces.
         any_value: values may be non-finite: for the model's buffers, which training does not compute.
-        disks: the home of the flat buffers, if they are not in memory.
+        disks: where the flat buffers are; None: in memory.
     """
 
     pieces: Sequence[Piece]
@@ -75,12 +75,13 @@ def pieces_of(
 
 
 def holding_of(unit: Unit, state: Mapping[str, Tensor], numel: Mapping[str, int], *, saves: bool) -> ShardState:
-    """Return the part of a unit's state that this rank saves, or that it loads and derives its other values from.
+    """Return the part of a unit's state that this rank saves, or the part that it loads.
 
     Args:
         state: the optimizer state of the elements that this rank updates, by kind.
         numel: the elements of each parameter over all ranks, without padding.
-        saves: True: the part that this rank alone saves; False: all elements that it updates, for loading.
+        saves: True: the part that only this rank saves; False: all elements that it updates, to load them; the rank
+            derives its other values from these.
     """
     share = _share(unit) if saves else unit.shard
     pieces = tuple(pieces_of(unit.layout, share, numel, unit.axes.tensor, once=saves))

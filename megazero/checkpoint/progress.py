@@ -20,8 +20,8 @@ class Progress(StrictModel):
 
     Attributes:
         updates: steps of the run that were not skipped; the learning rate schedule counts these.
-        carried: updates of the moments before the run began (`checkpoint.load` optimizer). The optimizer's bias
-            correction counts `carried` + `updates`. Left out of the file if 0.
+        carried: updates that the optimizer's moments had seen before the run loaded them (`checkpoint.load` optimizer);
+            its bias correction counts `carried` + `updates`. Left out of the file if 0.
         skipped: skipped steps of the whole run.
         overflows: consecutive skipped steps up to this one.
         next_sample: id of the first sample not consumed.
@@ -42,5 +42,5 @@ class Progress(StrictModel):
 
     @property
     def moments_age(self) -> int:
-        """Return the number of updates that the moments have seen."""
+        """Return the number of updates that the optimizer's moments have seen."""
         return self.carried + self.updates

@@ -30,7 +30,7 @@ def verify(folder: Path, stop: Callable[[], bool] = lambda: False, files: slice 
 
 
 def retire(store: Store, keep: int, warn: Callable[[str], object], stop: Callable[[], bool] = lambda: False) -> None:
-    """Delete all but the newest `keep` steps, after reading back and verifying one of these.
+    """Delete all but the newest `keep` steps if one of the kept steps, read back, is undamaged.
 
     Args:
         stop: polled during the work; True: stop, and leave the other steps for a later call.

@@ -45,7 +45,7 @@ _PATIENCE = 10.0  # seconds to wait for a save under way when a run fails
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """One kind of one piece, with its values; for values on disks, a meta tensor that stands for them."""
+    """The values of one kind (weight, optimizer state) of one piece; a meta tensor stands for values on disks."""
 
     kind: str
     piece: Piece
@@ -53,7 +53,7 @@ class _Entry:
     holding: ShardState
 
     def in_memory(self) -> Iterator[Tensor]:
-        """Yield the values; from disks window by window, to limit memory."""
+        """Yield the values, in several tensors if they are on disks, to limit memory."""
         disks = self.holding.disks
         if disks is None:
             yield self.values
@@ -73,11 +73,12 @@ class Checkpoints:
         world: all ranks.
         every: steps between checkpoints; None: only on request.
         background: copy the state first, and train on while the files are written.
-        conclude: rank 0's function (step, progress, parts of all ranks), called once all parts are on the disk.
-        tidy: rank 0's function, called in the background after a commit with a function that returns True to stop it.
+        conclude: on rank 0, the function (step, progress, parts of all ranks) that commits a step, called when all
+            parts are on the disk; None on other ranks.
+        tidy: on rank 0, deletes old steps, in the background after a commit; its argument returns True if it must stop.
 
     Attributes:
-        saved: the last step whose save was begun, or the step of its own folder that the run resumed from.
+        saved: the last step whose save was begun, or the step in the run's own folder that it resumed from; else None.
         seconds: from the start to the commit of the last save that this process committed; before, an estimate.
     """
 
@@ -280,7 +281,7 @@ class Checkpoints:
 
 
 def _entries(holdings: Sequence[ShardState], buffers: Iterator[Tensor]) -> Iterator[_Entry]:
-    """Yield the entries in file order, which is memory order: by unit, then kind, then piece."""
+    """Yield the entries in file order: by unit, then kind, then piece; `buffers` has the values in memory, in order."""
     for holding in holdings:
         for kind in holding.kinds:
             buffer = next(buffers) if holding.disks is None else holding.tensors[kind]

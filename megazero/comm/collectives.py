@@ -53,8 +53,8 @@ class Pending:
         axis: the axis it runs on; None when there is nothing to wait for.
         purpose: its name in profiles.
         finish: waits, and returns the result.
-        unread: messages of this rank that stay in shared memory until the others wait for the operation. There is room
-            for `MOST_UNREAD`; a rank that sends more is blocked until the others have read some.
+        unread: how many messages of this rank stay in shared memory until the others wait for the operation. There is
+            room for `MOST_UNREAD`; a rank that sends more is blocked until the others have read some.
     """
 
     def __init__(self, axis: Axis | None, purpose: str, finish: Callable[[], Tensor], unread: int = 0):
@@ -240,7 +240,7 @@ def gather_bytes(payload: bytes, axis: Axis, purpose: str, device: torch.device)
 
 
 def begin(kind: str, x: Tensor, axis: Axis, purpose: str, elements: int) -> int:
-    """Count an operation and show it on the status board; return the tag of its messages; 0 on NCCL, without tags."""
+    """Count an operation that sends `elements`, and show it on the board; return its messages' tag, 0 on NCCL."""
     assert axis.group is not None, f"{kind} over {axis.size} ranks of the {axis.name} axis without a process group"
     assert x.is_contiguous(), f"{kind} of a strided view: {tuple(x.shape)}, strides {x.stride()}"
     comm = axis.comm
@@ -288,7 +288,7 @@ def _exchanged(axis: Axis, purpose: str, exchange: Exchange, result: Tensor) -> 
 
 
 def _own(x: Tensor, axis: Axis) -> Tensor:
-    """Return this rank's part of the first dim (of `size` equal parts), without views of the others: may be many."""
+    """Return this rank's part of the first dim (of `size` equal parts) as a view; `chunk` would make `size` views."""
     return x[_own_elements(x, axis)]
 
 
@@ -299,7 +299,7 @@ def _own_elements(x: Tensor, axis: Axis) -> slice:
 
 
 def _landing(on_host: Pending, staging: HostStaging, into: Tensor | None = None, first: int = 0) -> Pending:
-    """Return an operation that ends by copying the result of a host operation to the device (`HostStaging.end`)."""
+    """Return `on_host`, ended by a copy of its result, from element `first` on, to device tensor `into`, if any."""
 
     def land() -> Tensor:
         staging.end(into, first)

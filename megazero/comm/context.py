@@ -57,7 +57,7 @@ class CommContext:
         return Pool(torch.uint8, torch.device("cpu"), self.ledger, "staging")
 
     def reserve(self, axis: str, rounds: int) -> int:
-        """Reserve rounds of messages on an axis; return the number of the first, which is equal on all its ranks."""
+        """Reserve `rounds` message numbers on an axis; return the first, which is equal on all ranks of the axis."""
         first = self._rounds[axis]
         self._rounds[axis] += rounds
         return first
@@ -77,7 +77,8 @@ class CommContext:
         """Show the first use of an NCCL communicator, in which the host itself may wait for other ranks.
 
         Args:
-            lane: the lane of the status slot.
+            communicator, what: the names of the communicator and of the operation, for the text.
+            lane: the row of the status slot, an axis or `P2P`.
             ranks: the ranks that the host may wait for.
         """
         text = f"first {what} of {communicator}"

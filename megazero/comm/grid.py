@@ -69,7 +69,7 @@ class Grid(dict[str, Axis]):
         return self["world"].comm
 
     def partial(self, what: str) -> list[Axis]:
-        """Return the axes along which a sum is partial, that is, each rank has a summand.
+        """Return the axes along which the sum `what` ("gradients" or "loss") is partial: each rank has a summand.
 
         Axes whose ranks see different samples come first, the fastest of them first. Sums are taken in this order,
         which affects the last bits of the results.
@@ -82,9 +82,9 @@ class Grid(dict[str, Axis]):
         return [self[name] for name in names]
 
     def counts(self, what: str) -> bool:
-        """Return whether this rank's summand counts in a sum over the world: equal summands count once, on one rank.
+        """Return whether this rank's summand counts in the sum `what` over the world: of equal ones only one does.
 
-        This is the complement of `partial`: the summands are equal along all other axes.
+        Summands are equal along the axes that `partial(what)` does not return.
         """
         return all(self[name].rank == 0 for name, partial in AXES.items() if what not in partial)
 
@@ -214,7 +214,7 @@ def _group_of(
 
 
 def lines(axis: Axis, world: int) -> list[list[int]]:
-    """Return the ranks of every line of the world in the direction of an axis."""
+    """Return every group of ranks of the world that differ only along an axis, as lists of global ranks."""
     block = axis.size * axis.stride
     firsts = (first + place for first in range(0, world, block) for place in range(axis.stride))
     return [list(range(first, first + block, axis.stride)) for first in firsts]

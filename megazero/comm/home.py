@@ -64,7 +64,7 @@ class PagedHome(Home):
     """A home whose buffers have no data in memory.
 
     Attributes:
-        window: elements of a window; each window begins at a multiple of it.
+        window: the number of elements that are in memory at a time; each window begins at a multiple of it.
     """
 
     window: int
@@ -87,7 +87,7 @@ class PagedHome(Home):
 
     @abstractmethod
     def versions(self, handle: Tensor) -> set[int]:
-        """Return how many updates have written a buffer: one number, unless an update is incomplete."""
+        """Return how many updates have written each part of a buffer: one number, unless an update is incomplete."""
 
     @abstractmethod
     def close(self) -> None:
@@ -109,7 +109,7 @@ def windows(
 
     Args:
         home: the home of the buffers that are not in memory; None: all are in memory.
-        flats: buffers of equal length, each with what the caller does to it.
+        flats: buffers of equal length, each with the caller's access: "read", "write" (all of it, unread) or "update".
         skip: 0-dim; 1: nothing will change, so nothing is yielded unless all buffers are in memory.
     """
     if home is None or not any(flat.is_meta for flat, _ in flats):

@@ -85,7 +85,7 @@ class Ledger:
                 held.now = kept.get(category, 0)
 
     def time(self, unit: str, kind: str) -> "Timed":
-        """Return a context that adds the time spent inside."""
+        """Return a context that adds the seconds spent inside to `seconds[unit][kind]`."""
         return Timed(self.seconds.setdefault(unit, {}), kind)
 
     def add(self, axis: str, purpose: str, elements: int, item_size: int) -> None:
@@ -111,9 +111,9 @@ class Ledger:
         return sum(sent.bytes_sent for purposes in axes for sent in purposes.values())
 
     def traffic_as_dict(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return the contract's `traffic` object."""
+        """Return `traffic` as dictionaries: [axis][purpose][field of `Sent`]."""
         return {a: {p: asdict(sent) for p, sent in purposes.items()} for a, purposes in self.traffic.items()}
 
     def bytes_as_dict(self) -> dict[str, dict[str, int]]:
-        """Return the contract's `bytes` object."""
+        """Return `bytes` as dictionaries: [category][field of `Held`]."""
         return {category: asdict(held) for category, held in self.bytes.items()}

@@ -18,7 +18,7 @@ Counts = list[list[int]]  # [from][to]
 
 
 def exchange_counts(own: Sequence[int], axis: Axis, device: torch.device) -> Counts:
-    """All-gather the numbers `own`: rows for each rank, and any others. The host waits for the result."""
+    """Return the `own` of every rank: its row counts for each rank, then any other numbers. The host waits for it."""
     mine = torch.tensor(own, dtype=torch.int64, device=device)
     return all_gather(mine, axis, "row counts").view(axis.size, len(own)).tolist()
 
@@ -50,7 +50,7 @@ def exchange_rows(rows: Tensor, counts: Counts, axis: Axis, purpose: str) -> Ten
 def _exchanged(
     rows: Tensor, outgoing: list[int], incoming: list[int], longest: int, axis: Axis, purpose: str, sent: int
 ) -> Tensor:
-    """Exchange messages that are padded to `longest` elements."""
+    """Return the received rows, sent as messages padded to `longest` elements; the ledger counts `sent` elements."""
     messages, places = (rows.new_zeros((axis.size, max(longest, 1))) for _ in range(2))
     for k, part in enumerate(rows.split(outgoing)):
         messages[k, : part.numel()] = part.reshape(-1)

@@ -119,7 +119,7 @@ class RankStatus:
 
     @property
     def open(self) -> Operation | None:
-        """Return the operation that this rank is in."""
+        """Return the operation that this rank is in; None: it is in none."""
         return next((operation for operation in self.operations if operation.open), None)
 
 

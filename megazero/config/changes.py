@@ -76,6 +76,7 @@ def refusal(place: str, key: str, known: Sequence[str], where: str) -> UserError
     Args:
         place: the key as the user gave it, such as `stages[0].zero.stage`.
         known: all options.
+        where: the place of the key (file and line), for the error.
     """
     inside = _inside(key, known)
     if not inside:

@@ -148,7 +148,9 @@ def _plain(tree: Any, prefix: str, file: str, where: dict[str, str]) -> Any:
     """Convert ruamel's values, which keep their spelling, to plain Python values; lists become tuples.
 
     Args:
-        where: receives the line of every key, by its dotted key below `prefix`.
+        prefix: of the dotted keys in `where`, with its dot; "" at the top.
+        file: name of the file.
+        where: receives `file` with the line of every key, by its dotted key.
     """
     if isinstance(tree, dict):
         for key in tree if isinstance(tree, CommentedMap) else ():

@@ -135,7 +135,7 @@ class Course:
         return self.part(max(0, done - 1))
 
     def until(self, part: Part) -> int:
-        """Return the last step, from 1, that the trainer of `part` can run: later parts may differ only in sources."""
+        """Return the last step, from 1, of `part` and the parts right after it that differ from it only in sources."""
         ends = [part.end]
         for later in self.parts[self.parts.index(part) + 1 :]:
             if _but_for_sources(later.config) != _but_for_sources(part.config):
@@ -196,7 +196,7 @@ def _but_for_sources(config: Config) -> Config:
 
 
 def _undone(config: Config, changes: Sequence[Mapping[str, Any]]) -> Config:
-    """Return a config with some changes undone."""
+    """Return the config from before `changes`: each changed option has its value `from`."""
     values = config.model_dump(by_alias=True, mode="json")
     for change in reversed(changes):  # of two changes of one option, the first has the original value
         *sections, last = change["key"].split(".")

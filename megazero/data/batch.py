@@ -16,7 +16,8 @@ class MicroBatch:
     Attributes:
         tokens_SB, targets_SB: int64; the target is the next token.
         valid_SB: bool, which targets count in the loss.
-        positions_SB: int64, from the start of the token's document or of the window; None: 0 ... S - 1.
+        positions_SB: int64, counted from the start of the token's document, or of the window if that is later; None:
+            0 ... S - 1 in each row.
         documents: the lengths of the documents of each row, in order; None: each row is one document.
         sample_ids_B: int64, numbers of the samples over the whole run (validation: of the windows).
     """
@@ -38,15 +39,15 @@ class BatchSource(ABC):
 
     @abstractmethod
     def samples(self, steps: int) -> int:
-        """Return how many samples that many steps consume, which is the id of the next sample."""
+        """Return how many samples the first `steps` steps consume, which is the id of the next sample."""
 
     @abstractmethod
     def epoch(self, steps: int) -> float:
-        """Return the number of passes over the data set in that many steps."""
+        """Return the number of passes over the data set in the first `steps` steps."""
 
     @abstractmethod
     def epochs(self, steps: int) -> dict[str, float] | None:
-        """Return the number of passes over each source in that many steps, by name; None if sources have no names."""
+        """Return the passes over each source in the first `steps` steps, by name; None if sources have no names."""
 
     @abstractmethod
     def close(self) -> None:

@@ -19,7 +19,9 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 class Side:
-    """One side of a split of documents: document i is for validation if hash(i) / 2^32 < fraction.
+    """The validation side of a split of documents if `valid`, else the training side.
+
+    Document i is for validation if hash(i) / 2^32 < fraction.
 
     Raises:
         UserError: 206 if the fraction is not between 0 and 1.

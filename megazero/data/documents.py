@@ -69,7 +69,7 @@ class TokenStream:
     Args:
         dataset: the data set that holds them.
         side: chooses the documents; None: all.
-        rest_of: the stream of all other documents, which saves a count of these; None: count them.
+        rest_of: the stream of all documents that `side` does not choose, if known: it saves counting; None: count.
     """
 
     def __init__(self, dataset: TokenDataset, side: Side | None = None, rest_of: "TokenStream | None" = None):

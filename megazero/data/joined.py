@@ -100,7 +100,7 @@ class JoinedDataset(TokenDataset):
         return np.concatenate([np.empty(0, self.dtype), *parts])
 
     def offsets(self, first: int, stop: int) -> np.ndarray:
-        """Return the first token of documents [first, stop)."""
+        """Return where documents [first, stop) start, in tokens from the start of the first shard: int64."""
         spans = _spans(self._documents_before, first, min(stop, self.num_documents))
         parts = (self.shards[k].offsets(*span) + self._tokens_before[k] for k, *span in spans)
         return np.concatenate([*parts, np.full(max(0, stop - self.num_documents), self.num_tokens)])

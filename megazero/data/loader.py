@@ -28,7 +28,7 @@ class BatchLoader(BatchSource):
         data_rank, num_data: this rank on the data axis, and its size.
         begins: (steps, samples) done before this loader's first step, for example with another global batch.
         ends: the number of the last step, from 1, after which nothing is read ahead; None: there is no last step.
-        others: mixtures of sequences of other lengths, which are used before or later.
+        others: the mixtures that the run uses before or later, with other sequence lengths; `epochs` counts theirs too.
         pack: called with a step's micro-batches in the background thread; returns a function that `step` calls to get
             the micro-batches on the device. None: they are used as they were read.
         stop: ends a `pack` that waits for a device, which may hang; called when the loader is closed.
@@ -72,15 +72,15 @@ class BatchLoader(BatchSource):
         return batches
 
     def samples(self, steps: int) -> int:
-        """Return how many samples that many steps consume, which is the id of the next sample."""
+        """Return how many samples the first `steps` steps consume, which is the id of the next sample."""
         return self._samples + sample_id(steps - self._steps, 0, self._global_batch)
 
     def epoch(self, steps: int) -> float:
-        """Return the number of passes over the data set in that many steps."""
+        """Return the number of passes over the data set in the first `steps` steps."""
         return sum(mixture.passes(self.samples(steps)) for mixture in self._mixtures)
 
     def epochs(self, steps: int) -> dict[str, float] | None:
-        """Return the number of passes over each source in that many steps, by name; None if sources have no names."""
+        """Return the passes over each source in the first `steps` steps, by name; None if sources have no names."""
         return epochs_of(self._mixtures, self.samples(steps))
 
     def close(self) -> None:
@@ -110,9 +110,9 @@ def epochs_of(mixtures: Sequence[Mixture], samples: int) -> dict[str, float] | N
 def validation_batches(
     dataset: WindowDataset, micro_batch: int, limit: int | None = None, *, data_rank: int = 0, num_data: int = 1
 ) -> Iterator[MicroBatch]:
-    """Yield every window once, in order, as micro-batches given to the ranks in turn; the last may have fewer rows.
+    """Yield this rank's micro-batches of the windows. In order of windows, micro-batches go to the ranks in turn.
 
-    Every rank gets the same number of them: a rank without a last micro-batch gets one in which no target counts.
+    The last one may have fewer rows. Every rank gets equally many: a surplus one has no valid targets.
 
     Args:
         dataset: windows to read.

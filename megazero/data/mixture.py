@@ -46,7 +46,8 @@ class Phase:
         first: its first sample id.
         weights: one for each source; 0 if the source gives no sample in this phase. All are 0 if another mixture gives
             the samples, because they have another length.
-        gone: weights of sources that have been removed from the run after they gave their share.
+        gone: weights in this phase of sources that gave samples then, but are no longer in the config: their samples
+            keep their places in the order.
     """
 
     first: int

@@ -52,7 +52,7 @@ class Origin:
         return self.text_bytes / self.id_bytes if self.id_bytes else 1.0
 
     def write(self, prefix: Path) -> None:
-        """Write the file next to token files. Raises UserError 208."""
+        """Write PREFIX.json next to token files. Raises UserError 208: it cannot be written."""
         write_atomically(path_of(prefix), (json.dumps(asdict(self), indent=1) + "\n").encode())
 
 

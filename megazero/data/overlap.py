@@ -17,7 +17,7 @@ _FIRST = 64  # tokens that are compared first
 
 
 def shared_document(training: TokenStream, validation: TokenStream) -> tuple[int, int] | None:
-    """Return the numbers, in both files, of a document of at least SHORTEST tokens that both have; None: no match."""
+    """Return (training number, validation number) of a document of at least SHORTEST tokens in both files, or None."""
     chosen = _some(validation, lambda lengths: lengths >= SHORTEST)
     known: dict[str, list[int]] = {}
     for ordinal in chosen:
@@ -31,7 +31,7 @@ def shared_document(training: TokenStream, validation: TokenStream) -> tuple[int
 
 
 def _some(stream: TokenStream, fits: Callable[[np.ndarray], np.ndarray]) -> list[int]:
-    """Return the ordinals of documents whose lengths fit: all, or MOST at equal distances. Uses bounded memory."""
+    """Return the ordinals of the documents with lengths that `fits`: all, or MOST evenly spaced. In bounded memory."""
     found = sum(int(fits(np.diff(block.starts)).sum()) for block in stream.blocks("counting documents"))
     wanted = np.linspace(0, found - 1, MOST).astype(np.int64) if found > MOST else np.arange(found)
     before, places = 0, list[int]()

@@ -25,7 +25,8 @@ class _Row:
 
     Attributes:
         first, count: the number of the first window, and how many there are.
-        held: for each length (documents of it per window, place of the first one among all documents sorted by length).
+        held: for each length (documents of it in each window, index of the row's first one among all documents, sorted
+            by length).
     """
 
     first: int
@@ -71,7 +72,7 @@ class Packing:
 
 
 def _rows(counts: np.ndarray, places: np.ndarray, size: int) -> list[_Row]:
-    """Return the windows of `counts` documents of each length (int64 [size + 1]), whose first ones are at `places`."""
+    """Return the rows for `counts[i]` documents of each length i, the first at `places[i]` in the order of lengths."""
     left = {length: int(counts[length]) for length in np.flatnonzero(counts).tolist()}
     lengths, place = list(left), {length: int(places[length]) for length in left}  # lengths ascend
     rows: list[_Row] = []

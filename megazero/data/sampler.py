@@ -59,7 +59,7 @@ def window_of(ids: np.ndarray, num_windows: int | np.ndarray, seed: int | np.nda
 
 
 def _halves(num_windows: np.ndarray) -> np.ndarray:
-    """Return half the bits of a number in [0, num_windows), rounded up, uint64. Below 2^53 no float is rounded."""
+    """Return half the bits of num_windows - 1, rounded up, uint64; at least _MIN_HALF_BITS. num_windows < 2^53."""
     assert (num_windows < 2**53).all()
     bits = np.frexp((num_windows - 1).astype(np.float64))[1]  # 0, 1, 2 and 3, 4 ... have 0, 1, 2, 3 ... bits
     return np.maximum(_MIN_HALF_BITS, (bits + 1) // 2).astype(np.uint64)
@@ -75,7 +75,7 @@ def _round_keys(epochs: np.ndarray, seeds: np.ndarray) -> np.ndarray:
 
 
 def _permute(x: np.ndarray, keys: np.ndarray, halves: np.ndarray) -> np.ndarray:
-    """Map each element of x by a bijection of [0, 2^(2 half)) of its own."""
+    """Apply a Feistel network with its own round keys to each element of x, a bijection of [0, 2^(2 half))."""
     masks = (np.uint64(1) << halves) - np.uint64(1)
     left, right = x >> halves, x & masks
     for key in keys:

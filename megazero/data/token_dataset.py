@@ -41,14 +41,14 @@ class TokenDataset(ABC):
 
     @abstractmethod
     def offsets(self, first: int, stop: int) -> np.ndarray:
-        """Return the first token of documents [first, stop), int64; the one after the last begins at the end."""
+        """Return where documents [first, stop) start, in tokens: int64; the one after the last starts at the end."""
 
     @abstractmethod
     def scored(self, start: int, stop: int) -> np.ndarray:
         """Return which of the tokens [start, stop) are trained on: bool. Raises as `read`, or UserError 225."""
 
     def bounds(self, document: int) -> tuple[int, int]:
-        """Return the tokens [start, stop) of a document."""
+        """Return (start, stop) of a document: the index of its first token in the file, and that after its last."""
         start, stop = self.offsets(document, document + 2).tolist()
         return start, stop
 

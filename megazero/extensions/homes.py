@@ -1,4 +1,4 @@
-"""List the homes of offloaded values that a config may name, in addition to the device and the host.
+"""List the homes (places) of offloaded values that a config may name, in addition to the device and the host.
 
 To remove a home, delete its table entry and its folder: no other module imports it.
 """

@@ -5,9 +5,9 @@
     gradients    int8 or int4. Each rank quantises the shards of the other ranks and sends each to its owner
                  (all-to-all), which adds the dequantised codes to its own gradients, in rank order. So a value is
                  rounded once, where a ring would round at every hop, and a rank's own part is not rounded. With
-                 `zero.secondary_ranks` there are two hops, each with one rounding: first each neighbour sums, over its
-                 group of neighbours, the shards of all owners with its own place in a group; then ranks of equal place
-                 exchange these sums, so that only they cross hosts.
+                 `zero.secondary_ranks` there are two exchanges (hops), each with one rounding: first the i-th rank of
+                 each group of neighbours sums its group's gradients for the i-th ranks of all groups; then the i-th
+                 ranks exchange these sums, so that only they cross hosts.
 
 A code's error is at most 1/254 of the largest magnitude in its block of 256 with 8 bits, 1/14 with 4; bf16 adds 1/256.
 A block with a non-finite value arrives as NaN, so the same steps are skipped as without quantisation.
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class QuantizedGathering(Gathering):
-    """Gathers one unit's parameters as codes.
+    """Gathers one unit's parameters as codes (quantised values).
 
     Args:
         bits: of a code.
@@ -78,7 +78,7 @@ class QuantizedGathering(Gathering):
         return self._pool.take(self.message_bytes(len(whole)))
 
     def arrive(self, message: Tensor, whole: Tensor) -> Tensor:
-        """Dequantise received codes into a whole unit, and return the unit; free the codes' buffer."""
+        """Dequantise the codes in `message` into `whole`, the unit's parameters; free `message`; return `whole`."""
         for part, codes in zip(whole.chunk(self._axis.size), message.chunk(self._axis.size), strict=True):
             self.ops.dequantize_(part, codes, self.bits, False)
         self._pool.give(message)
@@ -94,7 +94,8 @@ class QuantizedSumming(Summing):
         ops: the kernels to use.
         pool: of uint8 buffers, for codes.
         axis: the ranks that each have a shard.
-        hops: two axes that together are `axis`: neighbours, and ranks of equal place among them; None: one hop.
+        hops: the axes of a two-step sum, together `axis`: the neighbours, then the ranks with this rank's index among
+            their neighbours; None: one step over `axis`.
         residuals: this unit's rounding errors, [shards of other ranks, elements of a shard]; None: no error feedback.
         carry: factor for the previous step's residuals, 0-dim, shared by all units.
     """
@@ -109,7 +110,10 @@ class QuantizedSumming(Summing):
     rounds = True
 
     def start(self, partial: FlatBuffer, own: FlatBuffer, *, accumulate: bool) -> Pending:
-        """Start to sum `partial` over ranks into `own`, a part of it or not. `partial` is in use until the end."""
+        """Start to sum `partial` over ranks into `own`, this rank's shard; add to it if `accumulate`, else overwrite.
+
+        Until the sum is complete `partial` is used, and may be changed; `own` may be a view of it.
+        """
         begins, outs = not accumulate, [own.values]
         if self.hops is None:
             parts = [[part] for part in partial.values.chunk(self.axis.size)]
@@ -139,7 +143,7 @@ class QuantizedSumming(Summing):
         Args:
             parts: for each receiving rank as many tensors as `outs`; must not be touched until the exchange is done.
             outs: receive the sums; they may be `parts` of this rank.
-            first: index of the first residual.
+            first: index in `residuals` of the first one to use.
             adds: add the sums to `outs`.
             begins: True in the first reduction of a step.
         """
@@ -166,7 +170,7 @@ class QuantizedSumming(Summing):
         return pending.then(land)
 
     def _quantize(self, codes: Tensor, x: Tensor, number: int, *, first: bool) -> None:
-        """Quantise x for another rank. With error feedback, first add a residual to x, then store the new error in it.
+        """Quantise x into `codes`. With error feedback, add a residual to x first; the new error replaces it.
 
         Args:
             number: index of the residual.
@@ -225,7 +229,7 @@ class Quantized(Extension):
         return QuantizedSumming(self.gradients, self.ops, self.pools[1], axes.shard, self.hops, residuals, self._carry)
 
     def end_step(self, skipped: Tensor, scale: Tensor, next_scale: Tensor) -> None:
-        """Set the factor that scales residuals to the next loss scale; 0 after a skipped step."""
+        """Set the factor of the residuals to `next_scale` / `scale`; to 0 after a skipped step."""
         if self.feedback:
             self._carry.copy_(torch.where(skipped, 0.0, next_scale / scale))
 

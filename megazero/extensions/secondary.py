@@ -61,7 +61,7 @@ class SecondShard(Gathering):
         self.reads_shard = False
 
     def _own(self, message: Tensor) -> Tensor:
-        """Return this rank's part, among its neighbours, of a message, as bytes."""
+        """Return the part of a message that is this rank's second shard, as bytes."""
         return message[shard_slice(len(message), Placement.SHARD, self._near)].view(torch.uint8)
 
 

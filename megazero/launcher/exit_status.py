@@ -85,7 +85,10 @@ def _say_once(board: JobBoard, rank: int) -> None:
 
 
 def _say_alone(board: JobBoard, rank: int, *, ended: bool = False) -> None:
-    """Print the fault without the store; of a host's stuck ranks, only the first that is not rank 0 prints it."""
+    """Print the fault without the store; of a host's stuck ranks, only the first that is not rank 0 prints it.
+
+    `ended`: rank 0 has ended, and the store with it.
+    """
     own = board.read(rank)
     if own.state == FAILED and own.message:
         tell(own.message)

@@ -45,7 +45,7 @@ Verdict = tuple[int, Sequence[Presence]]  # the rank that reports a fault, and t
 
 
 def packed(verdict: Verdict) -> bytes:
-    """Return a verdict as compressed bytes."""
+    """Return a verdict (the rank that reports a fault, and the roll) as compressed bytes."""
     return zlib.compress(json.dumps(verdict).encode())
 
 
@@ -96,7 +96,7 @@ def _no_answer(rank: int) -> UserError:
 
 
 def _all_present(store: Store, size: int, seconds: float) -> tuple[Sequence[Presence], UserError | None]:
-    """Return the roll once all ranks have registered, or the error if some are missing or differ; on rank 0."""
+    """Wait for all ranks, on rank 0; return (the roll, None), or (empty, the error) if some are missing or differ."""
     keys = [f"here/{rank}" for rank in range(size)]
     if not until(lambda: store.add("here", 0) >= size, seconds):
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -112,7 +112,7 @@ def _all_present(store: Store, size: int, seconds: float) -> tuple[Sequence[Pres
 
 
 def _decided(store: Store, seconds: float) -> bool:
-    """Return whether there is a verdict in time; if rank 0 has come by then, wait for its own timeout too."""
+    """Return whether a verdict is published within `seconds`; if rank 0 has registered, wait for its timeout too."""
 
     def published() -> bool:
         return store.check(["verdict"])

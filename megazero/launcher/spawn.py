@@ -126,7 +126,7 @@ class _Ranks:
             trains: whether a signal before the first step ends the ranks.
 
         Returns:
-            True if a signal did.
+            True if such a signal ended them.
         """
         first = math.inf  # when the first failure was seen
         while self.pids:

@@ -36,10 +36,11 @@ Shapes = Mapping[Place, torch.Size]  # of every parameter of the module
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of units: the ranks and places that hold them, their buffers, the kernels that compute on them.
+    """How a module's units are stored: on which ranks and devices, in which buffers, with which kernels.
 
     Attributes:
         world: all ranks.
+        kernels: as the option precision.kernels.
         initial: called as (name, tensor), fills a tensor that was on meta; None: `reset_parameters` of its module does.
     """
 
@@ -100,7 +101,7 @@ def give_units(parts: Sequence[Part], dtype: torch.dtype | None, recipe: Recipe,
 def make_values(part: Part, memory: Memory, shapes: Shapes) -> None:
     """Make values on rank 0 for the parameters of a part that are on the meta device.
 
-    `reset_parameters` fills its module's buffers too; before, buffers on meta become NaN (0 if not floating point).
+    `reset_parameters` may fill buffers too: those on meta first become NaN (0 if not floating point) on the device.
 
     Raises:
         UserError: 509, a module has no `reset_parameters`.
@@ -133,7 +134,7 @@ def make_values(part: Part, memory: Memory, shapes: Shapes) -> None:
 
 @contextmanager
 def _stand_ins(owner: nn.Module, shapes: Shapes, device: torch.device) -> Iterator[None]:
-    """Replace parameters that another part's unit has already by zeros of full shape while a module resets its own."""
+    """While a module resets its parameters, show it zeros of full shape for those that are in another part's unit."""
     taken = {name: p for name, p in owner._parameters.items() if p is not None and hasattr(p, "gradient_slot")}
     for name, parameter in taken.items():
         values = torch.zeros(shapes[Place(owner, name)], dtype=parameter.dtype, device=device)
@@ -146,7 +147,7 @@ def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> None:
     """Fill a unit with the values of rank 0, and make the module's parameters views of it.
 
     Parameters stay the same objects, so that code that holds one, such as an optimizer, gets an error
-    (`parameters.py`); one on the meta device is replaced, and kept as `former`.
+    (`parameters.py`); one on the meta device is replaced, and kept as `Member.former`.
     """
     take(unit, {m.name: m.places[0].owner._parameters[m.places[0].attribute] for m in members}, world)
     by_name = {member.name: member for member in members}
@@ -162,7 +163,7 @@ def adopt(unit: Unit, members: Sequence[Member], world: Axis) -> None:
 
 
 def take(unit: Unit, values: Mapping[str, Tensor | None], world: Axis) -> None:
-    """Fill a unit with the values of rank 0; those of other ranks are not read."""
+    """Fill a unit with rank 0's `values`, given by parameter name; those of other ranks are not read."""
     dtype = unit.masters.dtype if unit.trainable else unit.resting.parameters.values.dtype
     whole = torch.zeros(unit.numel, dtype=dtype, device=unit.device)
     if world.rank == 0:

@@ -143,13 +143,13 @@ class Assembly:
         return new
 
     def begin_step(self) -> None:
-        """Begin a step, without gradients."""
+        """Begin a step: no backward has run, and there are no gradients."""
         self.engine.begin_step()
         self.backwards, self._reduced, self._failed = 0, False, False
         self.frozen = set()
 
     def begin(self, loss: Tensor, *, last: bool) -> Tensor:
-        """Prepare for the gradients of a loss; return the scaled loss."""
+        """Prepare for the gradients of a loss; return the scaled loss. `last`: see `Sharded.backward`."""
         sends = last or self._shards_gradients
         if sends:
             self.meet("backward")
@@ -184,7 +184,7 @@ class Assembly:
         self._failed = False
 
     def require_whole(self) -> None:
-        """Refuse a step without gradients, or with gradients that have not been reduced. Raises UserError 503, 510."""
+        """Refuse a step without an optimizer (UserError 510), or if gradients are missing or not all reduced (503)."""
         if not self.trains:
             raise UserError(510, "the module was sharded without an optimizer", "give shard an optimizer", where="step")
         if self._failed:
@@ -198,7 +198,10 @@ class Assembly:
             raise UserError(502, what, "call requires_grad_(True) after a step and before the next forward")
 
     def require_backward(self, call: str, *, summed: bool | None = None) -> None:
-        """Refuse a call that needs reduced gradients if there are none. Raises UserError 503."""
+        """Refuse `call` if no backward has run, or gradients are not reduced. Raises UserError 503.
+
+        `summed` says whether they are all reduced; None: it is enough that the last backward reduced its own.
+        """
         if not self.backwards:
             raise UserError(503, f"{call} without a backward", "call sharded.backward(loss) first", where=call)
         if not (self._reduced if summed is None else summed):
@@ -216,7 +219,7 @@ class Assembly:
         self.begin_step()
 
     def meet(self, call: str) -> None:
-        """Wait until all ranks have reached a call, one of `values.CALLS`. Raises UserError 502, 507."""
+        """Wait until all ranks have reached a call, one of `values.CALLS`. Raises the errors of `Values.meet`."""
         self.values.meet(self.memory.axes, call)
 
     @property

@@ -53,7 +53,7 @@ class _Call:
     def begin_backward(self, _: object = None) -> None:
         """Gather the part at the start of its backward; prefetch the part whose backward comes next.
 
-        It is released when its gradients have arrived; a part without gradients, when the next one begins.
+        A part is released when its gradients have arrived; one without gradients, when the next part's backward begins.
         """
         self.require_fresh()
         self.calls.join()
@@ -185,7 +185,7 @@ class Calls:
             self.on_thaw()
 
     def _show(self, part: Part, call: _Call | None) -> None:
-        """Put a part's parameters where its module looks for them."""
+        """Put a part's parameters where its module looks for them; if call is None, as constants without gradients."""
         live = set() if call is None else set(call.members)
         if call is not None and live:
             if not (self.in_backward and part.open):  # else a checkpoint repeats a call that is still open

@@ -38,7 +38,7 @@ class Kept:
 
 
 def trial(make: Factory, name: str) -> Kept:
-    """Test that an optimizer is elementwise, and return the state that it keeps.
+    """Test that an optimizer, called `name` in errors, is elementwise; return the state that it keeps.
 
     Raises:
         UserError: 501, it fails, it is not elementwise, or it has state other than values per element and a count.
@@ -98,7 +98,7 @@ class _Piece:
     step: Tensor
 
     def update(self, gradient: Tensor, lr: float, *, counts: bool) -> None:
-        """Update with a gradient in the masters' dtype; a new optimizer gets the state of the previous update."""
+        """Update with a gradient in the masters' dtype; a new optimizer gets the old state, with "step" if `counts`."""
         optimizer = self.make()
         if updates := int(self.step):  # a first update without state may differ from one with a state of zeros
             state: dict[str, Any] = dict(self.states)

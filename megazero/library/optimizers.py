@@ -41,8 +41,8 @@ class Recipe:
 
     Attributes:
         lr: the learning rate of steps that give none.
-        state: the names of its state tensors, which have one value per element.
-        make: (unit, bucket, kernels) -> the optimizer of a unit.
+        state: the names of an optimizer's state tensors, which have one value per element.
+        make: (unit, bucket in bytes, kernels) -> the optimizer of a unit.
         groups: patterns of parameter names, each with its group.
         rest: the group of all other parameters.
     """
@@ -59,7 +59,7 @@ class Recipe:
 
 
 def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
-    """Return the recipe of the optimizer that was asked for; None: a recipe that trains no parameter.
+    """Return the recipe of the optimizer that was asked for; asked None: one that trains no parameter.
 
     Raises:
         UserError: 501, an unknown name or option, or an optimizer that is not elementwise.
@@ -116,7 +116,7 @@ def _of_torch(make: Factory, groups: Groups) -> Recipe:
 
 
 def _lr_factor(pattern: str, options: Options, lr: float) -> float:
-    """Return a group's learning rate as a multiple of the optimizer's. Raises UserError 501: only the latter is 0."""
+    """Return a group's lr divided by the optimizer's, `lr`. Raises UserError 501: `lr` is 0 and the group's is not."""
     own = options.get("lr", lr)
     if own != lr and lr == 0:
         raise UserError(501, f"{pattern!r}: lr {own}, but the optimizer's lr is 0", "give both one", where=_WHERE)
@@ -130,7 +130,7 @@ class Following:
         bucket, ops: arguments of `Recipe.make`.
 
     Attributes:
-        STATE: the names of their state tensors.
+        STATE: the names of an optimizer's state tensors.
         state: the state tensors of each unit, by name.
         frozen: the names of the parameters that the next update does not change.
     """

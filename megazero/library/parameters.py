@@ -84,7 +84,7 @@ class ShardedParameter(nn.Parameter):
             return tuple(self.shape) == self.whole
 
     def _shaped(self) -> Tensor:
-        """Return a tensor of the whole parameter's shape."""
+        """Return a tensor of the whole parameter's shape: the parameter, or one without data while it is in shards."""
         return self if self._is_here else torch.empty(self.whole, dtype=self.dtype, device="meta")
 
     def _own_grad(self) -> Tensor:

@@ -132,6 +132,7 @@ def parts_of(module: nn.Module, units: Units | None, without: Container[str] = (
 
     Args:
         units: submodules that are parts: names, patterns of names, classes, or the submodules; None: repeated blocks.
+        without: the names of submodules whose own parameters are left out.
 
     Raises:
         UserError: 500, one of `units` is no submodule.
@@ -157,7 +158,7 @@ def parts_of(module: nn.Module, units: Units | None, without: Container[str] = (
 def _reader(name: str, modules: dict[str, nn.Module]) -> str:
     """Return the name of the torch module that reads a submodule's weights without calling it, or its own name.
 
-    nn.MultiheadAttention does so with its projection, nn.TransformerEncoderLayer, in evaluation, with all it contains.
+    nn.MultiheadAttention does so with its projection; nn.TransformerEncoderLayer, in evaluation, with all submodules.
     """
     parents = [name[:at] for at in range(len(name)) if name[at] == "."]
     readers = nn.MultiheadAttention | nn.TransformerEncoderLayer
@@ -191,7 +192,7 @@ def _repeated(module: nn.Module) -> set[str]:
 
 
 def submodules(module: nn.Module, units: Units, what: str) -> set[str]:
-    """Return the names of the submodules that were asked for. Raises UserError 500: a unit of `what` matches none."""
+    """Return the names of submodules that `units` selects. Raises UserError 500, naming `what`: one selects none."""
     modules = {name: one for name, one in module.named_modules() if name}
     found: set[str] = set()
     for unit in [units] if isinstance(units, str) else units:
@@ -209,7 +210,7 @@ def submodules(module: nn.Module, units: Units, what: str) -> set[str]:
 
 
 def _known(names: Iterable[str]) -> str:
-    """Return a text that lists the first names."""
+    """Return a text for an error: "it has A, B and 3 more", with the first six names."""
     some = list(names)
     more = f" and {len(some) - 6} more" if len(some) > 6 else ""
     return f"it has {', '.join(some[:6])}{more}" if some else "it has none"
@@ -233,7 +234,7 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def fitting(patterns: str | Sequence[str], names: Sequence[str], what: str) -> set[str]:
-    """Return the names that match any of the patterns. Raises UserError 500: a pattern matches no name."""
+    """Return the names that match any of the patterns. Raises UserError 500, naming `what`: a pattern matches none."""
     found: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         fit = {name for name in names if fnmatchcase(name, pattern)}

@@ -2,7 +2,7 @@
 
 Rank k of N owns the rows [k R/N, (k+1) R/N) of a table of R rows; no other rank has them. A rank keeps its rows of all
 tables of a group in one buffer, one table after the other, with the optimizer's state in the same order. So a look-up
-in all of them takes three exchanges, and one update:
+in all of them takes each of these exchanges once, and one call updates all:
 
     ids        the distinct rows that this rank's samples need, each sent to its owner as its place in that buffer
     values     come back, D numbers for each
@@ -71,7 +71,7 @@ class RowShard:
         return self.whole, self.values.shape[1]
 
     def draw(self, padding: int | None) -> None:
-        """Write normal initial values, as torch's embeddings have; they depend only on the name and the row."""
+        """Write normal values, as torch's embeddings have, which depend only on name and row; row `padding` is zero."""
         flat, start = self.values.view(-1), self.first * self.values.shape[1]
         for at in range(0, len(flat), PIECE):
             stop = min(at + PIECE, len(flat))
@@ -80,7 +80,7 @@ class RowShard:
             self.values[padding - self.first] = 0.0
 
     def _pieces(self) -> Iterator[tuple[slice, Tensor, slice, slice]]:
-        """Yield the whole table in pieces, each sent at once.
+        """Yield the whole table in pieces, one for each operation that sends rows.
 
         Yields:
             (rows of the piece, new zeros for them, this rank's rows as a slice of the piece, and as one of `values`).
@@ -94,7 +94,7 @@ class RowShard:
             yield slice(start, stop), rows, slice(low - start, high - start), slice(low - self.first, high - self.first)
 
     def take(self, whole: Tensor | None) -> None:
-        """Take this rank's rows from the whole table of rank 0. Every rank calls it."""
+        """Take this rank's rows from `whole` of rank 0; that of other ranks is not read. Every rank calls it."""
         for piece, rows, there, here in self._pieces():
             if self.world.rank == 0:
                 assert whole is not None, "rank 0 has it"
@@ -150,7 +150,7 @@ class RowGroup:
         self._fetched: dict[int, tuple[Tensor, Found]] = {}
 
     def fetch(self, asked: Mapping[int, Tensor]) -> None:
-        """Look up rows of several tables at once; `look_up` with the same ids returns them. Every rank calls it.
+        """Look up the ids given by table index; `look_up` with the same ids returns their rows. Every rank calls it.
 
         Raises:
             UserError: 511, an id is no row; 507, ranks look up in different tables.
@@ -161,7 +161,7 @@ class RowGroup:
                 self._look_up(of_these)
 
     def look_up(self, table: int, ids: Tensor) -> Found:
-        """Look up rows of one table. Every rank calls it, unless the rows were fetched.
+        """Look up rows of one table, given by its index. Every rank calls it, unless the rows were fetched.
 
         Raises:
             UserError: as `fetch`; 511, other ids were fetched.
@@ -175,7 +175,7 @@ class RowGroup:
         return found
 
     def _look_up(self, asked: Mapping[int, Tensor]) -> None:
-        """Look up rows of tables, which are given in ascending order.
+        """Look up rows of tables, given in ascending order, for `look_up` to return.
 
         A row's key is its number among the rows of all tables, so sorted keys are grouped by table; before they are
         sent, they are sorted by owner.
@@ -228,6 +228,9 @@ class RowGroup:
 
     def take_gradients(self, epoch: int, asked: Tensor, gradients: Tensor, counts: Counts) -> None:
         """Send gradients to the owners of their rows, and keep those received; drop them if only other modules train.
+
+        `epoch` is that of the look-up; `gradients` are sorted by owner, and `counts` has their numbers [from][to]; the
+        received ones are of the rows `asked`, which are indices in `rows`.
 
         Raises:
             UserError: 506, no backward runs, or the rows were looked up before the last update.

@@ -130,12 +130,12 @@ class Sharded(WholeValues):
         return self.train(False)
 
     def prefetch_rows(self, ids: Mapping[str, Tensor]) -> None:
-        """Look up rows of several split tables in one exchange; the next look-up in each table returns them.
+        """Look up rows of several split tables at once; the next look-up in each table returns them.
 
         Every rank calls it before a forward, with the ids of that forward.
 
         Args:
-            ids: the ids for each table, by its name.
+            ids: the ids for each table, by the name of its module.
 
         Raises:
             UserError: 511, there is no such table, or an id is no row; 507, ranks look up in different tables.

@@ -69,7 +69,7 @@ def hide(part: Part) -> None:
 
 
 def _tell_recurrent(owners: Iterable[nn.Module]) -> None:
-    """Refresh the list of parameters that recurrent modules keep."""
+    """Make the list of parameters that recurrent modules keep refer to the values that are shown."""
     for owner in owners:
         if isinstance(owner, nn.RNNBase):
             owner.__dict__["_flat_weights"] = [getattr(owner, name, None) for name in owner._flat_weights_names]

@@ -193,7 +193,7 @@ class State:
 
 
 def _held(name: str, flat: Tensor, first: int = 0, *, any_value: bool = False) -> ShardState:
-    """Return elements of a tensor, from its element `first` on, in the form that checkpoints take."""
+    """Return `flat`, elements of tensor `name` from `first` on, for a checkpoint; any_value: allow NaN and infinity."""
     pieces = [Piece(name, first, first + len(flat), 0)] if len(flat) else []
     return ShardState(pieces, {WEIGHT: flat}, any_value=any_value)
 

@@ -108,7 +108,7 @@ def _refuse(name: str) -> None:
 
 
 def _forward(table: Table, group: RowGroup, number: int, computes: torch.dtype | None) -> Callable[..., Tensor]:
-    """Return the forward of a table whose rows are split."""
+    """Return the forward of table `number` of a group; `computes`: see `split_rows`."""
 
     def found(ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         rows, values, places = group.look_up(number, ids)

@@ -33,7 +33,7 @@ CALLS: str = "backward step gathered gradients clip_gradients full_state_dict lo
 
 
 def _other_parts(rank: int, than: int) -> UserError:
-    """Return the error for ranks that have called different parts."""
+    """Return the error that says that `rank` has run other parts of the module than rank `than`."""
     do = "call the same parts and as many backwards on every rank; inside of a part, and in stages 0 to 2, "
     do += "ranks may differ"
     return UserError(507, f"it has run other parts of the module than rank {than}", do, rank=rank)
@@ -65,7 +65,7 @@ class Process:
         modules: the number of modules so far.
         order: a checksum of the parts that have been gathered, in their order.
         in_backward: whether a backward of some of them runs.
-        passed: called at its end, for modules that it only passed through, whose gradients are dropped.
+        passed: called when that backward ends, for modules that it only passed through and whose gradients it drops.
     """
 
     modules: int = 0
@@ -136,8 +136,8 @@ class Values:
         """Release a part that has run in a forward.
 
         Args:
-            graph: whether a backward may follow; the root then stays gathered until its end.
-            keeps: whether the part stays gathered.
+            graph: whether a backward may follow; the root then stays gathered until the backward ends.
+            keeps: whether a part other than the root stays gathered, because it returned its own parameter.
         """
         if part.root:
             self.called = None

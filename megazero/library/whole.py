@@ -151,7 +151,7 @@ class WholeValues:
         return norm
 
     def _gradients(self, names: Names, call: str) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
-        """Yield units with copies of the whole reduced gradients of the parameters that have these names."""
+        """Yield (unit, copies by name of whole reduced gradients) of the parameters `names`, for method `call`."""
         self._assembly.require_backward(call)
         self._assembly.meet(call)
         engine = self._assembly.engine

@@ -29,7 +29,7 @@ class Arena:
         slots: the largest number of inputs kept at once.
         numel: elements of each slot.
         ledger: counts the memory.
-        home: the home of the slots; None: the device.
+        home: the host or the disks that hold the slots; None: the device holds them.
         going: staging buffer on the device for one input on its way to disks; arenas of a rank may share it.
     """
 
@@ -66,9 +66,9 @@ class Arena:
         return slot
 
     def fetch(self, slot: Tensor, into: Tensor) -> "Future[None] | None":
-        """Copy a slot to device memory, which the current stream may use afterwards.
+        """Copy a slot to `into`, in device memory, in the order of the current stream.
 
-        Free the slot only if the work that computes later inputs is queued after the copy.
+        Do not `give` the slot back before the stream that computes later inputs waits for the copy: `put` reuses slots.
 
         Returns: for disks, the future of the read, which follows all earlier writes; else None.
         """
@@ -81,7 +81,7 @@ class Arena:
         return None
 
     def give(self, slot: Tensor) -> None:
-        """Free a slot; later writes to it are ordered after earlier fetches."""
+        """Free a slot for a later `put`, see `fetch`."""
         self._free.append(slot)
 
 

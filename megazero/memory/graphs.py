@@ -151,11 +151,11 @@ class _Recorded:
         self._known: dict[Key, tuple[Work, list[str]]] = {}
 
     def do(self, key: Key, work: Callable[[list[str]], None]) -> list[str]:
-        """Run `work`, after the warm-up by a replay; return the parameters whose gradients it delivered, in order.
+        """Run `work`, after the warm-up by a replay; return the names of the gradients that it delivered, in order.
 
         Args:
             key: the addresses that the work uses.
-            work: appends the names of these parameters to its argument.
+            work: appends the parameter's name of each delivered gradient to its argument.
         """
         self._calls += 1
         delivered: list[str] = []

@@ -47,8 +47,8 @@ class PartitionedStore:
 class _Part(Kept):
     """The part of one input on this rank; `before` is the input kept before it, to prefetch.
 
-    `before` belongs to the previous block, or to another micro-batch; in the latter case its backward is done already
-    if micro-batches go through backward in forward order.
+    `before` is an input of the previous block or of an earlier micro-batch. If that micro-batch's backward is done, as
+    it is when backwards run in the order of forwards, the prefetch does nothing.
     """
 
     def __init__(self, store: PartitionedStore, slot: Tensor, shape: torch.Size, before: "_Part | None"):

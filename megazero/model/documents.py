@@ -73,7 +73,7 @@ class Documents:
 
     @cached_property
     def bounds(self) -> Tensor:
-        """Return the first token of each document, with samples concatenated, then the end: int32 [documents + 1]."""
+        """Return where documents start in the concatenated samples, in tokens, then the end: int32 [documents + 1]."""
         return self._there(np.cumsum([0, *(n for of in self.lengths for n in of)], dtype=np.int32))
 
     @cached_property

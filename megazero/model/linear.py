@@ -144,7 +144,7 @@ def _summed_product(x_NI: Tensor, region: Region, weight_IO: Tensor, bias_O: Ten
 
 
 def _product(x: Tensor, matrix_IO: Tensor, bias_O: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Return x matrix + bias for x [N, I], or for x [t, m, I], the rows of a chunk in each of t parts, with strides."""
+    """Return x matrix + bias, in `out` if given; x is [N, I], or a strided view [t, m, I], m rows of each rank."""
     if x.dim() == 2:
         return torch.mm(x, matrix_IO, out=out) if bias_O is None else torch.addmm(bias_O, x, matrix_IO, out=out)
     matrices = matrix_IO.expand(len(x), -1, -1)  # neither this nor x is copied: both are strided views

@@ -24,7 +24,7 @@ class Operation(Protocol):
         run: (tape, *inputs) -> one or several tensors.
         back: (tape, *gradients of these) -> the gradient of the only input, or a tuple for all inputs; delivers the
             parameters' gradients.
-        owners: of all parameters that it uses.
+        owners: one for each module whose parameters it uses: {local name: parameter}.
     """
 
     @property
@@ -39,7 +39,7 @@ class Operation(Protocol):
 
     @property
     def owners(self) -> Sequence[Owner]:
-        """Return the owners of all parameters."""
+        """Return the owners of all parameters, see above."""
         ...
 
 
@@ -79,7 +79,7 @@ class Tape:
         return slot
 
     def keep(self, kept: tuple[Any, ...], *weights: Tensor) -> None:
-        """Push the values that one operation's backward needs; it pops the weights from the end, one by one."""
+        """Push what one operation's backward needs. It pops `kept` by `take`, and the weights off `self.weights`."""
         if self.training:
             self._kept.append(kept)
             for weight in weights:

@@ -42,7 +42,8 @@ class Disk(PagedHome):
 
     Args:
         folders: one on each disk.
-        ledger: counts bytes on disks (as nvme_CATEGORY), host memory for pieces, and, as axis "disk", traffic.
+        ledger: counts bytes on disks (as nvme_CATEGORY), host memory for pieces, and traffic (axis "disk", by the
+            `purpose` that a call names).
         memory: the limit in bytes of host memory for pieces in flight.
         queue: does the transfers; closed with this object, or when its construction fails.
         device: source of sends and target of reads, in addition to the host.
@@ -101,14 +102,14 @@ class Disk(PagedHome):
         return handle
 
     def send(self, x: Tensor, into: Tensor, purpose: str) -> None:
-        """Start to copy to a disk. `x` may be freed at once, but must not be written to before `join`."""
+        """Start to copy `x` to the handle `into`. `x` may be freed at once, but not be overwritten before `join`."""
         self._ledger.add(DISK, f"{purpose} out", x.numel(), x.element_size())
         while len(self._sent) >= _UNSENT:
             self._sent.popleft().result()
         self._sent.append(self._thread.submit(self._write, x, into, self._crossing.mark()))
 
     def start_bring(self, x: Tensor, into: Tensor, purpose: str) -> Future[None]:
-        """Start to copy from disks to memory, after all earlier sends."""
+        """Start to copy the handle `x` to `into`, in memory, after all earlier sends; return the future of the copy."""
         self._ledger.add(DISK, f"{purpose} back", x.numel(), x.element_size())
         return self._thread.submit(self._read, x, into, self._crossing.mark())
 
@@ -141,7 +142,8 @@ class Disk(PagedHome):
         brought until the iteration has ended.
 
         Args:
-            flats: handles or tensors in memory, which are used in place, each with the access to it.
+            flats: handles, or tensors in memory, which are used in place; each with "read", "update", or "write", which
+                overwrites all values unread.
             skip: 0-dim; 1: nothing will change, so nothing is read or yielded.
         """
         if skip is not None and bool(skip):
@@ -176,12 +178,12 @@ class Disk(PagedHome):
                 self._traffic.drop(one)
 
     def versions(self, handle: Tensor) -> set[int]:
-        """Return the update counts of a buffer's pieces: one number, unless an update was interrupted."""
+        """Return the set of the update counts of a buffer's pieces: one, unless an update was interrupted."""
         _, pieces = self._buffers[handle.untyped_storage()._cdata]
         return {piece.version for piece in pieces}
 
     def close(self) -> None:
-        """End all transfers and free the buffers."""
+        """Wait for all transfers; free the buffers and close their files."""
         self._thread.shutdown()
         self._queue.close()
         while self._files:

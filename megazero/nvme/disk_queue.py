@@ -101,7 +101,7 @@ class DiskQueue:
         return error
 
     def close(self) -> None:
-        """End all transfers and free the queue."""
+        """Wait for all transfers; free the queue."""
         if self._queue is not None:
             self._library.megazero_disk_close(self._queue)
             self._queue = None

@@ -30,7 +30,7 @@ _RANDOM = 1 << 20  # random bytes, repeated, so that a file system cannot compre
 
 
 def open_disk(folders: Sequence[Path], ledger: Ledger, memory: int, device: torch.device) -> tuple[PagedHome, str]:
-    """Return a rank's home on disks, and a description of its I/O for the log.
+    """Return (the rank's `Disk`, a description of its I/O for the log).
 
     All ranks of a host measure their first disk at the same time, as they will use it in training.
 
@@ -80,7 +80,7 @@ def best_speed(folder: Path, most: int, seconds: float = math.inf) -> DiskSpeed:
 
 
 def _memory(file: UnnamedFile, most: int, enough: float) -> torch.Tensor:
-    """Return memory of a size that takes at least `enough` seconds to write, within `most`; reserve it in the file."""
+    """Return at most `most` random bytes, for a write of `enough` seconds or more if possible; reserve file space."""
     size = max(min(_FIRST, most) // _RANDOM, 1) * _RANDOM
     with closing(DiskQueue()) as queue:
         while True:

@@ -118,7 +118,7 @@ class PieceTraffic:
         self.drop(self._expected.pop(piece, None))
 
     def drop(self, one: Loaded | Tensor | None) -> None:
-        """Free the memory of an unneeded piece, after its read has ended; ignore tensors and None."""
+        """Free the memory of a piece that is not needed, after its read has ended; do nothing for a tensor or None."""
         if isinstance(one, Loaded):
             if one.transfer is not None:
                 with suppress(OSError):
@@ -151,7 +151,7 @@ class PieceTraffic:
         return memory
 
     def start_write(self, piece: Piece, memory: Tensor, *, updates: bool = False) -> None:
-        """Start to write a piece from its memory, which is freed after the write."""
+        """Start to write a piece from `memory`, to be freed after the write; `updates`: count it in `Piece.version`."""
         piece.hash = _hash_of(memory[: piece.nbytes])
         transfer = self._queue.write(piece.file.handle, piece.offset, memory[: padded(piece.nbytes)])
         piece.writing = True

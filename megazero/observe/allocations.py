@@ -56,11 +56,11 @@ class Allocations(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, gone)
 
     def came(self, size: int) -> int:
-        """Count `size` new bytes; return the number that `went` gets when they are freed."""
+        """Count `size` newly allocated bytes; return the allocation's number for `went`, always 0 here."""
         self.now += size
         self.peak = max(self.peak, self.now)
         return 0
 
     def went(self, size: int, number: int) -> None:
-        """Count memory that was freed."""
+        """Count `size` freed bytes of the allocation for which `came` returned `number`."""
         self.now -= size

@@ -72,10 +72,10 @@ class Work:
 
 
 def validated(row: Mapping[str, Value], scores: Mapping[str, tuple[float, float | None]]) -> dict[str, Value]:
-    """Return a row with its validations, which come after the training loss.
+    """Return a row with validation scores inserted after the training loss.
 
     Args:
-        scores: loss, and bits per byte if the tokenizer is known, by the name of a set; "" if it has none.
+        scores: loss, and bits per byte if the tokenizer is known, by the name of the validation set ("" if unnamed).
     """
     found: dict[str, Value] = {}
     for key, value in row.items():

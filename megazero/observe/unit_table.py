@@ -6,8 +6,8 @@ A unit reports five kinds of events (`zero/unit.py`):
     reduce    its gradients begin to be summed    reduced    the sum is ready
 
 The table counts them since the last table, with the bytes of gathered parameters and of gradients that are present,
-and the seconds, from the ledger, that the host spent on the unit's messages or waited for them. Values that rest whole
-are never gathered, and these bytes leave them out. torch's profiler has the times within a step (`observe.profile`).
+and the seconds, from the ledger, that the host spent on the unit's messages or waited for them. Values that each
+rank keeps whole between steps are not in these bytes. torch's profiler has the times within a step (`observe.profile`).
 """
 
 from collections import Counter
@@ -29,7 +29,7 @@ class UnitEvents:
 
     Args:
         units: in forward order.
-        seconds: the seconds so far of each unit, by kind: `Ledger.seconds`.
+        seconds: `Ledger.seconds`, {unit: {kind of work: the host's seconds so far}}.
     """
 
     def __init__(self, units: Sequence[Unit], seconds: Mapping[str, Mapping[str, float]]):

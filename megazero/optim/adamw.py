@@ -77,7 +77,7 @@ class AdamW:
         return [piece.step for piece in self._pieces[unit]]
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.resting.updated`.
+        """Update a unit's masters with gradients times `scale`; write them, in forward's dtype, to `resting.updated`.
 
         Args:
             scale: 0-dim, any float dtype.
@@ -123,7 +123,10 @@ class AdamW:
 
 
 def _pieces(unit: Unit, weight_decay: float, bucket: int | None) -> list[_Piece]:
-    """Return the pieces of a unit's shard: its groups, split at window boundaries and to at most `bucket` bytes."""
+    """Return the pieces of a unit's shard: its groups, split to at most `bucket` bytes and one window.
+
+    A window (`RestingState.update_windows`) is the part of a shard on disks that is in memory at once, else the shard.
+    """
     longest = unit.resting.window
     if bucket is not None:  # round to a power of two, like the window length
         longest = min(longest, 1 << max(bucket // unit.masters.element_size(), 16).bit_length() - 1)

@@ -78,11 +78,11 @@ def _group_squares(units: list[Unit], shard: Axis, replica: Axis, tensor: Axis, 
 
 
 def _lengths(unit: Unit, parts: int, *, counts: bool) -> list[int]:
-    """Return the lengths that split this rank's reduced gradients: equal parts, or two pieces for each part.
+    """Return the lengths into which reduced gradients are split: `parts` equal ones, each cut in two unless `counts`.
 
     Args:
         counts: True on the tensor axis' first rank, which counts parameters replicated over the axis. On other ranks
-            these are the second piece of each part; its sum is added times 0, so that a non-finite value still shows.
+            these are the second piece of a part; its sum is added times 0, so that a non-finite value still shows.
     """
     length = len(unit.gradients.reduced) // parts
     if counts:

@@ -30,7 +30,7 @@ class Optimizer(Protocol):
         ...
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.resting.updated`.
+        """Update a unit's masters with gradients times `scale`; write them, in forward's dtype, to `resting.updated`.
 
         Args:
             scale: 0-dim, any float dtype.

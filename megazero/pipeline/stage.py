@@ -109,7 +109,7 @@ class Stage:
         return self._gradient(arrived)
 
     def backward_input(self, micro_batch: int, gradient: Tensor | None, *, forward_follows: bool) -> Tensor | None:
-        """Run backward without the weights' gradients, which `backward_weight` computes later."""
+        """Run backward without the weights' gradients, which `backward_weight` computes later; return as `backward`."""
         arrived, begin = self._begin(micro_batch, gradient)
         self.gradients.backward_input(micro_batch, begin, forward_follows=forward_follows)
         return self._gradient(arrived)

@@ -41,7 +41,7 @@ def bytes_of(job: Job, width: Width, item: int) -> int:
 
 
 def wide(item: int) -> int:
-    """Return the bytes of an element of a tensor that is computed in fp32 or wider."""
+    """Return the bytes of an element in fp32, or in the dtype of `item` bytes if that is wider."""
     return max(item, 4)
 
 

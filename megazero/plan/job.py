@@ -133,7 +133,7 @@ class Job:
 
     @property
     def gradient_hops(self) -> tuple[int, int] | None:
-        """Return the number of ranks in the near and far hop that reduce quantised gradients; None: a single hop."""
+        """Return (ranks per group, groups): quantised gradients are summed in groups, then across; None: at once."""
         near = self.secondary_ranks
         if self.gradient_bits is None or near is None or near == self.data:
             return None
@@ -141,7 +141,7 @@ class Job:
 
     @property
     def neighbours(self) -> int | None:
-        """Return the size of the axis of neighbouring data ranks, for shards or second shards; None: no such axis."""
+        """Return how many neighbouring data ranks have all shards, or all second shards, together; None: all."""
         return self.shard_ranks or self.secondary_ranks
 
     @property

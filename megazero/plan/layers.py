@@ -81,7 +81,7 @@ class Layer:
         moments: moments of its backward that may be the peak of a step; `peak.py` adds those of products.
         forward, backward: elements read and written, without those of products and attention.
         masks: bytes of dropout masks read and written, for each token of the residual stream.
-        kernels: kernel launches for these, in forward and in backward.
+        kernels: kernel launches for `forward` and `masks`, and for `backward` and `masks`.
         biases: elements read to sum the gradients of biases.
     """
 
@@ -175,7 +175,7 @@ def attention_flops(shape: Shape) -> int:
 
 
 def head_in_blocks(shape: Shape) -> float:
-    """Return the cost of the output projection over that of a block (equal in forward and backward)."""
+    """Return the FLOPs of the output projection divided by a block's (equal in forward and backward)."""
     return 2 * _matrices(head(shape)) / (2 * _matrices(block(shape)) + attention_flops(shape))
 
 

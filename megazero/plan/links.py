@@ -13,12 +13,13 @@ AWAY = ("host", "disk")  # the ledger's names for copies to the host and to disk
 
 
 def split_by_node(job: Job, found: dict[str, dict[str, int]], devices: int) -> dict[str, dict[str, int]]:
-    """Return the `in_node` and `cross_node` bytes of each axis.
+    """Return {axis: {"in_node": bytes, "cross_node": bytes}}, without copies to and from host and disks.
 
     A ring with k ranks in each node crosses nodes on every k-th of its links, so 1 / k of the bytes sent crosses.
     Quantised gradients are exchanged in an all-to-all: the parts for ranks of other nodes cross.
 
     Args:
+        found: the bytes that a rank sends, by axis and purpose.
         devices: number of devices in a node.
     """
     result: dict[str, dict[str, int]] = {}

@@ -26,7 +26,7 @@ class Moment:
 
 
 def liveness(job: Job, rank: int) -> tuple[list[Moment], dict[int, int]]:
-    """Return the different moments of a rank's step, and the most micro-batches kept for each of the rank's stages.
+    """Return (the distinct moments of a rank's step, {stage: the most micro-batches that it keeps at once}).
 
     gpipe keeps all micro-batches. For other schedules a walk through 2 x ranks x (1 or 2, with chunks) micro-batches is
     enough: a step with more of them keeps no more.

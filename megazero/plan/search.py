@@ -143,7 +143,7 @@ def _fastest(
 
 
 def _lack(found: RankMemory, machine: Machine) -> float:
-    """Return needed over available bytes, the largest ratio of device, host and disks."""
+    """Return needed bytes divided by available bytes: the largest ratio of device, host and disks."""
     there = found.disk / machine.disk_bytes if machine.disk_bytes else float("inf") if found.disk else 0.0
     return max(found.peak / usable(machine), found.host / machine.host_memory_bytes, there)
 
@@ -160,7 +160,10 @@ def _least(options: list[Job], machine: Machine, allowed: Callable[[Job], bool])
 
 
 def spreads(job: Job, ranks: int, widest: int, node: int) -> Iterator[Job]:
-    """Yield every way to spread a job over the ranks, without recompute or offload."""
+    """Yield every way to spread a job over the ranks, without recompute or offload.
+
+    `widest` is the largest number of tensor ranks, `node` the number of devices in a node.
+    """
     layers, shape, job = job.shape.layers, job.shape, job.alone
     sharded = stages_that_shard("optimizer")
     for tensor in (t for t in _divisors(ranks) if t <= widest and not shape.kv_heads % t and not shape.ffn % t):

@@ -36,7 +36,7 @@ class System:
         scattered: share of a ring's rate that gathers and reductions of stage 3 reach; below 1 where each parameter
             is sent separately.
         reached: for each device, the shares of its data sheet that this system's kernels reach instead of ours.
-        allocator: bytes that the allocator holds beyond tensors, over the bytes of the tensors.
+        allocator: bytes that the allocator holds beyond tensors, divided by the bytes of the tensors.
     """
 
     name: str = "ours"

@@ -33,9 +33,9 @@ class StepTime:
         step_s: seconds from the step's begin to its end.
         parts: seconds of its parts, which add up to `step_s`.
         hidden: seconds of traffic that computation hides, by axis.
-        bubble: the time that the busiest pipeline rank waits for others, over its work.
+        bubble: the time that the busiest pipeline rank waits for others, divided by its work.
         tokens_per_second_per_device, tflops_per_device: throughput; the second counts the model's FLOPs.
-        mfu, hfu: FLOP/s of the model, and FLOP/s executed, over the peak.
+        mfu, hfu: FLOP/s of the model, and FLOP/s executed, divided by the peak.
         micro: times of one micro-batch on a pipeline rank, the mean over all pipeline ranks.
     """
 
@@ -166,7 +166,10 @@ def _blocks(job: Job) -> tuple[int, int]:
 def _busiest(
     job: Job, compute: Compute, block: PassTimes, sums: PassTimes, first: int, last: int
 ) -> tuple[PassTimes, float]:
-    """Return the times of one micro-batch on the busiest rank, and its computation without recompute and waits."""
+    """Return (times of one micro-batch on the busiest rank, seconds of its computation without recompute and waits).
+
+    `first` is the number of blocks of a rank without the head, `last` that of the rank with it.
+    """
     each = block.plus(sums)
     begin, end = each.times(first).plus(compute.embedding()), each.times(last).plus(compute.head())
     if job.pipeline == 1:
@@ -189,6 +192,7 @@ def _data(
     """Return the seconds of data-axis and tied-weight traffic that a step waits for, and those that are hidden.
 
     Args:
+        gathered: elements that stage 3 gathers in forward, and in backward.
         first: the share of the traffic that nothing hides.
         coded: seconds of the passes that quantise parameters, and gradients.
     """

@@ -179,7 +179,10 @@ def loader_of(part: Part, data: RunData, axis: Axis, device: torch.device) -> Ba
 
 
 def _blame(own: Fault | None, say: Callable[[int, str | None], UserError], run: Run) -> UserError:
-    """Return the error of the first rank with a fault of its own, or of rank 0 if none has one."""
+    """Return the error: the fault's, on the first rank with one (else rank 0); `FailedElsewhere` on all other ranks.
+
+    `own` is this rank's fault, if any; `say` makes an error from (rank, the fault in words).
+    """
     found = [json.loads(text) for text in run.gather(json.dumps(own))]
     faulty = [rank for rank, fault in enumerate(found) if fault]
     rank = min(faulty, key=lambda rank: (found[rank][0], rank), default=0)
@@ -238,7 +241,7 @@ def _origin_of(data: WindowDataset, tokenizer: Tokenizer | None) -> Origin | Non
 
     Raises:
         UserError: 203, the recorded origin is that of other files; 217, 221, the data was made with another
-            tokenizer; 225, it has another mask.
+            tokenizer; 225, the mask is missing or is not the recorded one.
     """
     dataset, origins = data.stream.dataset, list[Origin | None]()
     for files in dataset.shards if isinstance(dataset, JoinedDataset) else [dataset]:
@@ -247,7 +250,7 @@ def _origin_of(data: WindowDataset, tokenizer: Tokenizer | None) -> Origin | Non
 
 
 def _text_bytes(data: WindowDataset, tokenizer: Tokenizer | None) -> np.ndarray | None:
-    """Return the bytes of text of each id, [vocab]; float64 if they are scaled to means over the whole data set.
+    """Return the bytes of text of each id, [vocab], as float64 if scaled to the data set's means; None: no tokenizer.
 
     Raises:
         UserError: as `_origin_of`.

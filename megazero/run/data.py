@@ -24,10 +24,10 @@ class RunData(NamedTuple):
 
     Attributes:
         course: the course of the run.
-        mixtures: training data by the length of the windows, each over the sample ids of the whole run, and of the
-            samples that a longer run would read.
-        length: the length of the windows of the current part.
-        validation: windows of that length by the name of a set; "" is the set of `data.valid`.
+        mixtures: sequence length -> training data, for all sample ids of the run and those that a longer run would
+            read.
+        length: the sequence length of the current part.
+        validation: samples of that length by the name of a set; "" is the set of `data.valid`.
     """
 
     course: Course
@@ -66,8 +66,8 @@ def open_data(config: Config, course: Course | None = None) -> RunData:
         course: the course of the run; None: that of the config.
 
     Raises:
-        UserError: 201 to 204, 222, 223, 228 files missing, damaged or without a tokenizer, 206 a split with an empty
-            side, 207 too few tokens.
+        UserError: 201 to 204, 225, files are missing or damaged; 228, a folder has no complete shard, or mixed types;
+            206, a split has an empty side; 207, too few tokens.
     """
     course, length, data = course or Course(config), config.model.seq_len, config.data
     share = data.valid if isinstance(data.valid, float) else None

@@ -32,7 +32,7 @@ class EarlyStops:
             raise UserError(422, f"stopped before its first step {MOST} times in a row", _DO, where=self._path)
 
     def add(self, reason: str) -> None:
-        """Count one more. Raises UserError: 422, there are too many.
+        """Count one more. Raises UserError: 422, there are now too many, or the file is not a count.
 
         Args:
             reason: a phrase such as "stopped by SIGTERM".

@@ -24,7 +24,7 @@ _ORDER = ("data.sources", "data.train", "stages", "batch.global", "model.seq_len
 def accounted_for(
     manifest: Manifest, config: Config, allowed: Sequence[str]
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the history of a config after a step, and the digest of the step's data if other data are allowed.
+    """Return (all changes of options, oldest first; the saved step's data digest if other data may follow, else None).
 
     Args:
         allowed: what `--allow-change` names.

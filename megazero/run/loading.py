@@ -50,7 +50,8 @@ def check_same(found: Manifest, ours: Manifest, course: Course, where: Path, loa
         course: the course of this run.
 
     Raises:
-        UserError: 412, with the differences, the checkpoint's value first.
+        UserError: 412, they differ (the checkpoint's values come first), moments are needed but missing, or the samples
+            consumed are not those of `course`.
     """
     if found.progress is None and load == "optimizer":
         raise UserError(412, "holds only weights, no moments", "give checkpoint.load=weights", where=where)
@@ -133,7 +134,7 @@ def new_rows(found: Manifest, ours: Manifest) -> int:
 
 
 def _with_rows_of(found: Manifest, ours: Manifest) -> dict[str, list[int]]:
-    """Return the shapes of this model with a checkpoint's vocabulary size."""
+    """Return {parameter: shape} of this model, but with the checkpoint's number of vocabulary rows."""
     more, fewer = ours.config["model.vocab"], found.config["model.vocab"]
 
     def shape(name: str, own: list[int]) -> list[int]:

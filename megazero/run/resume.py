@@ -77,7 +77,7 @@ def find_start(run: Run) -> Start:
 
 
 def counted_from(run: Run, start: Start, manifest: Manifest | None) -> Start:
-    """Return a start with the steps done, and with the history of the config, after a step.
+    """Return `start` with `at`, `history` and `data` as after a saved step; unchanged if not all of it is loaded.
 
     Args:
         manifest: the manifest of the step; None: there is no step.

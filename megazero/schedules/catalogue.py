@@ -51,7 +51,7 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
     total = regular * v
 
     def nth(r: int, k: int, kind: Kind) -> Action:
-        """Return the k-th forward of a rank, or its k-th backward."""
+        """Return the k-th forward of rank r, or its k-th backward, by `kind`; k counts from 0."""
         chunk = k // p % v
         chunk = chunk if kind is F else v - 1 - chunk
         return Action(chunk * p + r, kind, k // (p * v) * p + k % p)

@@ -40,8 +40,8 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
 
     Raises:
         UserError: 112, a tokenizer larger than the model's vocabulary; 113, the folder is not a run or its config names
-            no tokenizer; 221, the tokenizer differs from that of training; 402, there are no weights yet; 404, they are
-            another model's; 410, they are damaged.
+            no tokenizer; 162, 209, 210, as `open_tokenizer`; 221, the tokenizer differs from that of training; 402,
+            there are no weights yet; 404, they are another model's; 410, they are damaged.
     """
     folder.require_run()
     config = load(str(folder.config))
@@ -60,7 +60,7 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
 
 
 def load_newest_weights(model: Transformer, store: Store, dtype: torch.dtype) -> Manifest:
-    """Give the (meta) model the newest whole checkpoint's weights; return its manifest. Raises UserError."""
+    """Load the newest whole weights into a (meta) model; return their manifest. Raises UserError 402, 404, 410."""
     manifest, weights = newest_weights(store, whole_shapes(model), warn)
     for name, parameter in dict(model.named_parameters()).items():
         torch.utils.swap_tensors(parameter, nn.Parameter(weights[name].to(dtype)))

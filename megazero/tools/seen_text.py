@@ -39,7 +39,8 @@ def step_text(folder: RunFolder, step: int, rank: int | None) -> list[dict[str, 
         rank: return only the samples that this rank computed, on the grid of the newest checkpoint; None: all.
 
     Raises:
-        UserError: 113, the folder is not a run; 100, no such step or rank; 402, no checkpoint gives the grid.
+        UserError: 113, the folder is not a run; 100, no such step or rank; 402, no checkpoint gives the grid;
+            the errors of `open_data` and `open_tokenizer`.
     """
     folder.require_run()
     config = load(str(folder.config))
@@ -77,7 +78,7 @@ def _parts(source: Source, window: int, tokenizer: Tokenizer | None) -> Iterator
 def _course(folder: RunFolder, config: Config) -> Course:
     """Return the course of a run: that of its config, with the history in its newest checkpoint.
 
-    If the run was resumed from there with other options and has saved nothing yet, this change follows the history.
+    If the run was resumed from there with other options and has saved nothing yet, append these changes to the history.
     """
     store = Store(folder.checkpoints)
     manifest = next(manifests(store, store.steps()), None)
@@ -104,7 +105,10 @@ def _shown(value: Any) -> str:
 
 
 def _of_rank(folder: RunFolder, config: Config, rank: int) -> list[int]:
-    """Return the numbers of a step's sequences that a rank of the world computed (tensor ranks fastest, then data)."""
+    """Return the positions in a step's global batch, from 0, of the sequences that a rank of the world computed.
+
+    Ranks count tensor ranks fastest, then data. Raises UserError: 402, no checkpoint gives the grid; 100, no such rank.
+    """
     store = Store(folder.checkpoints)
     if not (steps := store.steps()):
         raise UserError(402, "no checkpoint yet that records the grid", "leave --rank out", where=folder.checkpoints)

@@ -21,7 +21,7 @@ class GarbageCollection:
         return self
 
     def after(self, done: int, *, rests: bool) -> None:
-        """Collect after step `done` (from 1) every `EVERY` steps, and if the device `rests` (validation, save)."""
+        """Collect if step `done` (from 1) is a multiple of `EVERY`, or if the device `rests` (validation, save)."""
         if rests or done % EVERY == 0:
             gc.collect()
 

@@ -58,7 +58,7 @@ class Validation:
         self._token_bytes = None if token_bytes is None else torch.from_numpy(token_bytes)
 
     def check(self, where: str) -> None:
-        """Read every batch once, so that faults in the data are found before training, not after it.
+        """Read every batch once, to find faults in the data before training; errors name `where`, the data file.
 
         Raises:
             UserError: 205, an id is outside the vocabulary; 112, an id is unknown to the tokenizer.

@@ -105,7 +105,7 @@ class Engine:
         grid: the ranks that share the step.
         scaling: whether losses are scaled, as fp16 needs.
         ops: the kernels to use, for the device that does the update.
-        offload: the values that do not rest on the device; None: all rest there.
+        offload: the homes of values that do not rest on the device; None: all rest there.
         extensions: the extensions of the units.
         halts: after a step that is not finite, no step updates; False: only steps that are not finite are skipped.
         gather: how units are gathered; None: every rank gathers the same ones in the same order.

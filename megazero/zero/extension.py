@@ -97,11 +97,11 @@ class Extension:
     alignment = ALIGNMENT
 
     def gathering(self, plain: Gathering, numel: int, axes: UnitAxes, device: torch.device) -> Gathering:
-        """Return the gathering of a unit of `numel` elements whose parameters do not rest whole."""
+        """Return `plain` or a gathering that replaces it, for a unit of `numel` elements that does not rest whole."""
         return plain
 
     def summing(self, plain: Summing, shard: slice, axes: UnitAxes) -> Summing:
-        """Return the summing of a unit of which this rank updates the elements `shard`."""
+        """Return `plain` or a summing that replaces it, for a unit of which this rank updates the elements `shard`."""
         return plain
 
     def end_step(self, skipped: Tensor, scale: Tensor, next_scale: Tensor) -> None:

@@ -74,7 +74,7 @@ class Gather:
             unit.parameters.release()
 
     def reshard_all(self, units: list[Unit]) -> None:
-        """Free all units; end the gathers under way, except of `following`: the next update would make them stale."""
+        """Free all units, also those still being gathered, except `following`: the next update makes values stale."""
         self.unshard([u for u in self._coming if not u.parameters.rest_whole and u not in self.following])
         self.reshard(units)
 

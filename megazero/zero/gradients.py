@@ -133,7 +133,7 @@ class GradientAccumulator:
             self._defer(self.write, gradient)
 
     def add_sum(self, rows: Tensor) -> None:
-        """Deliver a gradient that is the sum of rows; without a copy if it is the first and has the buffer's dtype."""
+        """Deliver `rows` summed over dim 0; without a copy if it is the first delivery and has the buffer's dtype."""
         if self.counter.deferred is None:
             self.open()
             if self.fresh and rows.dtype == self.view.dtype:
@@ -144,7 +144,7 @@ class GradientAccumulator:
         self.add(rows.sum(0))
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Deliver a gradient that is the matrix product of two tensors."""
+        """Deliver the gradient left @ right."""
         if self.counter.deferred is None:
             self.write_product(left, right)
             self.counter.delivered(self.name)
@@ -166,7 +166,7 @@ class GradientAccumulator:
             self.fresh = False
 
     def _defer(self, write: Callable[..., None], *tensors: Tensor) -> None:
-        """Defer the write and the count of a gradient."""
+        """Defer write(*tensors) and the count of this delivery: append a function to `counter.deferred`."""
         assert self.counter.deferred is not None
         held = [tensor.detach() for tensor in tensors]  # the tensors themselves would hold the graph
 
@@ -187,7 +187,7 @@ class GradientAccumulator:
             view.add_(gradient) if same else self._ops.accumulate_(view, gradient.contiguous())
 
     def write_product(self, left: Tensor, right: Tensor) -> None:
-        """Deliver left @ right as the gradient: write it if it is the first of the step, else add it."""
+        """Write the gradient left @ right, or add it to earlier ones."""
         self.open()
         view = self.view
         if left.dtype == view.dtype:

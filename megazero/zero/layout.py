@@ -85,7 +85,7 @@ class UnitLayout:
         intervals: every parameter once, in buffer order.
         groups: each with the element at which it begins; it ends where the next one begins, padding included.
         tp_replicated: elements [tp_replicated, numel) are whole on every rank of the tensor axis.
-        tp_partial: each of these ranks has a part of the gradient of elements [tp_partial, numel), even without
+        tp_partial: each tensor rank has a part of the gradient of elements [tp_partial, numel), even without
             sequence parallelism; None: there are no such elements.
         aligned: the number of elements, including the padding after the last parameter.
         alignment: every parameter and every shard begins at a multiple of so many elements.
@@ -101,7 +101,7 @@ class UnitLayout:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements without the padding at the end."""
+        """Return the number of elements, padding between parameters included, without the padding at the end."""
         return self.intervals[-1].stop
 
     def padded(self, parts: int) -> int:

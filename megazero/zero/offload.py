@@ -25,7 +25,7 @@ class Offload:
     """The homes of a unit's values that do not rest on the device.
 
     Attributes:
-        host: the host, if its memory is not the device's: values between a paged home and the device stop there.
+        host: the host, if its memory is not the device's; stages values between a paged home and the device.
         optimizer, parameters: the homes of optimizer state and of parameters; None: the device.
         delayed: updates run in parallel with the next step (`optim/delayed.py`).
     """
@@ -41,7 +41,7 @@ class Offload:
         return next((home for home in (self.optimizer, self.parameters) if isinstance(home, PagedHome)), None)
 
     def gradients(self, placement: Placement) -> Home | None:
-        """Return the home of reduced gradients, given their placement in the stage, until the update; None: the device.
+        """Return where reduced gradients that rest as `placement` are kept until the update; None: on the device.
 
         The host updates values in a paged home; gradients that rest whole on the device go to host memory for this.
         """
@@ -50,7 +50,7 @@ class Offload:
         return self.host
 
     def join(self) -> None:
-        """Queue later work after all sends, which may still read their memory."""
+        """Make later work wait for all sends, which may still read the tensors that they send."""
         for home in self._homes():
             home.join()
 

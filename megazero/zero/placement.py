@@ -151,7 +151,7 @@ def redistribute(
 
 
 def _change(source: FlatBuffer, target: FlatBuffer) -> tuple[Axis, Placement, Placement] | None:
-    """Return the axis along which two placements differ, and both; None: they are the same."""
+    """Return (axis, placement of `source`, that of `target`) where the two differ; None: they are equal."""
     found = None
     for axis, before in source.placements.items():
         after = target.placements.get(axis, Placement.REPLICATE)

@@ -137,7 +137,7 @@ def sum_copies(units: Iterable[Unit]) -> None:
 
 
 def sum_tails(units: Iterable[Unit]) -> None:
-    """Sum, over tensor ranks, the reduced gradients of whole parameters: each rank has those of its tokens or heads."""
+    """Sum the reduced gradients of parameters that tensor ranks hold whole, each with those of its tokens or heads."""
     under_way = []
     for unit in units:
         tail = unit.layout.tp_replicated if unit.axes.sequence else unit.layout.tp_partial

@@ -104,7 +104,7 @@ class RestingState:
         return FlatBuffer(values, {self._axes.shard: placement}, elements.start, home)
 
     def _updated(self, precision: Precision) -> FlatBuffer:
-        """Return the buffer for `updated` if the masters have memory of their own."""
+        """Return `updated` for masters in memory of their own: own_parameters, a new host buffer, or the masters."""
         offload, on_disks = self._offload, self.masters.values.is_meta
         if on_disks and (offload.parameters is not None or offload.host is None):
             return self.own_parameters
@@ -128,7 +128,7 @@ class RestingState:
 
     @property
     def updates_on(self) -> torch.device:
-        """Return the device that updates the unit: the host, if it rests on disks."""
+        """Return the device that updates the unit: the one that holds the masters; the host, if disks hold them."""
         return torch.device("cpu") if self.masters.values.is_meta else self.masters.values.device
 
     def new_staging(self, numel: int) -> Tensor:
@@ -181,7 +181,7 @@ class RestingState:
 
     @property
     def window(self) -> int:
-        """Return the elements of a window of `update_windows`; windows begin at multiples of it."""
+        """Return the number of elements that `update_windows` yields at a time; windows begin at multiples of it."""
         return max(self.numel, 1) if self.paged is None else self.paged.window
 
     def update_windows(self, state: Mapping[str, Tensor], skip: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:

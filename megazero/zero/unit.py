@@ -45,7 +45,7 @@ class Unit:
         return sum(values.nbytes for values in (whole, partial) if values is not None)
 
     def listen(self, listener: Callable[[str], object]) -> None:
-        """Register a listener, which is called with "gather", "gathered", "released", "reduce", "reduced"."""
+        """Register a listener, called with "gather" or "reduce" (each a start), "gathered", "reduced" or "released"."""
         self.parameters.on_event = self.gradients.on_event = listener
 
 

@@ -49,7 +49,7 @@ class UnitParameters:
 
     @property
     def version(self) -> int:
-        """Return a count of in-place changes of parameters that are whole here, by the buffer or as parameters."""
+        """Return how often parameters that are whole here were changed in place, as parameters or in the buffer."""
         return self._there()._version + sum(parameter._version for parameter in self._members)
 
     def make(self) -> dict[str, nn.Parameter]:
@@ -70,7 +70,7 @@ class UnitParameters:
                 parameter.data = own
 
     def start_gather(self) -> tuple[Tensor, Pending]:
-        """Start to gather all parameters into a buffer of the pool; `install` it when they have arrived."""
+        """Start to gather all parameters; return (a buffer of the pool, to `install` on arrival; the operation)."""
         self.on_event("gather")
         if self._one_pool:
             self._offload.join()  # a send may still read gradients in the buffer
@@ -110,7 +110,7 @@ class UnitParameters:
         return self.rest_whole and len(self._resting.masters) < self._resting.numel
 
     def start_publish(self) -> tuple[Tensor, Pending]:
-        """Start to gather the updated parameters into the memory where all of them rest; return this memory, too."""
+        """Start to gather the updated parameters where all of them rest; return (that memory, the operation)."""
         parameters = self._resting.parameters
         return parameters.values, redistribute(self._resting.own_parameters, parameters, "parameters")
 

@@ -179,7 +179,7 @@ class Exchange:
 
 @dataclass(eq=False)
 class _Round:
-    """One piece of an exchange, in the outboxes of the other ranks."""
+    """The receipt of one piece of an exchange from the outboxes of the other ranks, `senders`."""
 
     shared_memory: SharedMemoryTransport
     senders: Sequence[int]

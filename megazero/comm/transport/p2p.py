@@ -125,7 +125,7 @@ class PointToPoint:
             status_slot.end(P2P)
 
     def _number(self, channel: Channel, end: str) -> int:
-        """Return the next number at a channel's end; the context counts, so that no two messages share a name."""
+        """Return the next message number at an `end` of a channel, "sent" or "posted"; it is used only once."""
         return self._axis.comm.reserve(f"{self._axis.name} {channel.index} {end}", 1)
 
 
@@ -195,7 +195,7 @@ class _SharedMemory:
             self._shared_memory.wait_until(lambda target=target: self._passed(target), target)
 
     def _passed(self, target: int) -> bool:
-        """Return whether the next message to be sent is no longer one for `target`."""
+        """Send and receive what is possible; return whether the next unsent message, if any, is not for `target`."""
         self.take_in()
         return self.unsent != target
 

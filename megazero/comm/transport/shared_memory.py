@@ -2,11 +2,12 @@
 
 A socket copies a message four times, in four threads, which take processor time from the matrix products that run in
 parallel. Here the sender copies it once, into a slot of its *outbox*, memory that the other ranks of the host have
-mapped, and then writes a label for it: tag, number, place. Readers poll for the label they expect, read the message in
-the slot, and acknowledge it with one number; the sender reuses a slot when all its readers have acknowledged it.
+mapped, and then writes a label for it: the round and the operation's tag, the message's number, its slot. Readers poll
+for the label they expect, read the message in the slot, and acknowledge it by its number; the sender reuses a slot when
+all its readers have acknowledged it.
 
-Labels are indexed by axis and by the operation's number there, so a reader polls one number. They carry the operation's
-tag: a rank that calls another operation writes another tag, which no reader expects.
+Labels are indexed by axis and by the round's number there, so a reader polls one number. A rank that calls another
+operation writes another tag, which no reader expects.
 
 A rank that waits for a message or for a free slot meanwhile consumes the messages that have arrived for its other
 rounds. So any number of operations may be under way, and no two ranks wait for each other.
@@ -109,7 +110,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Message:
-    """A message as its reader finds it."""
+    """A message as its reader finds it: in slot `slot` of the sender's outbox, as message number `number` of it."""
 
     sender: int
     slot: int
@@ -163,7 +164,7 @@ class SharedMemoryTransport:
         self._pids[rank] = pid
 
     def post(self, axis: str, label: Label, messages: Sequence[Tensor], room: int, readers: Sequence[int]) -> None:
-        """Write contiguous messages, one every `room` bytes, where `readers` find them under (axis, label).
+        """Write contiguous messages into one slot, one every `room` bytes, for `readers` to find by (axis, label).
 
         Raises:
             TimeoutError: the readers make no room.
@@ -198,7 +199,7 @@ class SharedMemoryTransport:
         return self._wait(lambda: self.find(sender, axis, label), (sender,), look)
 
     def view(self, message: Message, start: int, like: Tensor) -> Tensor:
-        """Return a view of the message `start` bytes into a slot: not to be written to, nor used once acknowledged."""
+        """Return a message's slot from byte `start` on, viewed as `like`; read only, and only before `acknowledge`."""
         return view_of(self._outboxes[message.sender].slots[message.slot], start, like)
 
     def acknowledge(self, message: Message) -> None:

@@ -100,7 +100,7 @@ class Tokenizer(ABC):
 
 @contextmanager
 def guarded(path: Path, what: str, do: str) -> Iterator[None]:
-    """Turn an exception or a Rust panic of a tokenizer's library into UserError 209."""
+    """Turn an exception or a Rust panic of a tokenizer's library into UserError 209 with text `what`, advice `do`."""
     try:
         yield
     except (UserError, MemoryError):
@@ -125,7 +125,7 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def config_beside(path: Path) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json next to a file, or {} if it is missing. Raises UserError 209."""
+    """Return the content of tokenizer_config.json next to a file; {}: there is none. Raises UserError 209: damaged."""
     beside = path.with_name(CONFIG)
     if not beside.exists():
         return {}

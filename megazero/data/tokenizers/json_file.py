@@ -86,14 +86,17 @@ class JsonFile(Tokenizer):
         return self._library.decode(ids, skip_special_tokens=True)
 
     def _require_no_text(self, end: str) -> None:
-        """Refuse an end-of-document id that ordinary text gives as well. Raises UserError 209."""
+        """Refuse an end-of-document id to which ordinary text can encode, too. Raises UserError 209."""
         text = self._library.decode([self.eod], skip_special_tokens=False)
         if self._sizes[self.eod] == 1 or self.eod in self.encode(text):
             what = f"{end!r:.40} (id {self.eod}) ends a document, but text can encode to it as well"
             raise UserError(209, what, f"name a special token as eos_token in {CONFIG}", where=self.path)
 
     def _roles(self, told: dict[str, Any], special: dict[str, int], vocabulary: dict[str, int]) -> dict[str, str]:
-        """Return the token of each role: bos_token, eos_token, and others that the config names. Raises 210."""
+        """Return {role: token} for bos_token, eos_token, and those of pad_token and unk_token that `told` names.
+
+        `told` is the content of tokenizer_config.json. Raises UserError 210: the token that ends a document is unknown.
+        """
         found = {role: told.get(role) for role in ("bos_token", "eos_token", "pad_token", "unk_token")}
         found = {role: value.get("content") if isinstance(value, dict) else value for role, value in found.items()}
         named = {role: name for role, name in found.items() if isinstance(name, str) and name in vocabulary}

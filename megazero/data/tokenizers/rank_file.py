@@ -103,7 +103,7 @@ class RankFile(Tokenizer):
 
 
 def ranks_of(content: bytes, path: Path) -> dict[bytes, int]:
-    """Return the rank of each token, which is its id. Raises UserError 209."""
+    """Return the rank of each token, which is its id. Raises UserError 209: not a complete rank file."""
     found, do = dict[bytes, int](), "give the complete rank file"
     for number, line in enumerate(filter(None, content.splitlines()), start=1):
         try:

@@ -47,7 +47,7 @@ class Row(Compared):
 
     @property
     def summary(self) -> str:
-        """Return a short text of how near the layout is to one process."""
+        """Return "bitwise equal", or the largest difference divided by its tolerance, and what was compared."""
         worst, times = max(self.times.items(), key=lambda item: item[1])
         return "bitwise equal" if self.bitwise else f"at most {times:.2g} of a tolerance ({worst})"
 
@@ -124,7 +124,7 @@ class Certificate:
         return self._results(layout.ranks, train)
 
     def _results(self, size: int, work: Callable[[CommContext, World, Path], Results]) -> list[Results] | str:
-        """Run `work` on `size` ranks, with a folder for its disks; return all ranks' results, or why there are none."""
+        """Run `work` on `size` ranks, with a folder for its disks; return all ranks' results, or an error line."""
         lines = list[str]()
         with doing("training layouts"), TemporaryDirectory(prefix="megazero-certify-") as name:
             folder, timeout = Path(name), timedelta(seconds=self._config.parallel.timeout)

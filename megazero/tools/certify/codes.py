@@ -77,7 +77,10 @@ def _record_sums(unit: Unit, stored: dict[str, Tensor], flags: list[bool]) -> No
 def codes_apart(
     ranks: Sequence[Results], parameter_bits: int | None, gradient_bits: int | None, *, feedback: bool
 ) -> Iterator[Difference]:
-    """Yield the difference between each rank's result for each unit and the reference."""
+    """Yield for each unit and rank how far its gathered values, and its sums, are from the reference's.
+
+    Bits are None for values that are not sent as integers. `feedback`: errors are added to the next gradients sent.
+    """
     for number, results in enumerate(ranks):
         for unit, how in results.coded.items():
             if number != how["ranks"][0]:
@@ -103,7 +106,7 @@ def _sent(own: Sequence[Results], unit: str) -> list[list[Sent]]:
 
 
 def _apart(found: Tensor, expected: Tensor) -> float:
-    """Return the difference of the finite values; infinity if other values are finite than expected."""
+    """Return the `difference` of the finite elements; infinity if not the same elements of both are finite."""
     expected = expected.to(found.dtype)
     finite = expected.isfinite()
     if not torch.equal(finite, found.isfinite()):

@@ -80,7 +80,7 @@ class Compared:
 
     Attributes:
         bitwise: everything is equal bit for bit.
-        fault: the first fault, if there is one.
+        fault: a text about the first difference beyond its tolerance, or why the layout failed; None: no fault.
         worst: the largest relative difference of each measure.
         times: the difference of each measure divided by its tolerance; infinite if nothing may differ and it does.
     """
@@ -124,7 +124,10 @@ def compare(
 
 
 def _first_beyond(computed: Sequence[Difference]) -> str | None:
-    """Return the first difference beyond its tolerance; for weights, where the difference began in earlier steps."""
+    """Return the line of the earliest difference beyond its tolerance; None: there is none.
+
+    Weights of earlier steps count only for parameters that are beyond a tolerance in another measure too.
+    """
     beyond = [each for each in computed if each.beyond]
     last = {each.name for each in beyond if each.measure != _EARLIER}
     counted = [each for each in beyond if each.measure != _EARLIER or each.name in last]
@@ -158,7 +161,7 @@ def _computed(ranks: Sequence[Results], alone: Results, heads: Heads, tolerance:
 
 
 def _in_place(part: Tensor, whole: Tensor, rows: Sequence[int] | None) -> Tensor:
-    """Return one process's tensor with a rank's part put in place, to measure the part on the scale of the whole."""
+    """Return a copy of `whole` (one process's) with `rows` (first, count) replaced by a rank's `part`; None: `part`."""
     if rows is None:
         return part
     mine = whole.clone()
@@ -167,7 +170,7 @@ def _in_place(part: Tensor, whole: Tensor, rows: Sequence[int] | None) -> Tensor
 
 
 def wrong_skip(ranks: Sequence[Results], alone: Results) -> str | None:
-    """Return the first step that only the rank or only one process skipped, or after which loss scales differ."""
+    """Describe the first step that only a rank or only one process skipped, or after which loss scales differ."""
     for step, expected in enumerate(alone.skips):
         for number, rank in enumerate(ranks):
             if rank.skips[step] != expected:
@@ -178,7 +181,7 @@ def wrong_skip(ranks: Sequence[Results], alone: Results) -> str | None:
 
 
 def wrong_sample(ranks: Sequence[Results], alone: Results) -> str | None:
-    """Return the first step whose samples are not those of one process, each read by exactly one data rank."""
+    """Describe the first step whose samples differ from those of one process, or among ranks of one data rank."""
     for step, expected in enumerate(alone.samples):
         readers: dict[int, list[tuple[int, str]]] = {}
         for number, rank in enumerate(ranks):
@@ -194,7 +197,7 @@ def wrong_sample(ranks: Sequence[Results], alone: Results) -> str | None:
 
 
 def not_held_once(ranks: Sequence[Results]) -> str | None:
-    """Return the first element that no rank would save, or that more than one would."""
+    """Describe the first element that no rank would save, or more than one; None: there is none."""
     for name, shape in ranks[0].shapes.items():
         held = [(*piece[1:], number) for number, rank in enumerate(ranks) for piece in rank.held if piece[0] == name]
         end, before, numel = 0, 0, math.prod(shape)
@@ -211,7 +214,7 @@ def not_held_once(ranks: Sequence[Results]) -> str | None:
 
 
 def stale_replica(ranks: Sequence[Results], weights: Mapping[str, Tensor]) -> str | None:
-    """Return the first weight whose value on a rank is not the one that would be saved."""
+    """Describe the first weight whose value on a rank is not the one that would be saved; None: there is none."""
     last = len(ranks[0].losses) - 1
     for number, rank in enumerate(ranks):
         for name, mine in rank.tensors(f"weight/{last}"):

@@ -105,7 +105,7 @@ def pairs_missed(layouts: Sequence[Job], chosen: Sequence[Job]) -> tuple[int, in
 
 
 def one_process(alone: Job, *, delayed: bool) -> Job:
-    """Return the job of one process, whose updates may be delayed."""
+    """Return the job of one process; with `delayed`, its optimizer is on the host and its updates are delayed."""
     return replace(alone, offload_optimizer="cpu", delayed=True) if delayed else alone
 
 

@@ -1,7 +1,7 @@
 """Plant a fault by changing a rank's objects: replace a value, or a method by another function.
 
-A plant names the value by objects of the rig (`itself`, `units`, `block`) and an attribute path from each of them. A
-path that does not exist is an error: the layout has no such object.
+`where` (`itself`, `units` or `block`) returns objects of the rig; `path` is the attribute path from each of them to the
+value or method. A path that does not exist is an error: the layout has no such object.
 """
 
 from collections.abc import Callable, Iterable
@@ -75,7 +75,7 @@ def after(where: Where, path: str, wrong: Callable[..., Any]) -> Plant:
 
 
 def in_codes(path: str, operation: str, wrong: Callable[..., None]) -> Plant:
-    """Return the fault that calls `wrong(right, *arguments)` instead of an operation on the first block's codes."""
+    """Return the fault that calls `wrong(right, *arguments)` for an operation of the first block's `path`.ops."""
 
     def with_wrong(ops: Any) -> Any:
         return replace(ops, **{operation: partial(wrong, getattr(ops, operation))})

@@ -54,7 +54,7 @@ class Fault:
 
     Attributes:
         what: what is wrong, in a few words.
-        layout: the layout that it is planted into.
+        layout: returns the layout that it is planted into, for the job on one process.
         least: factor by which some measure has to exceed its tolerance.
         overflows: it needs gradients that overflow, as in fp16.
         tails: it needs parameters that are whole on all tensor ranks but have partial gradients there.
@@ -73,7 +73,7 @@ class Fault:
 
         Args:
             alone: the config's job on one process.
-            summed: sums over ranks have their own dtype, which quantised sums do not support.
+            summed: `zero.reduce_dtype` is set, which quantised gradients do not support.
         """
         layout = self.layout(alone)
         refused = (layout.error_feedback and dtype == "fp16") or (layout.gradient_bits and summed)
@@ -88,7 +88,7 @@ def _of_one_rank(plant: Plant) -> Plant:
 
 
 def _pieces(change: Callable[[Any], dict[str, float]]) -> Plant:
-    """Return the fault that changes the settings of the pieces that AdamW updates at once."""
+    """Return the fault that gives each piece (elements that AdamW updates at once) the settings `change(piece)`."""
 
     def of_all(of: dict[Unit, list[Any]]) -> dict[Unit, list[Any]]:
         return {unit: [replace(each, **change(each)) for each in pieces] for unit, pieces in of.items()}
@@ -141,7 +141,7 @@ def _round_to_two_bits(gradients: UnitGradients) -> None:
 
 
 def _fed(wrong: Callable[[Any], Any]) -> Plant:
-    """Return the fault that changes each micro-batch's inputs of the stages."""
+    """Return the fault that replaces the inputs that stages get of each micro-batch by `wrong(inputs)`."""
     return instead(itself, "feed", lambda rig, feed, *batch: wrong(feed(*batch)))
 
 
@@ -213,7 +213,7 @@ def _swap_scales(dequantize_: Callable[..., None], into: Tensor, codes: Tensor, 
 
 
 def _held_otherwise(wrong: Callable[[ShardState], Any]) -> Plant:
-    """Return the fault that changes the pieces that are held of the second unit."""
+    """Return the fault that replaces the pieces that a rank would save of its second unit by `wrong(holding)`."""
 
     def held(rig: Rig, holdings: Callable[[], list[ShardState]]) -> list[ShardState]:
         first, second, *rest = holdings()

@@ -28,8 +28,8 @@ class Planted:
 
     Attributes:
         what, layout: those of the fault.
-        measure: the measure by which it shows most.
-        times: the difference over its tolerance; infinite where nothing may differ.
+        measure: the measure whose difference exceeds its tolerance most.
+        times: that difference divided by its tolerance; infinite where nothing may differ.
         right: True if the certificate found the fault, or found nothing where none was planted.
     """
 
@@ -79,7 +79,7 @@ def plant(
 
 
 def _nothing(rows: Sequence[Row], dtype: str) -> Planted:
-    """Return the finding of the layouts without a fault, which must be nothing."""
+    """Return the finding for layouts without a planted fault; it is right if no row has a fault."""
     measure, times = max((_most(row) for row in rows), key=lambda most: most[1])
     right = not any(row.fault for row in rows)
     return Planted(NOTHING, "no fault", "all below", dtype, measure, times, right)
@@ -122,6 +122,6 @@ def _cell(found: Planted) -> str:
 
 
 def as_json(found: Sequence[Planted], steps: int) -> dict[str, Any]:
-    """Return the values for JSON, with null for infinity."""
+    """Return {steps, planted: the findings} for JSON, with null for an infinite `times`."""
     rows = [asdict(each) | {"times": each.times if math.isfinite(each.times) else None} for each in found]
     return {"steps": steps, "planted": rows}

@@ -20,9 +20,12 @@ from megazero.zero.placement import FlatBuffer, redistribute
 
 
 class Coded(TypedDict):
-    """How a unit is sent as integers: its ranks, and how many of them are neighbours.
+    """How a unit is sent as integers.
 
-    `accumulate` tells for each recorded reduction whether its sum was added to the one before.
+    Attributes:
+        ranks: the ranks of the world among which it is sent.
+        near: how many of them are neighbours, which sum first; all if there is one exchange.
+        accumulate: for each recorded reduction whether its sum was added to the one before.
     """
 
     ranks: list[int]
@@ -47,7 +50,7 @@ class Results:
         held: (parameter, first element, one past the last) of the piece of each NUMBER.
         shapes: the whole shape of every parameter of the model.
         data_rank: number of the rank on the data axis.
-        samples: for each step the samples used, with a digest of the tokens of each.
+        samples: for each step (id, `digest_of`) of each sample that this rank used.
         coded: how each unit that is sent as integers is sent (`codes.py`).
     """
 
@@ -63,7 +66,7 @@ class Results:
     coded: dict[str, Coded] = field(default_factory=dict)
 
     def tensors(self, kind: str) -> list[tuple[str, Tensor]]:
-        """Return (name, this rank's part) of each tensor of a kind."""
+        """Return (NAME, tensor) for each tensor that is stored under "`kind`/NAME"."""
         return [(name[len(kind) + 1 :], t) for name, t in self.stored.items() if name.startswith(kind + "/")]
 
     def snapshots(self) -> Iterator[tuple[str, int, dict[str, Tensor]]]:
@@ -148,7 +151,7 @@ def reduced_gradients(engine: Engine, applied: Tensor, clipped: Tensor) -> Itera
 
     Args:
         applied: factor by which the update multiplied gradients in memory; gradients on disks are unchanged.
-        clipped: the clip factor in it, which depends on all gradients.
+        clipped: the clip factor, which is part of `applied`.
     """
     for unit in engine.units:
         unit.gradients.wait()  # an update under way changes offloaded gradients

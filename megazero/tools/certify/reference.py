@@ -226,7 +226,7 @@ def _adamw(weight: Tensor, first: Tensor, second: Tensor, updates: int, eps: flo
 
 
 def _backward(seen: Mapping[str, Tensor], config: Config, text: _Text, step: int) -> float:
-    """Accumulate the gradients of the mean loss over valid targets, a few samples at a time; return the mean loss."""
+    """Accumulate the gradients of the mean loss over valid targets in the weights `seen`; return the mean loss."""
     m, total, positions = config.model, 0.0, torch.arange(text.tokens.shape[1])
     for rows in torch.arange(len(text.ids)).split(config.batch.micro or 1):
         part = _Text(*(each[rows] for each in text))

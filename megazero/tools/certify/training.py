@@ -72,7 +72,7 @@ def train_rank(comm: CommContext, world: World, config: Config, steps: int, plan
 
     Args:
         config: has the `settings` of the certificate.
-        plant: changes something before the first step.
+        plant: changes objects of the rig before the first step.
     """
     grid, device = grid_of(config, comm, world), torch.device("cpu")
     host = Host(device, comm.ledger, apart=True)  # otherwise nothing would be offloaded

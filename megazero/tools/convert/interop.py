@@ -97,9 +97,9 @@ def read_config(source: Path) -> Model:
 
 
 def generation_of(folder: Path) -> dict[str, bytes]:
-    """Return {name: content} of the generation config of transformers, or {} if the folder has none of its own.
+    """Return {file name: content} of transformers' generation config; {}: its config.json says everything.
 
-    A config.json with several end-of-text ids gives one too, if there is no other file.
+    It is the folder's file, unless that repeats config.json; else made from config.json, if that has several eos ids.
 
     Raises:
         UserError: 414, a file cannot be read.
@@ -186,7 +186,7 @@ class Theirs:
             return file.get_tensor(key).to(torch.float32)
 
     def slot(self, name: str) -> "Slot":
-        """Return the place of a transformers tensor."""
+        """Return the file, dtype and shape of a transformers tensor."""
         return self._slots[self._keys[name]]
 
     def _find(self, name: str) -> str:
@@ -257,7 +257,7 @@ def _groups(wanted: Sequence[Link], sizes: Mapping[str, int], part: int) -> list
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a transformers tensor, with its dtype and shape from the file's header."""
+    """The file of a transformers tensor, and its dtype and shape from the file's header."""
 
     path: Path
     dtype: str

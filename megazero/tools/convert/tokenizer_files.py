@@ -67,7 +67,7 @@ def for_transformers(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def own_file(told: Mapping[str, Any], described: bytes) -> str | None:
-    """Return the tokenizer for which a tokenizer.json was written here; None: not written here, or changed since.
+    """Return the name of the tokenizer that an export of ours described; None: it is not ours, or changed since.
 
     Args:
         told: the content of tokenizer_config.json.
@@ -81,7 +81,7 @@ def own_file(told: Mapping[str, Any], described: bytes) -> str | None:
 
 
 def _sentence_piece(tokenizer: SentencePiece) -> tuple[dict[str, Any], int]:
-    """Return the description of a SentencePiece model, and its id for padding, -1 for none."""
+    """Return (the description of a SentencePiece model, its padding id or -1). Raises UserError 415: it has none."""
     (content,) = tokenizer.files.values()
     model, stored = sentencepiece.SentencePieceProcessor(model_proto=content), ModelProto.FromString(content)
     ids, rules, algorithm = range(model.vocab_size()), stored.normalizer_spec, stored.trainer_spec.model_type
@@ -138,7 +138,7 @@ def _rank_file(tokenizer: RankFile) -> dict[str, Any]:
 
 
 def _byte_level(tokens: Mapping[str, int], merges: list[tuple[str, str]]) -> dict[str, Any]:
-    """Return the description of tokens made of bytes, each byte as its picture; single bytes if `tokens` is empty."""
+    """Return the description of tokens of bytes, spelt by `_pictures`; empty `tokens` mean the 256 single bytes."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     vocabulary = {**tokens} or {picture: byte for byte, picture in _pictures().items()}
     return {"model": _bpe(vocabulary, merges, ignore_merges=True), "pre_tokenizer": level, "decoder": level}
@@ -156,7 +156,7 @@ def _merges(tokens: list[str]) -> list[tuple[str, str]]:
 
 
 def _pictures() -> dict[int, str]:
-    """Return the character that stands for each byte. Source: GPT-2, encoder.py, bytes_to_unicode."""
+    """Return {byte: the character that stands for it}. Source: GPT-2, encoder.py, bytes_to_unicode."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {byte: chr(byte) for byte in shown} | {byte: chr(256 + n) for n, byte in enumerate(hidden)}

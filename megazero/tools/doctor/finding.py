@@ -42,7 +42,7 @@ def examine(name: str, probe: Callable[[], Iterable[Finding]], *, needed: bool =
     """Return what a probe finds; if it fails, one finding called `name` with the reason.
 
     Args:
-        needed: training needs the subject of the probe.
+        needed: training needs the subject of the probe: it is `missing` after a failure, else `unknown`.
     """
     found: list[Finding] = []
     try:

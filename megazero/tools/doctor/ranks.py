@@ -205,9 +205,11 @@ def _meet(axis: Axis, device: torch.device) -> None:
 
 
 def _collectives(axis: Axis, device: torch.device, road: str, notes: _Notes, size: int) -> None:
-    """Measure the collectives; every rank repeats each equally often, so a failure on one rank ends all ranks.
+    """Measure the collectives, each repeated equally often on all ranks; a failure on one rank ends all ranks.
 
-    `run_local` reports the reason.
+    Args:
+        road: name of the transport, for the notes.
+        size: bytes of the message for the bandwidth.
     """
     _meet(axis, device)
     short = torch.zeros(axis.size, device=device)

@@ -199,7 +199,10 @@ def _step(
     describe: Callable[[Action], str | None],
     progress: Doing,
 ) -> StepRecord:
-    """Simulate one step as the trainer runs it. The ledger's traffic is then that of this step alone."""
+    """Simulate one step as the trainer runs it, and replace the ledger's traffic by that of this step.
+
+    `describe` returns an action's name on the timeline; None: it belongs to the action before.
+    """
     ledger.traffic = {}
     batches = [_batch(config) for _ in range(micro_batches)]
     held = {category: held.now for category, held in ledger.bytes.items() if not category.startswith((HOST, DISK))}

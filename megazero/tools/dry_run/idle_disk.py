@@ -46,7 +46,7 @@ class IdleDisk(PagedHome):
     def windows(
         self, flats: Sequence[tuple[Tensor, Access]], purpose: str, skip: Tensor | None = None
     ) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Yield the first window only: all others are alike, and no step is skipped."""
+        """Count the transfers of whole `flats`; yield the first of many equal windows: (slice, elements of each)."""
         for flat, access in flats:
             if flat.is_meta and access != "write":
                 self.start_bring(flat, flat, purpose)

@@ -90,7 +90,7 @@ class MemoryTimeline(Allocations):
         self._place = AllocationSite(self._place.action if action is None else action, module)
 
     def hold(self, category: str, size: int) -> None:
-        """Count memory of the ledger that is about to be allocated."""
+        """Record `size` bytes that the ledger counts; the next allocation of that size is not recorded again."""
         self._counted.append(size)
         self._add(category, size, "")
 
@@ -103,7 +103,7 @@ class MemoryTimeline(Allocations):
         return self._add("", size, self._operation) if size else 0
 
     def went(self, size: int, number: int) -> None:
-        """Count bytes that were freed."""
+        """Record that an allocation of `size` bytes was freed; `number` is the result of `came` for it."""
         super().went(size, number)
         if number:
             self._events.append((-number, self._place, self._operation))

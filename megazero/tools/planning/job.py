@@ -168,7 +168,7 @@ def _shortage(found: Search, job: Job, ranks: int, machine: Machine) -> tuple[st
 
 
 def as_json(found: Plan) -> dict[str, Any]:
-    """Return the JSON object, in bytes and seconds; `settings` has the values of recompute and Pa with an effect."""
+    """Return the plan for JSON, in bytes and seconds; `settings` has the memory with each useful kind of recompute."""
     job, machine, time = found.job, found.machine, asdict(found.time)
     made = communicators(job, found.ranks.index(found.fullest), machine.nccl_channels)
     settings = {
@@ -210,7 +210,7 @@ def as_json(found: Plan) -> dict[str, Any]:
 
 
 def search_as_json(found: Search, machine: Machine) -> dict[str, Any]:
-    """Return the best layouts, each with its options and a short reason for its place in the list."""
+    """Return {tried: number of layouts, best: layouts with their options and a reason for their place} for JSON."""
     return {"tried": found.tried, "best": [_row(one, machine) for one in found.best]}
 
 

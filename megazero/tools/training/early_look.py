@@ -24,7 +24,9 @@ def look(config: Config, name: str, nproc: int | None) -> None:
     """Refuse a wrong number of ranks, missing packages, a folder in use, data that is missing or does not fit.
 
     Raises:
-        UserError: 106; 160, 161; 110, 420; 201, 222, 228; 162, 209, 210, 112; 203, 221, 225.
+        UserError: 106, the ranks do not fit; 160 and 161, a package for metrics is not installed; 110, the folder
+            holds a run; 420, a job trains there; 201, 228, data is missing; 112, 162, 209, 210, as `open_tokenizer`;
+            203, 221, the data's record is damaged, or names another tokenizer; 225, a mask is missing.
     """
     if nproc is not None:
         done = 0 if config.checkpoint.resume == "none" else None
