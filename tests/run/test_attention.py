@@ -95,7 +95,7 @@ def enabled() -> tuple[bool, bool, bool, bool]:
     return cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def torch_s_own() -> Iterator[None]:
     """Put back what torch has for the whole process."""
     fill = torch.utils.deterministic.fill_uninitialized_memory
@@ -117,7 +117,6 @@ def config(**run: object) -> Config:
     return resolved(Config.model_validate({"model": shape, "run": run, "data": {"mask_eod": True}}))
 
 
-@pytest.mark.usefixtures("torch_s_own")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_model_on_a_gpu_gets_it(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys
@@ -140,7 +139,6 @@ def test_a_model_on_a_gpu_gets_it(
     assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == deterministic
 
 
-@pytest.mark.usefixtures("torch_s_own")
 def test_a_cpu_has_one_and_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(attention, "choose_attention", None)
     model = make(LLAMA, torch.float32)
