@@ -47,7 +47,7 @@ BOUNDS = {
 }
 BY_HAND = (
     "latencies and the 4 us of a launch (`machines.yaml`); prices; 4 % and 800 MiB of a device set aside (`search.py`)",
-    "for a system `scattered`, which sums have products in parallel, which messages are split (`systems.yaml`)",
+    "of a system: how it scatters, the sums it runs in parallel with products, the messages it splits (`systems.yaml`)",
     "*attention* 0.4 of *matmul* where a machine file does not say (`machines.py`)",
 )
 

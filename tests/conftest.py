@@ -22,8 +22,8 @@ from megazero.run.folder import RunFolder
 from tests.ranks import PATCHES
 from tests.tiny_run import CONFIG, VOCAB, TinyData, plain_picture
 
-# torch's store looks up the name of each of its connections: without a name server that takes 5 s by default.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# torch's store looks up the name of each of its connections: a lost request to a name server costs 5 s by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 
 @functools.cache

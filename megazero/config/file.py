@@ -140,7 +140,8 @@ def _read(path: Path, source: _Source) -> None:
     if tree is None:
         return
     if not isinstance(tree, CommentedMap):
-        raise UserError(102, f"expected sections, got {type(tree).__name__}", where=path.name)
+        what = f"expected sections, got {'a list' if isinstance(tree, list) else 'a single value'}"
+        raise UserError(102, what, "begin the file with a section, such as `model:`", where=path.name)
     source.values = _plain(tree, "", path.name, source.where)
 
 

@@ -226,7 +226,7 @@ RELATIONS: tuple[Relation, ...] = (
         lambda v: f"{_period(v):,}, after which the order repeats",
     ),
     Relation(
-        "data.sources given with data.sources in stages",
+        "data.sources given where stages name sources",
         lambda v: not values_of_stages(v, "data.sources") or v["data.sources"] is not None,
         "give data.sources for the steps in which no stage sets them",
     ),

@@ -186,7 +186,7 @@ class Batch(Section):
 
     @property
     def rows(self) -> int:
-        """Return the sequences of a micro-batch; `tools/planning/micro_batch.py` has replaced null by a size."""
+        """Return `micro`, a number of sequences; `tools/planning/micro_batch.py` must have replaced null before."""
         assert self.micro is not None
         return self.micro
 
@@ -208,7 +208,7 @@ class Data(Section):
     valid_every: Positive | None = option(None, "Steps between validations; null: only at the end.")
     valid_samples: Positive | None = option(None, "Sequences per validation; null: all.")
     tokenizer: Text | None = option(
-        None, "Tokenizer, to show text: *.model, tokenizer.json, *.tiktoken or the word bytes."
+        None, "Tokenizer, for text and bits per byte: *.model, tokenizer.json, *.tiktoken or bytes."
     )
     mask_eod: bool = option(False, "Attention, positions and loss stop at document ends.")
     pack: bool = option(False, "Fill each sequence with as many whole documents as fit, and padding.")

@@ -35,9 +35,9 @@ def _addmm(into: Tensor, left: Tensor, right: Tensor) -> None:
 def wide_products(
     device: torch.device, dtype: torch.dtype, write: Product = _mm, add: Product = _addmm
 ) -> WideProducts | None:
-    """Return the products for matrices of `dtype` on a device, after a trial; None if writing is wrong or missing.
+    """Try `write` and `add` with `dtype` on a device; return those to use, or None if `write` is wrong or missing.
 
-    If only writing works, `add` writes the product to a temporary tensor and adds that.
+    If only `write` works, the returned `add` writes the product to a temporary tensor and adds that.
 
     Args:
         write, add: the functions to try.

@@ -110,7 +110,7 @@ def _require_trainable(parts: Sequence[Part], *, frozen: bool) -> None:
         raise UserError(510, "the module has no parameter that requires a gradient", do, where="shard")
     if odd := next((member for member in trained if not member.parameter.is_floating_point()), None):
         what = f"{odd.name} is {odd.parameter.dtype}: only floating-point parameters can be trained"
-        raise UserError(510, what, "freeze it, or keep its real and imaginary parts", where="shard")
+        raise UserError(510, what, "freeze it, or store its real and imaginary parts as two parameters", where="shard")
 
 
 def _require_known(module: nn.Module, stage: int, precision: str | None) -> None:

@@ -68,7 +68,10 @@ class Tape:
         self._kept: list[tuple[Any, ...]] = []
 
     def use(self, parameter: nn.Parameter | None) -> "GradientSlot | None":
-        """Announce one use of a parameter; return the slot for this use's gradient; None for no parameter."""
+        """Return the slot to which this use of a parameter delivers its gradient; None if `parameter` is None.
+
+        In training the slot counts the use, and waits for one more gradient.
+        """
         if parameter is None:
             return None
         slot: GradientSlot | None = getattr(parameter, "gradient_slot", None)

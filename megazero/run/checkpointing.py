@@ -107,7 +107,7 @@ def _require_ours(run: Run, step: int) -> None:
     path = run.folder.path
     if not path.is_dir():
         what = "checkpoint not saved: the run's folder was deleted or moved during training"
-        do = "restore it with its earlier checkpoints, and go on with checkpoint.resume=auto"
+        do = "move it back and go on with checkpoint.resume=auto, or start again in another run.dir"
         raise UserError(423, what, do, where=path, step=step)
     if (loss := run.lock.loss()) is not None:
         do = "make sure that only one job trains here, and go on with checkpoint.resume=auto"

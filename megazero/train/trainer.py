@@ -313,8 +313,8 @@ class Trainer:
         """Return the error of a non-finite step: repeat it to find the rank where it began. Collective."""
         step = pending.step
         self.now(step + 1, "examination")
-        again = "computed again" if self.engine.delayed is None else "computed again with parameters one update newer"
-        again += ", all values were finite: a hardware fault, or an overflow in a sum?"
+        again = "computed again" if self.engine.delayed is None else "computed again one update later"
+        again += ", all finite: a hardware fault or an overflow?"
         batches, scale = self.loader.step(step), pending.result.loss_scale
         own = own_fault(self.engine, self.pipeline, scale, batches, lambda batch: self.feed(batch, step))
         if own is None and self._reduced_fault is not None:

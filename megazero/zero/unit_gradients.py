@@ -76,7 +76,7 @@ class UnitGradients:
 
     @contextmanager
     def reduced_in_memory(self) -> Iterator[Tensor]:
-        """Hold the reduced gradients in memory; copy them to host memory if they rest in a paged home."""
+        """Lend the reduced gradients within the context; if they rest on disks, a copy in host memory."""
         if self._away is None or not self.reduced.is_meta:
             yield self.reduced
             return

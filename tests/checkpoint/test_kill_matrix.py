@@ -100,8 +100,8 @@ CASES = [
     if point in points
     for rank in ((0,) if point in FIRST_ONLY else (0, 1))
 ]
-# In a step, in a commit, behind the commit of the last step, in loading, and on disks.
-COVER = [("data", 1, "backward"), ("data", 0, "rename the folder")]
+# In a step, in a commit, after the commit of the last step, in loading, and on disks.
+COVER = [("data", 1, "backward"), ("data", 0, "rename the folder"), ("data", 0, "validate the last step")]
 COVER += [("data", 1, "load tensors"), ("nvme", 1, "write a piece")]
 
 

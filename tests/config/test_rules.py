@@ -57,7 +57,7 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["data.sources=[{path: a, weight: 1000000}, {path: b}]"],
         "data.sources=[{path: a, weight: 999999}, {path: b}]",
     ),
-    "data.sources given with data.sources in stages": (
+    "data.sources given where stages name sources": (
         ["stages=[{until_step: 5, data: {sources: [{path: a}]}}]"],
         "data.sources=[{path: a}]",
     ),

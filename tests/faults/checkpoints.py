@@ -199,7 +199,7 @@ other("resumed with other data", "data.valid 0.1 -> 0.4", "data.valid=0.4")
 
 
 @fault(
-    "a change that no run goes on with",
+    "a change that is not allowed when a run resumes",
     "MZ-123 --allow-change: model.layers cannot change: the weights have this shape, or were trained with this value",
     code=2,
 )
@@ -245,7 +245,10 @@ def _(site: Site) -> list[str]:
     return site.resume()
 
 
-@fault("a lock that is none", "MZ-420 RUN/lock: is not a lock file, or damaged; remove it if no job trains there")
+@fault(
+    "a file `lock` that is not a lock",
+    "MZ-420 RUN/lock: is not a lock file, or damaged; remove it if no job trains there",
+)
 def _(site: Site) -> list[str]:
     (site.run / "lock").write_text("mine")
     return site.resume()

@@ -120,7 +120,8 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "token files cut off while training",
-    "MZ-204 …DATA.bin: was truncated after it was opened: it ends at byte 100, expected tokens at byte …",
+    "MZ-204 …DATA.bin: was truncated after it was opened: it ends at byte 100, expected tokens at byte …; "
+    "copy it again, …",
     SINCE,
 )
 def _(site: Site) -> list[str]:
@@ -132,7 +133,7 @@ def _(site: Site) -> list[str]:
 
 
 @fault(
-    "a sample of another model",
+    "generate with weights of another model",
     "MZ-404 RUN/checkpoints/step_00000004: …: expected …, got …; check that config.yaml is the run's own",
 )
 def _(site: Site) -> list[str]:

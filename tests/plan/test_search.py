@@ -28,7 +28,12 @@ def tight(gigabytes: float) -> Machine:
 
 @pytest.mark.parametrize(
     ("gigabytes", "shape"),
-    [(1.8, SMALL), pytest.param(1.8, GATED, marks=pytest.mark.full), (80.0, SMALL), (80.0, GATED)],
+    [
+        pytest.param(1.8, SMALL, id="1.8-gelu"),
+        pytest.param(1.8, GATED, id="1.8-gated", marks=pytest.mark.full),
+        pytest.param(80.0, SMALL, id="80.0-gelu"),
+        pytest.param(80.0, GATED, id="80.0-gated"),
+    ],
 )
 def test_the_best_is_the_best_of_all_combinations(gigabytes: float, shape: Shape) -> None:
     job, machine = Job(shape, HALF, global_batch=8), tight(gigabytes)
