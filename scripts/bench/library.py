@@ -1,7 +1,8 @@
 """Compare models of transformers under `megazero.shard` with DDP, FSDP1, FSDP2 and DeepSpeed: speed and memory.
 
     python scripts/bench/library.py [--model gpt2 vit] [--launches 3] [--pairs 21] [--only PATTERN ...] [--save]
-    python scripts/bench/library.py --only 'ours-stage?' --before TREE     each stage next to itself in another checkout
+    python scripts/bench/library.py --only 'ours-stage?' --before TREE
+       each stage next to itself in another checkout, whose `systems_of` takes the name of a model too
 
     gpt2    transformers' GPT-2 of 124M parameters, cut to 4 layers: hidden 768, 12 heads, vocabulary 50,257 tied, 128
             tokens, micro-batch 1                                                                    67M parameters

@@ -99,3 +99,18 @@ def test_each_of_ours_is_followed_by_itself_before():
 def test_each_pair_has_a_row_of_its_own():
     found = pairs_of(["floor", "ours-a", "before-a", "ours-b"])
     assert found == [Pair("ours-a / before-a", "ours-a", "before-a")]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own imports, which peers need
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_pairs_of_trees_are_measured_in_one_group(together: int):
+    from scripts.bench.zero import cut
+
+    systems = [System(name, dict) for name in ("plain", "ours-a", "ddp", "ours-b", "ours-c")]
+    groups = list(cut("small", with_before([*systems[:2], *systems[3:]], "tree", "zero", ()), together))
+    names = [[one.name for one in group.systems] for group in groups]
+    assert names == [["plain", f"ours-{x}", f"before-{x}"] for x in "abc"]
+    assert [pair.row for pair in groups[0].pairs(names[0])] == ["ours-a / before-a"]
+    alone = [[one.name for one in group.systems[1:]] for group in cut("small", systems, together)]
+    assert [name for group in alone for name in group] == [one.name for one in systems[1:]]
+    assert max(map(len, alone)) == together
