@@ -159,7 +159,7 @@ class Reader:
         return True
 
     def _cut(self, whole: Piece) -> Iterator[Piece]:
-        """Split a piece that is in memory into smaller ones; none is marked as the last of its document."""
+        """Split a piece that is in memory into smaller ones; mark no piece as the last of its document."""
         if whole.id is not None:
             yield whole
             return

@@ -2,7 +2,7 @@
 
 Every package comes from the lock of this platform and Python, which names one version and the hashes of its files; pip
 refuses a file with another hash. pip resolves nothing, so it installs only packages that a lock names; `pip check` at
-the end shows that none is missing. scripts/lock.py writes the locks, in the folder locks:
+the end shows that no package is missing. scripts/lock.py writes the locks, in the folder locks:
 
     PLATFORM-pyVERSION.txt          the project's and its tests' requirements, setuptools for the installation, torch
     PLATFORM-pyVERSION-cuda.txt     additional requirements of a torch for CUDA

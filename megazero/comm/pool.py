@@ -1,8 +1,8 @@
 """Reuse buffers: gathered parameters, gradients before they are reduced, received messages.
 
-A buffer is allocated when none of its size is free, and is never freed: units of equal size rotate through the same few
-buffers. After the first step nothing is allocated (memory defragmentation, MD, in the ZeRO paper's section 6.3), and a
-gather never writes to a fresh page, which the system would have to clear first.
+A buffer is allocated if no buffer of its size is free, and is never freed: units of equal size rotate through the same
+few buffers. After the first step nothing is allocated (memory defragmentation, MD, in the ZeRO paper's section 6.3),
+and a gather never writes to a fresh page, which the system would have to clear first.
 """
 
 import torch

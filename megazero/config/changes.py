@@ -58,7 +58,7 @@ CHANGEABLE: tuple[Changeable, ...] = (
     Changeable("parallel.*", "ranks keep their places as long as they run", FREE),
     Changeable("pipeline.*", "ranks keep their places as long as they run", FREE),
     Changeable("zero.*", "state keeps its place as long as the ranks run", FREE),
-    Changeable("memory.*", "it decides where activations are kept, not what is learned", FREE),
+    Changeable("memory.*", "it decides where activations are kept, not the result of training", FREE),
     Changeable("precision.*", "it decides how numbers are computed, not what is learned", FREE),
     Changeable("checkpoint.*", _WHOLE, FREE),
     Changeable("observe.*", _WHOLE, FREE),

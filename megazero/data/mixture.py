@@ -58,7 +58,7 @@ class Phase:
 class Mixture:
     """The windows of some sources, in the order in which a run reads them.
 
-    When the weights change, each source continues where it was: none of its windows comes twice in an epoch.
+    When the weights change, each source continues where it was: no window comes twice in an epoch.
 
     Args:
         sources: at least one; if several, all with names.

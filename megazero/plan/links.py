@@ -1,7 +1,7 @@
 """The links between ranks: how many bytes cross nodes, and the seconds that operations take.
 
 A ring of N ranks, k of them in each node, is as fast as its slowest link. That is the node's own link where k = N.
-Elsewhere it may be the network, of which a ring gets k devices' parts, because the N' devices of a node form N' / k
+Elsewhere it may be the network; a ring gets k devices' parts of it, because the N' devices of a node form N' / k
 rings that share it. Each step of a ring adds a latency. In an all-to-all (quantised gradients; all traffic on CPUs)
 (k - 1) / (N - 1) of the bytes stay in the node; in parallel the others leave it through each device's own part.
 """

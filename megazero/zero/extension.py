@@ -1,4 +1,4 @@
-"""Let extensions replace how the values of units are sent between ranks; this package depends on none of them.
+"""Let extensions replace how the values of units are sent between ranks; this package does not depend on them.
 
 A unit gathers its parameters by a `Gathering` and sums its gradients by a `Summing`. The two classes here send values
 unchanged between all ranks of the shard axis. An extension replaces them, unit by unit, and may wrap those of the
@@ -101,7 +101,7 @@ class Extension:
         return plain
 
     def summing(self, plain: Summing, shard: slice, axes: UnitAxes) -> Summing:
-        """Return `plain` or a summing that replaces it, for a unit of which this rank updates the elements `shard`."""
+        """Return `plain` or a summing that replaces it, for a unit whose elements `shard` this rank updates."""
         return plain
 
     def end_step(self, skipped: Tensor, scale: Tensor, next_scale: Tensor) -> None:

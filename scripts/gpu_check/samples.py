@@ -99,7 +99,7 @@ def _rotary(draw: Draw, s: Sizes) -> Arguments:
 
 
 def _logits(draw: Draw, s: Sizes) -> tuple[Tensor, Tensor]:
-    """Return logits, and targets of which some belong to another part of the vocabulary."""
+    """Return logits, and targets; some targets belong to another part of the vocabulary."""
     rows = s.sequence * s.batch
     return draw(rows, s.vocab) * 3, draw.words(rows, low=-s.vocab // 2, high=s.vocab + s.vocab // 2)
 

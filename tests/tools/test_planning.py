@@ -161,7 +161,8 @@ def test_a_machine_without_a_peak() -> None:
 def test_nothing_fits() -> None:
     with pytest.raises(
         UserError,
-        match=r"MZ-341 .*the least need is .* GB of 32\.\d, of the host .*, of the disks 2,\d+\.\d GB of 1,756\.2; ",
+        match=r"MZ-341 .*the least need is .* GB of 32\.\d, of the host .*, "
+        r"of the disks 2,\d+\.\d GB of 1,756\.2; use more",
     ):
         find(load("gpt170b", ["batch.micro=1", "precision.dtype=fp16"]), 1, MACHINES["v100-32gb"])
     with pytest.raises(UserError, match=r"MZ-341 .*batch\.global 256 cannot be spread over 257 ranks evenly"):

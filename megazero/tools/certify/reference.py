@@ -1,7 +1,7 @@
 """Compute a few training steps independently of the package, as a reference for one process.
 
 Every layout and the one process run the same model, optimizer, clipping and quantisation, so a fault in these is equal
-on both sides of a comparison. This file imports none of them. It is plain torch in fp64: forward and AdamW
+on both sides of a comparison. This file imports nothing of them. It is plain torch in fp64: forward and AdamW
 written from the papers (`torch.optim` would import a compiler in every rank), autograd, and torch's clipping. It shares
 the random numbers (`kernels/counter.py`, with vectors in docs/numerics.md) and the text, which it reads as tokens with
 each token's document number.

@@ -27,7 +27,7 @@ class IdleDisk(PagedHome):
         self._windows: dict[torch.dtype, Tensor] = {}  # buffers of the update; not part of a step's own memory
 
     def zeros(self, numel: int, dtype: torch.dtype, category: str) -> Tensor:
-        """Return a tensor on the disk, of which only the size is kept."""
+        """Return a tensor on the disk; only its size is kept."""
         self._ledger.hold(f"nvme_{category}", numel * dtype.itemsize)
         self._windows.setdefault(dtype, torch.empty(self.window, dtype=dtype))
         return torch.empty(numel, dtype=dtype, device="meta")
