@@ -84,11 +84,14 @@ def is_file_name(override: str) -> bool:
 
 
 def find(name_or_path: str, *folders: Path) -> Path:
-    """Return the file of a name or path; look up a bare name (.yaml is optional) in `folders`, else in configs/."""
+    """Return the file of a name or path. A bare name (.yaml is optional) may also be in `folders`, by default configs/.
+
+    The current folder comes first.
+    """
     given = Path(name_or_path)
-    candidates = [given]
-    if given.parent == Path():
-        candidates += [f / name for f in folders or (CONFIGS,) for name in (given.name, f"{given.name}.yaml")]
+    names = (given.name, f"{given.name}.yaml")
+    places = (Path(), *(folders or (CONFIGS,)))
+    candidates = [given] if given.parent != Path() else [f / name for f in places for name in names]
     for candidate in candidates:
         if exists(candidate) and candidate.is_file():
             return candidate

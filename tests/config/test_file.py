@@ -23,7 +23,9 @@ def test_names_and_paths(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert find("gpt2_1.5b").name == "gpt2_1.5b.yaml"
     monkeypatch.chdir(tmp_path)
     file.write_text("run: {steps: 3}")
-    assert load("c.yaml").run.steps == 3
+    assert load("c.yaml").run.steps == load("c").run.steps == 3
+    (tmp_path / "tiny.yaml").write_text("run: {steps: 4}")
+    assert load("tiny").run.steps == load("tiny.yaml").run.steps == 4, "the current folder comes first"
     for name, hint in (("tny", "did you mean tiny"), ("no/where", "shipped configs: "), ("x" * 300, ""), (".", "")):
         with pytest.raises(UserError, match=rf"^MZ-101 .*{hint}"):
             find(name)
