@@ -63,6 +63,7 @@ def test_a_rank_that_fails_at_its_end_is_a_failure_too(tmp_path: Path, monkeypat
     monkeypatch.setattr(ranks, "_run", leave)
     first, last = [found for _, found in ranks._trained(CPU, cases, shares_gpus=True)]
     assert not isinstance(first, str) and last == "rank 0 ended with 1"
+    assert ranks.row_of(cases[0], first, alone, exact=True)["fault"] is None, "read from a file: equal"
 
 
 def test_a_command_that_does_not_end_is_ended(tmp_path: Path) -> None:

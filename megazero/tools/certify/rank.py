@@ -43,7 +43,7 @@ class Results:
 
     Attributes:
         losses, norms: of each step.
-        skips: for each step whether it changed nothing, and the loss scale after it.
+        skips: for each step whether it changed nothing, and the loss scale after it; lists, as in JSON.
         rows: for each split parameter this rank's first row and number of rows, without padding.
         stored: this rank's parts of all tensors, under "initial/NAME", "gradient/NAME", "weight/STEP/NAME"; the pieces
             that it would save are under "KIND/NUMBER": first (before training), weight, exp_avg, exp_avg_sq.
@@ -62,7 +62,7 @@ class Results:
     shapes: dict[str, list[int]] = field(default_factory=dict)
     data_rank: int = 0
     samples: list[list[tuple[int, str]]] = field(default_factory=list)
-    skips: list[tuple[bool, float]] = field(default_factory=list)
+    skips: list[list[float]] = field(default_factory=list)
     coded: dict[str, Coded] = field(default_factory=dict)
 
     def tensors(self, kind: str) -> list[tuple[str, Tensor]]:
@@ -131,7 +131,7 @@ def record(
         note(f"weight/{step}", parameters_as_they_rest(engine))
         results.losses.append(done.loss.item())
         results.norms.append(done.grad_norm.item())
-        results.skips.append((bool(done.skipped), engine.loss_scale.scale.item()))
+        results.skips.append([bool(done.skipped), engine.loss_scale.scale.item()])
 
 
 def parameters_as_they_rest(engine: Engine) -> Iterator[tuple[str, Tensor]]:

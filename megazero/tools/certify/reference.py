@@ -194,7 +194,7 @@ def follow(config: Config, mixture: Mixture, steps: int, *, late: bool) -> Resul
         note(f"weight/{step}", published)
         results.losses.append(loss)
         results.norms.append(norm)
-        results.skips.append((skipped, scale))
+        results.skips.append([skipped, scale])
         rows = zip(text.ids.tolist(), text.tokens, text.targets, text.valid, strict=True)
         results.samples.append([(id_, digest_of(*row)) for id_, *row in rows])
     for number, (name, value) in enumerate(masters.items()):
