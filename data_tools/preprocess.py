@@ -53,7 +53,12 @@ PART_BYTES, MOST_PARTS = 64_000_000, 100  # bytes of corpus per part, at least; 
 
 
 def preprocess(options: argparse.Namespace) -> None:
-    """Tokenize text files into a data set."""
+    """Tokenize text files into a data set, with the options of `megazero preprocess`.
+
+    Raises:
+        UserError: 190, options that exclude each other; 208, there is no such file; 214, no text was found; the errors
+            of the tokenizer and of `Unfinished`.
+    """
     tokenizer = open_tokenizer(options.tokenizer)
     if options.deduplicate and options.part.of > 1:
         what = "--deduplicate would see only the documents of one part"

@@ -46,7 +46,7 @@ def exclusions() -> Iterator[str]:
 
 
 def changeable() -> Iterator[str]:
-    yield "| option | in a stage | when a run goes on |"
+    yield "| option | in a stage | on a resume |"
     yield "|---|---|---|"
     words = {"": "with `--allow-change`", FREE: "yes"}
     for row in CHANGEABLE:

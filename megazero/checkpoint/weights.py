@@ -61,7 +61,7 @@ def newest_weights(
 def require_shapes(manifest: Manifest, shapes: Mapping[str, list[int]], folder: Path) -> None:
     """Refuse a checkpoint of another model. Raises UserError 404, which names the first parameter that differs."""
     if odd := manifest.other_shape(shapes):
-        what = f"{odd}: expected {shapes.get(odd)}, got {manifest.shapes.get(odd)}"
+        what = f"{odd}: expected shape {shapes.get(odd, 'none')}, got {manifest.shapes.get(odd, 'none')}"
         raise UserError(404, what, "check that config.yaml is the run's own", where=folder)
 
 

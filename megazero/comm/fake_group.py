@@ -148,5 +148,5 @@ class FakeSharedMemory(SharedMemoryTransport):
         """Expect nothing: `into` stays as it is."""
 
     def wait_until(self, ready: Callable[[], bool], sender: int) -> None:
-        """Wait for nothing."""
+        """Return at once; `ready()` must be True already."""
         assert ready(), "there is no other rank to wait for"

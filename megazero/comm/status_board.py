@@ -206,9 +206,11 @@ class StatusSlot:
         self._page.step, self._page.phase = step, _bytes(phase, 48)
 
     def stall(self, unfinished: Iterable[tuple[str, range, str]]) -> None:
-        """Show that this rank's GPU is stuck, and in which operations: (axis, ranks, text) of each.
+        """Show that this rank's GPU is stuck, and in which operations.
 
-        The lane of an axis already holds its newest collective.
+        Args:
+            unfinished: (axis, ranks, text) of each. `begin` has recorded collectives already, so their axis alone is
+                used; ranks and text are used for P2P.
         """
         for axis, ranks, text in unfinished:
             if axis == P2P:

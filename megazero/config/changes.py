@@ -58,8 +58,8 @@ CHANGEABLE: tuple[Changeable, ...] = (
     Changeable("parallel.*", "ranks keep their places as long as they run", FREE),
     Changeable("pipeline.*", "ranks keep their places as long as they run", FREE),
     Changeable("zero.*", "state keeps its place as long as the ranks run", FREE),
-    Changeable("memory.*", "it decides where activations are kept, not the result of training", FREE),
-    Changeable("precision.*", "it decides how numbers are computed, not what is learned", FREE),
+    Changeable("memory.*", "it applies to all stages; it does not change results", FREE),
+    Changeable("precision.*", "it applies to all stages; it does not change what is learned", FREE),
     Changeable("checkpoint.*", _WHOLE, FREE),
     Changeable("observe.*", _WHOLE, FREE),
 )
@@ -83,7 +83,7 @@ def refusal(place: str, key: str, known: Sequence[str], where: str) -> UserError
         mine = [*(each for each in known if not row_of(each).in_stage), "until_step", "until_tokens"]
         return UserError(104, f"unknown key {place}", nearest(key, mine), where=where)
     do = f"a stage may change {', '.join(row.keys for row in CHANGEABLE if not row.in_stage)}"
-    return UserError(109, f"{place}: {row_of(inside[0]).in_stage}", do, where=where)
+    return UserError(109, f"{place} cannot change: {row_of(inside[0]).in_stage}", do, where=where)
 
 
 def permitted(text: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -220,13 +220,13 @@ RELATIONS: tuple[Relation, ...] = (
         lambda v: f"two are called {', '.join(_doubled_sets(v))}",
     ),
     Relation(
-        "whole weights of data.sources sum to at most 1,000,000",
+        "smallest whole weights of data.sources sum to at most 1,000,000",
         lambda v: _period(v) <= MOST_PERIOD,
         "give weights with fewer digits",
         lambda v: f"{_period(v):,}, after which the order repeats",
     ),
     Relation(
-        "data.sources given where stages name sources",
+        "data.sources given if a stage gives data.sources",
         lambda v: not values_of_stages(v, "data.sources") or v["data.sources"] is not None,
         "give data.sources for the steps in which no stage sets them",
     ),
@@ -243,7 +243,7 @@ RELATIONS: tuple[Relation, ...] = (
         lambda v: "a stage has both or neither",
     ),
     Relation(
-        "stages end one after the other",
+        "each of stages ends after the one before",
         lambda v: all(before < after for before, after in pairwise([0, *ends_of(v)])),
         "change until_step or until_tokens",
         lambda v: f"they end at steps {', '.join(map(str, ends_of(v)))}",
@@ -276,13 +276,13 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("zero.offload.optimizer", ("cpu", "nvme"), "zero.stage", (1, 2, 3), "only sharded state is offloaded"),
     Exclusion("zero.offload.parameters", ("cpu", "nvme"), "zero.stage", (3,), "only stage 3 shards parameters"),
     Exclusion("zero.offload.delayed", (True,), "zero.offload.optimizer", ("cpu",), "only the host updates late"),
-    Exclusion("zero.quantize.parameters", ("int8",), "zero.stage", (3,), "stages 0 to 2 keep what they gather"),
+    Exclusion("zero.quantize.parameters", ("int8",), "zero.stage", (3,), "stages 1 and 2 would keep rounded values"),
     Exclusion("zero.quantize.gradients", _CODES, "zero.stage", (1, 2, 3), "the all-reduce of stage 0 is exact"),
     Exclusion("zero.quantize.gradients", _CODES, "zero.reduce_dtype", (None,), "they are summed in zero.grad_dtype"),
     Exclusion(
         "zero.quantize.error_feedback", (True,), "zero.quantize.gradients", _CODES, "it corrects the codes' rounding"
     ),
-    Exclusion("zero.reduce_dtype", ("bf16",), "precision.dtype", ("fp32", "bf16"), "fp16 and fp64 need more digits"),
+    Exclusion("zero.reduce_dtype", ("bf16",), "precision.dtype", ("fp32", "bf16"), "fp16 and fp64 have more digits"),
     Exclusion("zero.reduce_dtype", ("fp32",), "precision.dtype", ("fp32", "bf16", "fp16"), "fp64 is summed in fp64"),
     Exclusion("memory.partition", (True,), "memory.recompute", ("full",), "Pa splits inputs saved by full recompute"),
     Exclusion("memory.offload", ("cpu", "nvme"), "memory.partition", (True,), "only inputs split by Pa are offloaded"),

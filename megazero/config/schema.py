@@ -147,7 +147,7 @@ class Memory(Section):
     )
     partition: bool = option(False, "Pa: split saved block inputs over the tensor axis.")
     offload: Annotated[Tier, BeforeValidator(_tier)] = option(
-        "none", "Pa+cpu, Pa+nvme: where saved block inputs are kept; true means cpu."
+        "none", "Where Pa keeps saved block inputs (none: device); true means cpu."
     )
     cuda_graphs: bool = option(False, "Capture recomputed blocks as CUDA graphs once, and replay them.")
 
@@ -174,7 +174,7 @@ class Optimizer(Section):
 
 class LrSchedule(Section):
     warmup: NonNegative = option(100, "Number of updates of linear warm-up.")
-    decay: Literal["cosine", "linear", "wsd", "constant"] = option("cosine", "Learning rate after the warm-up.")
+    decay: Literal["cosine", "linear", "wsd", "constant"] = option("cosine", "After warm-up; wsd: linear at the end.")
     min_lr: AtLeast0 = option(3e-5, "Learning rate at the end of the decay.")
     cooldown: NonNegative | None = option(None, "Number of last updates, in which wsd decays; null: steps // 5.")
     steps: Positive | None = option(None, "Number of updates until min_lr, which then stays constant; null: run.steps.")

@@ -90,7 +90,7 @@ def origin_of(files: TokenDataset, tokenizer: Tokenizer | None = None) -> Origin
     if origin is not None and (origin.documents, origin.tokens) != (files.num_documents, files.num_tokens):
         what = f"records {origin.documents:,} documents and {origin.tokens:,} tokens, "
         what += f"{prefix}.idx has {files.num_documents:,} and {files.num_tokens:,}"
-        raise UserError(203, what, "remove it if it belongs to other token files", where=path_of(prefix))
+        raise UserError(203, what, f"remove {path_of(prefix).name} if it is of other files", where=path_of(prefix))
     require_mask(origin, files.mask_digest, prefix)
     return origin
 

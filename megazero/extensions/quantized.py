@@ -212,7 +212,7 @@ class Quantized(Extension):
         self._carry = torch.ones((), device=self.device)
 
     def gathering(self, plain: Gathering, numel: int, axes: UnitAxes, device: torch.device) -> Gathering:
-        """Return a gathering of codes if parameters are sharded, else `plain`."""
+        """Return a gathering of codes if parameters are quantised and sharded over several ranks, else `plain`."""
         if self.parameters is None or axes.shard.size == 1 or axes.stage.parameters is not Placement.SHARD:
             return plain
         return QuantizedGathering(self.parameters, self.ops, self.pools[0], axes.shard, self.precision.parameters)

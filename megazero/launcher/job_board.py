@@ -80,7 +80,7 @@ class JobBoard(StatusBoard):
         return whole.read_all()
 
     def is_first(self, text: str) -> bool:
-        """Return whether this rank is the first to print a text."""
+        """Claim a text for printing; return True on the rank that claims it first, False on all others."""
         return int(self._store.compare_set(f"said/{text}", "", str(self._rank))) == self._rank
 
     def _listen(self, store: Store, stacks: Stacks) -> None:

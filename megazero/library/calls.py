@@ -84,8 +84,8 @@ class _Call:
             do = "call sharded.backward(loss), which reduces gradients too"
             raise UserError(506, "loss.backward() was called", do)
         if part in calls.reduced:
-            do = "use checkpoint(..., use_reentrant=False) for code that calls it several times"
-            raise UserError(506, f"{part.name} got gradients after they had been reduced", do)
+            do = "if an activation checkpoint calls it several times, use checkpoint(..., use_reentrant=False)"
+            raise UserError(506, f"{part.name} got more gradients after its gradients had been reduced", do)
         if all(call is self for call in part.open):
             calls.release_trained(part, gradients)
         live = set(part.live)

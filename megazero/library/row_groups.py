@@ -206,7 +206,7 @@ class RowGroup:
             if theirs:
                 raise FailedElsewhere(rank, 511)
             if names != said[0][-1]:
-                raise UserError(507, f"it looks up in other tables than rank 0 in {asks}", rank=rank)
+                raise UserError(507, f"looked up other tables than rank 0; rank {world.rank}: {asks}", rank=rank)
         counts = [of_rank[: world.size] for of_rank in said]
         sought = exchange_rows(here[by_owner], counts, world, "row ids")
         self._calls.follow()

@@ -152,7 +152,7 @@ def _offload_of(asked: str | Mapping[str, str] | None, device: torch.device, led
     odd = [key for key, value in options.items() if key not in _OFFLOAD or value not in ("cpu", "none")]
     if odd:
         do = 'give "cpu", or {"optimizer": "cpu", "parameters": "cpu"}'
-        raise UserError(510, f"offload: {odd[0]!r}: {options[odd[0]]!r}", do, where="shard")
+        raise UserError(510, f"offload: {odd[0]!r}: {options[odd[0]]!r} is no key with its value", do, where="shard")
     host = Host(device, ledger)
     if "cpu" not in options.values():
         return Offload()

@@ -107,9 +107,14 @@ def tensors_in(outputs: Any) -> Iterator[Tensor]:
 
 
 def prepare(part: Part, run: Callable[..., Any], take: Callable[[Part, Member, nn.Parameter], object]) -> None:
-    """Route calls of a part through `run`, and gradients that reach its parameters themselves to `take`.
+    """Replace a part's forward, in place, by one that returns `run(part, forward, arguments, named)`.
 
-    A compiled module stays compiled inside a call. A call from code that torch.compile compiles is refused.
+    A module that was compiled stays compiled inside the call. A later call from code that torch.compile compiles raises
+    UserError 510. Plain embeddings get gradients of rows only (`give_rows`).
+
+    Args:
+        take: called as take(part, member, parameter) when autograd has added a gradient to a parameter itself, not to
+            the gathered values shown in its place.
     """
     for place in (place for member in part.trained for place in member.places):
         owner, looked_up = place.owner, place.attribute == "weight" and "forward" not in vars(place.owner)

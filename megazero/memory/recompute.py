@@ -64,7 +64,7 @@ class Recomputed:
         return _Recompute.apply(x, self, context)
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
-        """Return the output, without a graph."""
+        """Return the layer's output. Autograd's forward calls it, with grad mode off, so the output has no graph."""
         return self.layer(x, context)
 
     def backward(self, x: Tensor, grad: Tensor, context: LayerContext) -> Tensor | None:

@@ -55,7 +55,10 @@ class BatchContext:
         return torch.arange(start, start + length, device=self.sample_ids_B.device)
 
     def document_positions(self, length: int) -> Tensor:
-        """Return these tokens' positions in their documents: int64 [length, B], or [length] without documents."""
+        """Return the positions in their documents of the `length` tokens in this rank's residual stream, int64.
+
+        [length, B]; [length] without documents.
+        """
         if self.positions_SB is None:
             return self.positions_S(length)
         return self.positions_SB[self.sequence_offset : self.sequence_offset + length]

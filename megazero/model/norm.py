@@ -51,7 +51,12 @@ class Norm(nn.Module):
         return self._delivered(tape, self._plain[1], grad.contiguous())
 
     def back_of_sum(self, tape: Tape, grad: Tensor, grad_total: Tensor) -> Tensor:
-        """Return the total gradient of the norm's input from `grad` of the norm and `grad_total`; all contiguous."""
+        """Return the gradient of the norm's input; all tensors are contiguous.
+
+        Args:
+            grad: the gradient of the norm's output.
+            grad_total: the gradient that reaches the input through the residual stream.
+        """
         return self._delivered(tape, self._of_sum[1], grad, grad_total)
 
     def _keep(self, tape: Tape, x: Tensor, statistics: Sequence[Tensor]) -> None:

@@ -112,7 +112,7 @@ class Compute:
         return PassTimes(forward, backward, sum(weights) + biases, again, (weights[0], weights[2]))
 
     def products(self, chunks: int = 1) -> list[float]:
-        """Return the seconds of a block's four products in forward: qkv, out, up, down; or of one chunk of each."""
+        """Return the seconds of a block's forward products, for 1 / `chunks` of the tokens: qkv, out, up, down."""
         return [self._product(self.tokens / chunks, *sizes) for sizes in self._sizes()]
 
     def head(self) -> PassTimes:

@@ -123,7 +123,7 @@ class Job:
         return units(self.shape, self.tensor, None if parts is None else tuple(parts), self.alignment)
 
     def blocks(self, parts: range) -> int:
-        """Return how many of these parts of the model's path are blocks."""
+        """Return how many of these parts are blocks: part 0 is the embedding, the last one the head."""
         return sum(1 <= part <= self.shape.layers for part in parts)
 
     @property

@@ -38,9 +38,10 @@ def holdings_of(built: Built, *, saves: bool) -> list[ShardState]:
 
 
 def about_run(run: Run, start: Start, built: Built, data: str, tokenizer: str | None) -> Manifest:
-    """Return the content that all manifests of this run share, as a manifest without a step.
+    """Return a manifest with the content that all manifests of this run share: step 0, no files, no progress.
 
     Args:
+        start: gives the run's id and history; the history gets an entry if `data` differs from `start.data`.
         data, tokenizer: digests of the data and the tokenizer; None for no tokenizer.
     """
     config, history = run.config, list(start.history)

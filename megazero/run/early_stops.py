@@ -27,7 +27,7 @@ class EarlyStops:
         self._path = path
 
     def refuse(self) -> None:
-        """Refuse to start. Raises UserError: 422, it has been stopped too often, or the file is not a count."""
+        """Raise UserError 422 if the run has been stopped too often before its first step, or the file is no count."""
         if self._count() >= MOST:
             raise UserError(422, f"stopped before its first step {MOST} times in a row", _DO, where=self._path)
 
@@ -55,5 +55,5 @@ class EarlyStops:
             return 0
         text = self._path.read_text(errors="replace") if self._path.is_file() else ""
         if (match := re.match(r"([1-9][0-9]?) starts? in a row", text)) is None:
-            raise UserError(422, "is not a count of early stops, or is damaged", "remove it", where=self._path)
+            raise UserError(422, "is not a count of starts before the first step", "remove it", where=self._path)
         return int(match[1])

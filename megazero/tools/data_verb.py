@@ -10,7 +10,7 @@ from megazero.base.doing import doing
 
 
 def add(verbs: Any) -> None:
-    """Add the verb to the command line."""
+    """Add the verb `data` to the subparsers of the command line."""
     data = verbs.add_parser("data", help="show which text a step of a run read")
     data.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
     steps = "the step whose text to show, counted from 1 as in metrics.jsonl"

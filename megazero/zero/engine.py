@@ -194,7 +194,13 @@ class Engine:
             unit.gradients.begin_step()
 
     def loss(self, losses_SB: Tensor, valid_SB: Tensor) -> Tensor:
-        """Add one micro-batch's token losses (0 where not valid) to the step's; return the scaled loss for backward."""
+        """Add one micro-batch's token losses, and its number of valid tokens, to the step's.
+
+        Return the losses' sum / `tokens_per_step`, times the loss scale, for backward.
+
+        Args:
+            losses_SB: 0 where not valid.
+        """
         self._totals[0] += losses_SB.detach().sum(dtype=torch.float64)
         self._totals[1] += valid_SB.sum()
         return self.loss_scale.scaled(losses_SB.sum() / self.tokens_per_step)

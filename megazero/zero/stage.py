@@ -48,11 +48,14 @@ class StageGradients:
     ) -> None:
         """Compute the gradients of input and units; start to reduce each unit's gradients when they are complete.
 
+        Gathered parameters are freed at the end.
+
         Args:
             begin: runs autograd.
-            reduce: whether gradients are reduced in this micro-batch.
+            reduce: reduce the gradients of this micro-batch and of those before it.
             last: it is the last micro-batch of the step.
-            forward_follows: the next computation of this rank, apart from weight gradients, is a forward of this stage.
+            forward_follows: the next computation of this rank, apart from weight gradients, is a forward of this stage;
+                its first units stay gathered.
         """
         self._deliver(micro_batch, reduce, last)
         with self._gathering(forward_follows):

@@ -118,7 +118,10 @@ class UnitGradients:
                 view.fresh = False
 
     def close(self) -> None:
-        """Write zeros to the padding, where quantised blocks leave NaN, and for parameters without a delivery."""
+        """Complete the gradients before they are reduced: write zeros for parameters without a delivery.
+
+        Also to the padding, where quantised blocks may have left NaN. Takes a buffer if there is none.
+        """
         self.open()
         assert self.partial is not None
         for elements in self._padding:
@@ -128,7 +131,9 @@ class UnitGradients:
                 view.close()
 
     def start_reduce(self, *, accumulate: bool) -> Pending:
-        """Start to reduce the partial gradients over the shard axis, to where the optimizer state is.
+        """Start to reduce the partial gradients over the shard axis, each element to the rank that updates it.
+
+        Call `end_reduce` when it is complete.
 
         Args:
             accumulate: add to the gradients of this step that have been reduced before.
@@ -185,9 +190,10 @@ class UnitGradients:
             view.fresh = True
 
     def keep_own(self) -> None:
-        """Prepare gradients that rest whole and have been reduced for another sum over the ranks: each counts once.
+        """Zero copies of reduced gradients, so that in another sum over the ranks each element counts once.
 
-        Each rank keeps the elements that it updates and zeros the rest; if all update everything, the first keeps all.
+        Only for gradients that rest whole. Each rank keeps the elements that it updates; if all update everything, the
+        first keeps all.
         """
         if not self.rest_whole:
             return

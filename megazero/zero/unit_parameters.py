@@ -91,7 +91,7 @@ class UnitParameters:
         self.on_event("gathered")
 
     def release(self) -> None:
-        """Free the gathered parameters; the model's parameters become empty tensors."""
+        """Free the gathered parameters, unless they rest whole; the model's parameters become empty tensors."""
         if self.rest_whole or self.whole is None:
             return
         self._pool.give(self.whole)

@@ -57,10 +57,11 @@ def line(row: Row) -> str:
 def markdown(report: Mapping[str, Any]) -> str:
     """Return a report in Markdown: the facts of the machine, then tables of the rows of each part.
 
-    A row with other columns than the previous row begins a new table.
+    A row with other columns than the previous row begins a new table. docs/gpu.md explains the columns.
     """
     facts = {name: value for name, value in report["machine"].items() if name != "name" and _is_plain(value)}
-    head = f"{report['failures']} failures, {report['seconds']:.0f} s"
+    head = f"{report['failures']} failures, {report['seconds']:.0f} s, in the rows below. [gpu.md](gpu.md) says how the"
+    head += " check ran and explains its [columns](gpu.md#columns)."
     lines = ["# GPU check", "", head, "", "| of | |", "|---|---|"]
     lines += [f"| {name} | {_shown(value)} |" for name, value in facts.items()]
     for part in report["parts"].values():
@@ -95,7 +96,7 @@ def summary(report: Mapping[str, Any], shown: Sequence[str], most: int = 11_500)
     for name, part in parts.items():
         lines += [f"{name} ({part['seconds']:.0f} s): {_most(part['rows'], name not in shown)}"[:260]]
     lacking = [(name, row) for name, part in parts.items() for row in part["rows"] if row.get("absent")]
-    lines += [f"not here, {name}: {row['name']}: {row['absent']}"[:160] for name, row in lacking]
+    lines += [f"not measured, {name}: {row['name']}: {row['absent']}"[:160] for name, row in lacking]
     for name in [each for each in shown if each in parts]:
         lines += [f"-- {parts[name]['title']}"]
         lines += [line(row)[:170] for row in parts[name]["rows"] if not row.get("fault") and not row.get("absent")]
@@ -120,7 +121,7 @@ def _is_plain(value: Any) -> bool:
 def _verdict(row: Row) -> str:
     if row.get("fault"):
         return f"FAILED {row['fault']}"
-    return f"not here: {row['absent']}" if row.get("absent") else ""
+    return f"not measured: {row['absent']}" if row.get("absent") else ""
 
 
 def _shown(value: Any) -> str:

@@ -34,7 +34,7 @@ GPT = Shape(
     32,
     {
         "llm.c, 8 x H100, ZeRO-1, micro 16": 46_800,
-        "our plan for one H100": 38_500,
+        "planned here for one H100 before the first run": 38_500,
     },
 )
 LLAMA = Shape(

@@ -53,11 +53,11 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["data.sources=[{path: a}]", "data.validation=[{path: b/a}]", "data.valid=0.1"],
         "data.valid=null",
     ),
-    "whole weights of data.sources sum to at most 1,000,000": (
+    "smallest whole weights of data.sources sum to at most 1,000,000": (
         ["data.sources=[{path: a, weight: 1000000}, {path: b}]"],
         "data.sources=[{path: a, weight: 999999}, {path: b}]",
     ),
-    "data.sources given where stages name sources": (
+    "data.sources given if a stage gives data.sources": (
         ["stages=[{until_step: 5, data: {sources: [{path: a}]}}]"],
         "data.sources=[{path: a}]",
     ),
@@ -74,7 +74,7 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["data.sources=[{path: a}]", "stages=[{until_step: 5, until_tokens: 7}]"],
         "stages=[{until_tokens: 7}]",
     ),
-    "stages end one after the other": (
+    "each of stages ends after the one before": (
         ["data.sources=[{path: a}]", "stages=[{until_step: 5}, {until_tokens: 40960}]"],
         "batch.global=1",
     ),

@@ -194,7 +194,7 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
         (SOURCE.format("{path: x/a}, {path: y/a}"), "MZ-106 c.yaml:1: names of data.sources differ is broken: two are"),
         (
             SOURCE.format("{path: a, weight: 1.0000001}, {path: b}"),
-            "MZ-106 c.yaml:1: whole weights of data.sources sum ",
+            "MZ-106 c.yaml:1: smallest whole weights of data.sources sum ",
         ),
         ("data: {train: b, sources: [{path: a}]}", "MZ-106 c.yaml:1: data.train == null with data.sources is broken: "),
         (
@@ -202,10 +202,13 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
             "MZ-106 c.yaml:1: names of data.validation differ ",
         ),
         ("stges: []", "MZ-104 c.yaml:1: unknown key stges; did you mean stages?"),
-        ("stages: [{until_step: 3, zero: {stage: 3}}]", "MZ-109 c.yaml:1: stages[0].zero: state keeps its place as "),
+        (
+            "stages: [{until_step: 3, zero: {stage: 3}}]",
+            "MZ-109 c.yaml:1: stages[0].zero cannot change: state keeps its ",
+        ),
         (
             "stages: [{until_step: 3, model: {layers: 4}}]",
-            "MZ-109 c.yaml:1: stages[0].model.layers: the weights have this shape, or were trained with this value; ",
+            "MZ-109 c.yaml:1: stages[0].model.layers cannot change: the weights have this shape, or were trained with ",
         ),
         (
             "stages: [{until_step: 3, optimizer: {lrr: 4}}]",
@@ -239,7 +242,7 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
         ),
         (
             STAGE.format("{sources: [{path: a}], train: a}"),
-            "MZ-109 c.yaml:1: stages[0].data.train: a stage names its sources",
+            "MZ-109 c.yaml:1: stages[0].data.train cannot change: a stage names its sources",
         ),
         ("run: {steps: 3\n", "MZ-102 c.yaml:2: not YAML: "),
         ("- a", "MZ-102 c.yaml: expected sections, got "),

@@ -19,7 +19,7 @@ usage("a word for a number", "MZ-105 command line: run.steps…", "run.steps=man
 usage("sizes that do not divide", "MZ-106 …model.hidden % model.heads == 0 is broken: 40 % 3 = 1…", "model.heads=3")
 usage("an override without a value", "MZ-108 …", "run.steps")
 usage(
-    "more ranks than the batch divides",
+    "a batch that the ranks do not divide",
     "MZ-106 --nproc 3: expected batch.global % (batch.micro * data ranks) == 0, got "
     "4 % (2 * 3) = 4; use batch.global=6, or --nproc 1, 2",
     "--nproc",
@@ -99,7 +99,7 @@ def _(site: Site) -> list[str]:
 
 
 @fault(
-    "token files of another tokenizer, of as many ids", "MZ-221 DATA.bin: was made by the tokenizer 0123456789abcdef…"
+    "token files of another tokenizer with as many ids", "MZ-221 DATA.bin: was made by the tokenizer 0123456789abcdef…"
 )
 def _(site: Site) -> list[str]:
     data = site.dataset([1] * 500)
@@ -116,7 +116,7 @@ def _(site: Site) -> list[str]:
 
 
 @fault(
-    "a source that is gone through too often",
+    "a source that is read too often",
     "MZ-219 DATA: 4 steps read it 1.067 times, data.max_epochs is 1; use more text, lower its weight or …",
 )
 def _(site: Site) -> list[str]:
@@ -147,8 +147,8 @@ usage(
 )
 usage(
     "a stage with another model",
-    "MZ-109 command line: stages[0].model.layers: the weights have this shape, or were trained with this value; "
-    "a stage may change data.sources, data.mask_eod, batch.global, batch.micro, model.seq_len, optimizer.lr, "
+    "MZ-109 command line: stages[0].model.layers cannot change: the weights have this shape, or were trained with this "
+    "value; a stage may change data.sources, data.mask_eod, batch.global, batch.micro, model.seq_len, optimizer.lr, "
     "optimizer.clip, optimizer.*, schedule.*",
     "stages=[{until_step: 2, model: {layers: 3}}]",
 )
@@ -158,7 +158,7 @@ usage(
     "stages=[{until_step: 2, optimizer: {lrr: 3}}]",
 )
 usage(
-    "a stage of longer windows than learned positions",
+    "a stage with sequences longer than learned positions",
     "MZ-106 command line: model.position rotary with another model.seq_len in stages is broken: 64, but learned "
     "positions are a weight of one length; use model.position=rotary, or one length",
     "stages=[{until_step: 2, model: {seq_len: 64}}]",

@@ -208,7 +208,7 @@ def _(site: Site) -> list[str]:
 
 
 @fault(
-    "no checkpoint where to go on from",
+    "no checkpoint to resume from",
     "MZ-402 …nowhere: no checkpoint to resume from; give the folder of a run or of a step",
 )
 def _(site: Site) -> list[str]:
@@ -291,7 +291,7 @@ def _(site: Site) -> list[str]:
 
 
 @fault(
-    "metrics.jsonl with a line of something else",
+    "a line of metrics.jsonl that is not a row",
     "MZ-406 RUN/metrics.jsonl: is damaged: line 2: expected a JSON object, got list; repair or remove the line, …",
 )
 def _(site: Site) -> list[str]:

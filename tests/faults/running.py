@@ -87,7 +87,7 @@ def _(site: Site) -> list[str]:
     return site.resume(*TWO)
 
 
-@fault("a rank that leaves", "MZ-313 rank=1 step=5: ended with exit code 0 in forward …", SINCE)
+@fault("a rank that exits early", "MZ-313 rank=1 step=5: ended with exit code 0 in forward …", SINCE)
 def _(site: Site) -> list[str]:
     in_rank_1(site, lambda: os._exit(0))
     return site.resume(*TWO)
@@ -142,13 +142,13 @@ def _(site: Site) -> list[str]:
     return ["generate", "--run", str(site.run), "--prompt", "a"]
 
 
-@fault("an import of nothing", "MZ-414 …config.json: cannot be read: …; give a folder of safetensors")
+@fault("an import of an empty folder", "MZ-414 …config.json: cannot be read: …; give a folder of safetensors")
 def _(site: Site) -> list[str]:
     return ["import", "--from", "hf", "--model", str(site.folder / "gone"), "--out", str(site.folder / "new")]
 
 
 @fault(
-    "an export of what transformers does not know",
+    "an export of a model that transformers does not have",
     "MZ-415: transformers has no model with position learned, norm rmsnorm, …",
 )
 def _(site: Site) -> list[str]:

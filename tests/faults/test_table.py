@@ -20,7 +20,7 @@ from tests.tiny_run import ROOT, TinyData
 
 assert before and checkpoints and running, "their rows, in this order"
 
-SLOW = ("a rank stopped", "a rank that leaves", "one rank's disk full")  # the launcher's own tests have them too
+SLOW = ("a rank stopped", "a rank that exits early", "one rank's disk full")  # the launcher's own tests have them too
 
 
 def row(fault: Fault) -> str:

@@ -46,7 +46,7 @@ def test_a_step_forgives(tmp_path: Path):
 )
 def test_a_file_that_is_none_of_ours_is_refused(tmp_path: Path, content: bytes):
     (tmp_path / "early_stops").write_bytes(content)
-    with pytest.raises(UserError, match=r"MZ-422 .*is not a count of early stops, or is damaged; remove it"):
+    with pytest.raises(UserError, match=r"MZ-422 .*is not a count of starts before the first step; remove it"):
         EarlyStops(tmp_path / "early_stops").refuse()
 
 
