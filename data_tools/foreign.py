@@ -135,7 +135,7 @@ def _open_numpy(path: Path) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, OSError) as error:
-        do = "write it again with numpy.save"
+        do = "write it again with numpy.save of one array of ids"
         raise UserError(202, f"expected a complete numpy file: {error}", do, where=path) from error
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype.newbyteorder("<") != array.dtype:
         what = f"expected a 1-dimensional array of little-endian integers, got {array.dtype} of shape {array.shape}"

@@ -62,11 +62,11 @@ def _words(file: Path) -> list[str]:
 
 
 def return_freed_memory() -> None:
-    """Make this process return freed blocks of 128 KiB or more to the system at once.
+    """From now on return blocks of 128 KiB or more to the system as soon as they are freed.
 
-    glibc keeps freed blocks of up to 32 MiB in its heaps, where blocks of other sizes may not fit the gaps. This counts
-    where states are larger than memory: for four ranks with 96 million parameters each on disks, a rank's memory drops
-    from 960 MB to 570 MB. (glibc's M_MMAP_THRESHOLD; other C libraries lack such heaps or this option.)
+    glibc keeps freed blocks of up to 32 MiB in its heaps, where blocks of other sizes may not fit the gaps. This
+    matters if states are larger than memory: for four ranks with 96 million parameters each on disks, a rank's memory
+    drops from 960 MB to 570 MB. (glibc's M_MMAP_THRESHOLD; without it nothing is done.)
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -24,7 +24,9 @@ def split_group(
 
     Args:
         split_ranks: disjoint lists of global ranks.
-        name: the name of this rank's communicator in the flight recorder, which is its lane in the status slot.
+        timeout: after which an operation of the group fails.
+        name: of this rank's communicator in the flight recorder. It begins with an axis of the status slot
+            (`axes.LANES`); the monitor ignores others.
         few_ctas: see `options`.
 
     Returns:

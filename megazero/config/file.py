@@ -127,7 +127,7 @@ def _read(path: Path, source: _Source) -> None:
     try:
         tree = parse_yaml(read_file(path, MOST_BYTES).decode(), keeps_places=True)
     except OSError as error:
-        raise UserError(102, f"cannot be read: {error.strerror}", "give a YAML file", where=path.name) from None
+        raise UserError(102, f"cannot be read: {error.strerror}", "see its permissions", where=path.name) from None
     except DuplicateKeyError as error:
         line = error.problem_mark.line + 1
         what = str(error.problem).split(" with value")[0].replace("found duplicate key", "duplicate key")
@@ -135,7 +135,7 @@ def _read(path: Path, source: _Source) -> None:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
-        what, do = f"not YAML: {error.problem or error.context}", "indent all keys of a section equally, with spaces"
+        what, do = f"not YAML: {error.problem or error.context}", "check quotes, brackets and indentation (no tabs)"
         raise UserError(102, what, do, where=f"{path.name}{line}") from None
     except Exception as error:  # ruamel does not wrap Python's errors: a 13th month, 5,000 digits, invalid UTF-8 ...
         what = str(error) or type(error).__name__

@@ -231,7 +231,7 @@ RELATIONS: tuple[Relation, ...] = (
         "give data.sources for the steps in which no stage sets them",
     ),
     Relation(
-        "a source of stages has one path",
+        "a name of data.sources has one path in all stages",
         lambda v: not _moved(v),
         "give each path its own name",
         lambda v: f"two paths are called {', '.join(_moved(v))}",

@@ -132,7 +132,7 @@ class TokenStream:
                 progress.advance(BLOCK)
 
     def placed(self, ordinal: int) -> tuple[int, int, int]:
-        """Return (number in the file, begin and end in the stream) of the document with this ordinal."""
+        """Return (number in the file, begin and end in the stream) of a chosen document, by its place among these."""
         block = self._block(int(np.searchsorted(self._ordinals, ordinal, side="right")) - 1)
         at = ordinal - block.ordinal
         return int(block.numbers[at]), int(block.starts[at]), int(block.starts[at + 1])

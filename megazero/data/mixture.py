@@ -128,5 +128,8 @@ class Mixture:
         return f"{len(each)} source{'s' * (len(each) > 1)}, xxh3 {digest}"
 
     def passes(self, samples: int) -> float:
-        """Return the number of passes over all windows in so many samples; samples of other lengths do not count."""
+        """Return how many passes over all windows the run's first `samples` samples make.
+
+        Samples of other sequence lengths, and of sources that are gone, do not count.
+        """
         return int(self.counts(samples).sum()) / self.num_windows

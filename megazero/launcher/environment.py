@@ -138,12 +138,12 @@ def check_gpus(world: World) -> None:
 def meeting_of_step(environment: Mapping[str, str] = os.environ, known: Sequence[str] | None = None) -> Meeting:
     """Return the address at which the ranks of an srun step meet; it is equal on every rank.
 
-    It is MASTER_ADDR and MASTER_PORT if the batch script sets them. Else it is the step's first node, and a port made
-    of the job's id (each task of an array has its own), the number of requeues, and the step. So neither an earlier
-    attempt that still holds its port nor another step of the job is in the way.
+    The host is MASTER_ADDR, else the step's first node. The port is MASTER_PORT, else made of the job's id (each task
+    of an array has its own), the number of requeues, and the step. So neither an earlier attempt that still holds its
+    port nor another step of the job is in the way.
 
     Args:
-        known: network interfaces of this host; None: those that the system lists.
+        known: this host's network interfaces, one of which *_SOCKET_IFNAME may name; None: those of the system.
 
     Raises:
         UserError: 111, no node list or job id, or an invalid value.

@@ -191,7 +191,7 @@ class Job:
 
     @property
     def optimizer_away(self) -> bool:
-        """True if masters and moments are offloaded, and the host runs the update."""
+        """True if masters and moments are on the host or on disks; the host then runs the update."""
         return self.offload_optimizer != "none"
 
     @property

@@ -66,7 +66,7 @@ class Flow:
 
 
 def traffic(job: Job, rank: int = 0, shard_rank: int | None = None) -> dict[str, dict[str, int]]:
-    """Return the bytes that a rank sends in a step: `[axis][purpose]`, with `host` for copies to and from its memory.
+    """Return the bytes that a rank sends in a step, [axis][purpose]; axes host and disk: its copies to and from them.
 
     Args:
         rank: number of the rank on the pipeline axis.

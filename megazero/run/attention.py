@@ -116,9 +116,10 @@ class Probe:
 
 
 def choose_attention(probe: Probe, *, documents: bool, deterministic: bool) -> AttentionChoice:
-    """Choose the implementation for a GPU.
+    """Choose the implementation for a GPU. The caller enables it, because probing changes which are enabled.
 
     Args:
+        probe: tries implementations on the GPU, with the run's dtype and heads.
         documents: whether attention stays inside documents.
         deterministic: whether every run must give the same bits.
     """

@@ -52,7 +52,7 @@ def changes_of(manifest: Manifest, config: Config, allowed: Sequence[str] | None
 
 
 def saved_options(manifest: Manifest) -> dict[str, Any]:
-    """Return the flat config of a saved step, in the current set of options; newer ones have their defaults."""
+    """Return the flat config of a saved step with today's options: new ones have defaults, removed ones are dropped."""
     return {key: manifest.config.get(key, default) for key, default in plain(Config()).items()}
 
 

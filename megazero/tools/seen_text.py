@@ -115,7 +115,7 @@ def _of_rank(folder: RunFolder, config: Config, rank: int) -> list[int]:
     grid = read_manifest(store.path(steps[0])).grid
     ranks, batch = grid["tensor"] * grid["data"] * grid["pipeline"], config.batch
     if rank >= ranks:
-        raise UserError(100, f"--rank {rank}: the run has {ranks} ranks", where="data")
+        raise UserError(100, f"--rank {rank}: the run has {ranks} ranks, counted from 0", where="data")
     data_rank, micro_batches = rank // grid["tensor"] % grid["data"], batch.global_ // (batch.rows * grid["data"])
     rows = range(batch.rows)
     return [index_of(data_rank, m, row, grid["data"], batch.rows) for m in range(micro_batches) for row in rows]

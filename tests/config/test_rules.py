@@ -66,7 +66,7 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["stages=[{until_step: 5, model: {seq_len: 512}}]"],
         "model.position=rotary",
     ),
-    "a source of stages has one path": (
+    "a name of data.sources has one path in all stages": (
         ["data.sources=[{path: a}]", "stages=[{until_step: 5, data: {sources: [{path: b/a}]}}]"],
         "data.sources=[{path: b/a}]",
     ),

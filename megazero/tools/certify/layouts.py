@@ -69,9 +69,9 @@ def alone_of(config: Config) -> Job:
 
 
 def sample_of(layouts: Sequence[Job], number: int) -> list[Job]:
-    """Return `number` of the layouts: first a cover of every pair of values, then evenly spaced ones of the rest.
+    """Return `number` of the layouts: first a cover of all pairs of option values, then evenly spaced ones.
 
-    If there are fewer layouts, return all. If the cover has more layouts, return those with the most pairs.
+    If there are fewer layouts, return all. If the cover has more, return its first, which add the most new pairs.
     """
     if len(layouts) <= number:
         return list(layouts)

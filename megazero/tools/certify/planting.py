@@ -68,8 +68,8 @@ def plant(
         admits, summed = admission(own), own.zero.reduce_dtype is not None
         allowed = {fault: fault.layout(alone) for fault in faults if fault.can_be(alone, dtype, summed=summed)}
         if refused := next((layout for layout in allowed.values() if not admits(layout)), None):
-            what = f"the config does not admit the layout {refused}, into which faults are planted"
-            raise UserError(106, what, "use a model with an even number of heads and two layers", where="certify")
+            what = f"faults are planted into the layout {refused}, which the config does not allow"
+            raise UserError(106, what, "use even heads, kv_heads, ffn, seq_len, and two layers", where="certify")
         certificate = Certificate(own, steps)
         layouts = {fault: fault.layout(certificate.alone) for fault in allowed}
         if NOTHING in chosen:

@@ -106,7 +106,7 @@ def test_what_cannot_be_planted_is_refused(tiny_data: TinyData, capsys: pytest.C
     assert main([*line, "--fault", "no-such"]) == 2
     assert capsys.readouterr().err.startswith("MZ-100 certify: --fault no-such: expected one of nothing, no-decay")
     assert main([*line, "--fault", "no-decay", "model.heads=1"]) == 2
-    assert "the config does not admit the layout tp2 sequence" in capsys.readouterr().err
+    assert "faults are planted into the layout tp2 sequence" in capsys.readouterr().err
 
 
 def test_names_are_distinct_and_in_the_table() -> None:
