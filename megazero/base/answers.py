@@ -26,7 +26,7 @@ def answer(text: str) -> None:
     except BrokenPipeError:
         return
     except OSError as error:
-        raise UserError(405, f"standard output: {error.strerror}", "free space there") from None
+        raise UserError(405, f"standard output: {error.strerror}", "write to a disk that is not full") from None
 
 
 def show(found: object, text: str, *, as_json: bool) -> None:
@@ -62,7 +62,7 @@ def leave(code: int) -> int:
 
 
 def fail(said: object, code: int) -> int:
-    """Print on standard error why a verb ends; return its exit code."""
+    """Print on standard error why a command ends; return `code`."""
     tell(said)
     return code
 

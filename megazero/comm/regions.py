@@ -10,7 +10,8 @@ sequence. Two operations connect the two sides, and each is the backward of the 
 
 Forward gathers on the way in and sums on the way out; backward gathers the gradient on the way in and sums it on the
 way out: the f and g of Megatron-LM (Shoeybi et al. 2019, section 3) and the g and g-bar of Korthikanti et al. 2022
-(section 4.2.2). Both move 2 n (t - 1) / t elements for each pair of ends: sequence parallelism costs no traffic.
+(section 4.2.2). Both move 2 n (t - 1) / t elements for each pair of ends, also with sequence
+parallelism.
 
 The layers call the operations themselves (`model/linear.py`), because a matrix product's backward has other work to
 do while the sum is under way. `leave` is for results of other layers than matrix products.
@@ -81,5 +82,5 @@ class _Leave(torch.autograd.Function):
 
 
 def leave(partial: Tensor, region: Region) -> Tensor:
-    """Return the sum of all ranks' partial results, in the layout of the residual stream."""
+    """Return the sum of all ranks' partial results, in the layout of the residual stream; may overwrite `partial`."""
     return partial if region.axis.size == 1 else _Leave.apply(partial, region)

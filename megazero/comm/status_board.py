@@ -164,9 +164,10 @@ class StatusBoard:
         self._memory[rank * SLOT_SIZE : (rank + 1) * SLOT_SIZE] = raw[:SLOT_SIZE].ljust(SLOT_SIZE, b"\0")
 
     def introduce(self, rank: int, state: int, step: int, pid: int, host: str, near: int) -> None:
-        """Fill an empty slot with the known facts of a rank that does not write its slot itself.
+        """Fill a slot, which must be empty, with the known facts of a rank that does not write its slot itself.
 
         Args:
+            state: RUNNING, FAILED, ...
             host, near: the host's name, and its `host_id`.
         """
         page = self.page(rank)

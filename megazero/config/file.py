@@ -3,8 +3,8 @@
     load("gpt13b", ["run.steps=50"])
     load("gpt13b", ["c4.yaml", "zero.stage=1"])
 
-A bare name is looked up in configs/, for a file among the overrides first in configs/over/. The sections of such a file
-override earlier values key by key. Every error gives the file and line, or names the command line.
+A bare name is looked up in the current folder, then in configs/; one among the overrides in configs/over/ before that.
+Its sections override earlier values key by key. Every error gives the file and line, or names the command line.
 Does not import torch.
 """
 
@@ -86,7 +86,7 @@ def is_file_name(override: str) -> bool:
 def find(name_or_path: str, *folders: Path) -> Path:
     """Return the file of a name or path. A bare name (.yaml is optional) may also be in `folders`, by default configs/.
 
-    The current folder comes first.
+    The current folder comes first. Raises UserError 101: there is no such file, or it is not a regular file.
     """
     given = Path(name_or_path)
     names = (given.name, f"{given.name}.yaml")

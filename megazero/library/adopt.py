@@ -99,9 +99,12 @@ def give_units(parts: Sequence[Part], dtype: torch.dtype | None, recipe: Recipe,
 
 
 def make_values(part: Part, memory: Memory, shapes: Shapes) -> None:
-    """Make values on rank 0 for the parameters of a part that are on the meta device.
+    """On rank 0 replace a part's parameters on meta, in its modules, by parameters with initial values.
 
     `reset_parameters` may fill buffers too: those on meta first become NaN (0 if not floating point) on the device.
+
+    Args:
+        shapes: of all parameters: `reset_parameters` sees zeros of that shape for those that are in a unit already.
 
     Raises:
         UserError: 509, a module has no `reset_parameters`.

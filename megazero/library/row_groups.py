@@ -244,7 +244,7 @@ class RowGroup:
             self._arrived.append((asked, exchange_rows(gradients, counts, self._world, "row gradients")))
 
     def squares(self) -> Tensor:
-        """Sum this rank's gradients of the step by row; return the sum of their squares, fp64."""
+        """Sum the gradients of this rank's rows, by row, for `update`; return the sum of their squares, fp64."""
         none = torch.empty(0, dtype=torch.int64, device=self.rows.device), self.rows[:0]
         rows, gradients = zip(none, *self._arrived, strict=True)
         touched, places = torch.unique(torch.cat(rows), return_inverse=True)
@@ -253,7 +253,7 @@ class RowGroup:
         return total.to(torch.float64).square().sum()
 
     def update(self, lr: float | None, scale: Tensor, step: int, *, skipped: bool) -> None:
-        """Update the touched rows with gradients multiplied by `scale`, and drop the gradients.
+        """Update the touched rows with the gradients that `squares` has summed, times `scale`; drop the gradients.
 
         Args:
             lr: the learning rate; None: the optimizer's own.

@@ -60,14 +60,14 @@ class Transport:
         return self._coming.pop(key).wait() if key in self._coming else self._here.pop(key)
 
     def send(self, action: Action) -> None:
-        """Send the tensor that was `put` for another rank's stage."""
+        """Send the tensor that was `put` for another rank's stage; `action` is its send."""
         kind, towards = _SENDS[action.kind]
         stage = action.stage + towards
         assert self._messages is not None, "open comes first"
         self._messages.send(self._channels[kind, stage], self._here.pop((kind, stage, action.micro_batch)).contiguous())
 
     def post(self, action: Action, shape: Sequence[int]) -> None:
-        """Post the receive of a tensor from another rank's stage."""
+        """Start to receive a tensor from another rank's stage; `action` is the receive, and `take` waits for it."""
         kind, towards = _RECEIVES[action.kind]
         what = f"{_NAMES[kind]} of micro-batch {action.micro_batch} from stage {action.stage + towards}"
         into = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)

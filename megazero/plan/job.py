@@ -141,7 +141,7 @@ class Job:
 
     @property
     def neighbours(self) -> int | None:
-        """Return how many neighbouring data ranks have all shards, or all second shards, together; None: all."""
+        """Return the size of groups of neighbouring data ranks, `shard_ranks` or `secondary_ranks`; None: one group."""
         return self.shard_ranks or self.secondary_ranks
 
     @property

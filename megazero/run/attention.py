@@ -188,10 +188,10 @@ def take(name: str) -> None:
 
 
 def variable_length(grouped: bool) -> VariableLength:
-    """Return torch's variable-length attention, causal inside documents, with the arguments of this torch version.
+    """Return torch's variable-length attention, causal inside documents, called as this torch version requires.
 
     Args:
-        grouped: whether several query heads share a key-value head; versions without the option detect it.
+        grouped: several query heads share a key-value head; torch versions without this option detect it themselves.
     """
     from torch.nn.attention.varlen import varlen_attn  # it imports torch's compiler, which takes a second
 

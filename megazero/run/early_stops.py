@@ -13,7 +13,7 @@ from megazero.base.errors import UserError
 from megazero.base.files import replace_file
 
 MOST = 3
-_DO = "give it more time to start, find out what signals it, and remove the file to try again"
+_DO = "give the run more time to start, find out what signals it, and remove this file to try again"
 
 
 class EarlyStops:
@@ -29,7 +29,7 @@ class EarlyStops:
     def refuse(self) -> None:
         """Raise UserError 422 if the run has been stopped too often before its first step, or the file is no count."""
         if self._count() >= MOST:
-            raise UserError(422, f"stopped before its first step {MOST} times in a row", _DO, where=self._path)
+            raise UserError(422, f"the run was stopped before its first step {MOST} times", _DO, where=self._path)
 
     def add(self, reason: str) -> None:
         """Count one more. Raises UserError: 422, there are now too many, or the file is not a count.

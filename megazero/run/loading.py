@@ -198,7 +198,11 @@ def _some(found: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def check_kernels(names: Sequence[str]) -> None:
-    """Refuse ranks that have chosen other kernels than rank 0. Raises UserError 114."""
+    """Refuse ranks that have chosen other kernels than rank 0. Raises UserError 114.
+
+    Args:
+        names: of the kernels of each rank, in rank order.
+    """
     if odd := [rank for rank, name in enumerate(names) if name != names[0]]:
         what = f"rank {odd[0]} has {names[odd[0]]} kernels, rank 0 {names[0]}: sums would differ"
         raise UserError(114, what, "use precision.kernels=reference, or the same compiler on all hosts")

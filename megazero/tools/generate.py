@@ -51,8 +51,8 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
     model = build_model(config)
     found = load_newest_weights(model, Store(folder.checkpoints), DTYPES[config.precision.dtype])
     if found.identity.get("tokenizer") not in (None, tokenizer.fingerprint):
-        what = f"was trained with the tokenizer {found.identity['tokenizer']}, {tokenizer.path} is "
-        raise UserError(221, f"{what}{tokenizer.fingerprint}", "set data.tokenizer to that one", where=folder.config)
+        what = f"the model was trained with tokenizer {found.identity['tokenizer']}, {tokenizer.path} is "
+        raise UserError(221, f"{what}{tokenizer.fingerprint}", "use the training's tokenizer", where=folder.config)
     ids = tokenizer.encode(prompt) or [tokenizer.eod]
     new = sample(model, ids, sampling, window=config.model.seq_len, vocab=tokenizer.vocab_size, stop=tokenizer.eod)
     # New ids are decoded after those of the prompt, because some tokenizers drop a space at the start of a text.

@@ -80,7 +80,7 @@ class DeliveryCounter:
         """
         if lacking := [name for name in parameters if name not in self._delivered]:
             more = f" ({len(lacking) - 1} more of unit {self._unit})" if len(lacking) > 1 else ""
-            do = "check that its layer announces and delivers it (model/contract.py), or remove it from the units"
+            do = "check that its layer announces each use and delivers the gradient (model/contract.py)"
             raise UserError(305, f"expected a gradient of {lacking[0]} in each step, got none{more}", do)
 
     def end(self) -> None:

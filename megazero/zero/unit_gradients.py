@@ -71,7 +71,10 @@ class UnitGradients:
 
     @property
     def reduced(self) -> Tensor:
-        """Return the reduced gradients that the update reads at the end of a step, wherever they rest."""
+        """Return this rank's reduced gradients, which the update reads, on the device or the host.
+
+        On disks: a tensor without data, see `reduced_in_memory`.
+        """
         return self.own if self._away is None else self._away.values
 
     @contextmanager

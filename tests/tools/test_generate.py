@@ -112,7 +112,7 @@ def test_folders_without_a_run(copy: RunFolder, tmp_path: Path, capsys):
     copy.config.write_text(text.replace(f"tokenizer: {tokenizer}", f"tokenizer: {tmp_path}/gone.model"))
     assert "gone.model" in refused(capsys, 209, 1, copy)
     copy.config.write_text(text.replace(f"tokenizer: {tokenizer}", "tokenizer: bytes"))
-    assert "config.yaml: was trained with the tokenizer" in refused(capsys, 221, 1, copy)
+    assert "config.yaml: the model was trained with tokenizer" in refused(capsys, 221, 1, copy)
     copy.config.write_text(text.replace("vocab: 400", "vocab: 300"))
     assert "400 pieces" in refused(capsys, 112, 2, copy)
     copy.config.write_text(text.replace("hidden: 40", "hidden: 48"))
