@@ -22,7 +22,7 @@ def test_three_in_a_row_are_too_many(tmp_path: Path):
         UserError, match=r"MZ-422 .*/early_stops: stopped by SIGTERM before the first step, 3 times"
     ) as e:
         EarlyStops(path).add(BY)
-    assert e.value.exit_code == 1 and "remove the file to try again" in str(e.value)
+    assert e.value.exit_code == 1 and "remove this file to try again" in str(e.value)
     with pytest.raises(UserError, match=r"MZ-422 .* stopped before its first step 3 times"):
         EarlyStops(path).refuse()
     path.unlink()

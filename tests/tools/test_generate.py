@@ -118,7 +118,7 @@ def test_folders_without_a_run(copy: RunFolder, tmp_path: Path, capsys):
     copy.config.write_text(text.replace("hidden: 40", "hidden: 48"))
     assert "expected" in refused(capsys, 404, 1, copy)
     copy.config.write_text(text.replace("layers: 2", "layers: 3"))
-    assert "blocks.2.attention.out.bias: expected [40], got None" in refused(capsys, 404, 1, copy)
+    assert "blocks.2.attention.out.bias: expected shape [40], got none" in refused(capsys, 404, 1, copy)
 
 
 def test_folders_without_weights(copy: RunFolder, capsys):
