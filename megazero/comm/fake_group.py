@@ -33,9 +33,10 @@ def alone(
 
     Args:
         backend: "nccl", or "gloo" between ranks of one host.
+        bucket: most bytes of one operation, see `CommContext`.
 
     Raises:
-        UserError: 106, see `shards_and_replicas`.
+        UserError: 106, see `sizes.shards_and_replicas`.
     """
     shared_memory = FakeSharedMemory(world) if backend == "gloo" and world > 1 else None
     comm = CommContext(

@@ -58,8 +58,8 @@ CHANGEABLE: tuple[Changeable, ...] = (
     Changeable("parallel.*", "ranks keep their places as long as they run", FREE),
     Changeable("pipeline.*", "ranks keep their places as long as they run", FREE),
     Changeable("zero.*", "state keeps its place as long as the ranks run", FREE),
-    Changeable("memory.*", "it applies to all stages; it does not change results", FREE),
-    Changeable("precision.*", "it applies to all stages; it does not change what is learned", FREE),
+    Changeable("memory.*", _WHOLE, FREE),
+    Changeable("precision.*", _WHOLE, FREE),
     Changeable("checkpoint.*", _WHOLE, FREE),
     Changeable("observe.*", _WHOLE, FREE),
 )

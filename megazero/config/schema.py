@@ -58,7 +58,7 @@ class Model(Section):
     heads: Positive = option(12, "Query heads, a.")
     kv_heads: Positive | None = option(None, "Key-value heads (grouped queries); null: heads.")
     ffn: Positive | None = option(
-        None, "Feed-forward size; null: 4 * hidden (gelu), 8/3 * hidden, rounded up to a multiple of 256 (swiglu)."
+        None, "Feed-forward size; null: for gelu 4 * hidden; for swiglu 8/3 * hidden, rounded up to a multiple of 256."
     )
     vocab: Positive = option(50257, "Vocabulary size, V.")
     seq_len: Tokens = option(1024, "Sequence length in tokens, s.")
@@ -160,7 +160,7 @@ class PipelineConfig(Section):
 class Precision(Section):
     dtype: Literal["fp32", "fp64", "bf16", "fp16"] = option("fp32", "Dtype of parameters and activations.")
     kernels: Literal["auto", "fused", "reference", "apex"] = option(
-        "auto", "Kernel implementation; auto: fused if they can be built, else apex's, else plain torch."
+        "auto", "Kernels; reference: plain torch; auto: for each family the first available of fused, apex, reference."
     )
 
 

@@ -37,7 +37,7 @@ def open_store(place: RankContext, timeout: timedelta) -> Store:
         timeout: the limit for rank 0 to listen, and of every later operation.
 
     Raises:
-        UserError: 320, rank 0 cannot be reached; 322, this is rank 0 and cannot listen.
+        UserError: 320, rank 0 cannot be reached or, on rank 0, not all ranks connected; 322, rank 0 cannot listen.
     """
     world, where = place.world, ""
     try:

@@ -33,10 +33,10 @@ CALLS: str = "backward step gathered gradients clip_gradients full_state_dict lo
 
 
 def _other_parts(rank: int, than: int) -> UserError:
-    """Return the error that says that `rank` has run other parts of the module than rank `than`."""
-    do = "call the same parts and as many backwards on every rank; inside of a part, and in stages 0 to 2, "
-    do += "ranks may differ"
-    return UserError(507, f"it has run other parts of the module than rank {than}", do, rank=rank)
+    """Return the error that says that `rank` ran other units of the module than rank `than`."""
+    do = "call the same units in the same order, and equally many backwards, on all ranks; inside a unit, and in "
+    do += "stages 0 to 2, calls may differ"
+    return UserError(507, f"it ran other units of the module than rank {than}", do, rank=rank)
 
 
 @contextmanager

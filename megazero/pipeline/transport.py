@@ -51,7 +51,7 @@ class Transport:
             self._messages = PointToPoint(self._pipeline, list(self._channels.values()), self._device)
 
     def put(self, kind: Kind, stage: int, micro_batch: int, x: Tensor) -> None:
-        """Keep a tensor computed on this rank for a stage: its input (FORWARD) or its output's gradient (BACKWARD)."""
+        """Keep `stage`'s input (FORWARD) or its output's gradient (BACKWARD), for `take` here or `send` to its rank."""
         self._here[kind, stage, micro_batch] = x
 
     def take(self, kind: Kind, stage: int, micro_batch: int) -> Tensor:

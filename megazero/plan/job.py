@@ -115,7 +115,7 @@ class Job:
 
     @property
     def alignment(self) -> int:
-        """Return the alignment of parameters in elements: a quantisation block where values are quantised."""
+        """Return the alignment of parameters in elements: ALIGNMENT, or a quantisation block if any are quantised."""
         return ALIGNMENT if self.parameter_bits is None and self.gradient_bits is None else BLOCK
 
     def units(self, parts: Sequence[range] | None = None) -> Sequence[UnitSize]:

@@ -83,7 +83,7 @@ class Links:
         return min(node, cross)
 
     def seconds(self, axis: str, size: float, ops: float) -> float:
-        """Return the seconds of `ops` ring collectives in which a rank sends `size` bytes in total."""
+        """Return the seconds of `ops` collectives (rings, or all-to-alls without NCCL); a rank sends `size` bytes."""
         if not size:
             return 0.0
         if not self.machine.nccl_channels:  # our own transport: each rank sends to each other rank

@@ -50,7 +50,7 @@ class System:
     allocator: float = 0.0
 
     def on(self, machine: Machine) -> Machine:
-        """Return the machine with the shares that this system's kernels reach; keep shares from a user's file."""
+        """Return the machine with the shares in `reached`; unchanged if its own come from a user's file."""
         known, shares = MACHINES.get(machine.name), self.reached.get(machine.name)
         if not shares or known is None or known.reached.fitted != machine.reached.fitted:
             return machine

@@ -93,7 +93,7 @@ class FlatBuffer:
         return slice(self.first, self.first + len(self.values))
 
     def part(self, elements: slice, placements: Mapping[Axis, Placement] | None = None) -> "FlatBuffer":
-        """Return some of the elements, in the same memory; with other placements, if given."""
+        """Return elements of the unit's flat buffer that are here, as a view; perhaps with other placements."""
         values = self.values[elements.start - self.first : elements.stop - self.first]
         return FlatBuffer(values, self.placements if placements is None else placements, elements.start, self.home)
 
@@ -110,7 +110,7 @@ class FlatBuffer:
 
 
 def shard_slice(numel: int, placement: Placement, axis: Axis) -> slice:
-    """Return the elements of a flat buffer of `numel` (a multiple of the axis' size) that a rank holds."""
+    """Return what this rank holds of a flat buffer of `numel` (a multiple of the axis' size): all, unless SHARD."""
     if placement is not Placement.SHARD:
         return slice(0, numel)
     part = numel // axis.size

@@ -191,7 +191,10 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
         (SOURCE.format("{path: a, wieght: 2}"), "MZ-104 c.yaml:1: unknown key data.sources[0].wieght"),
         (SOURCE.format("a"), "MZ-105 c.yaml:1: data.sources[0]: expected a section, got a"),
         (SOURCE.format(""), "MZ-105 c.yaml:1: data.sources: Tuple should have at least 1 item"),
-        (SOURCE.format("{path: x/a}, {path: y/a}"), "MZ-106 c.yaml:1: names of data.sources differ is broken: two are"),
+        (
+            SOURCE.format("{path: x/a}, {path: y/a}"),
+            "MZ-106 c.yaml:1: each of data.sources has its own name is broken: two ",
+        ),
         (
             SOURCE.format("{path: a, weight: 1.0000001}, {path: b}"),
             "MZ-106 c.yaml:1: smallest whole weights of data.sources sum ",
@@ -199,7 +202,7 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
         ("data: {train: b, sources: [{path: a}]}", "MZ-106 c.yaml:1: data.train == null with data.sources is broken: "),
         (
             "data: {valid: 0.1, validation: [{path: x/a}, {path: a}]}",
-            "MZ-106 c.yaml:1: names of data.validation differ ",
+            "MZ-106 c.yaml:1: each of data.validation has its own name ",
         ),
         ("stges: []", "MZ-104 c.yaml:1: unknown key stges; did you mean stages?"),
         (

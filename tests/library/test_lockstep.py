@@ -50,7 +50,7 @@ def test_another_number_of_calls_is_one_line(stage: int, tmp_path: Path):
             first, others = name.split(" and ")
             assert re.match("MZ-507 rank=[12]", line) and len(line) <= 300
             if gathers:
-                assert "other parts of the module than rank 0" in line and "as many backwards" in line
+                assert "other units of the module than rank 0" in line and "equally many backwards" in line
             else:
                 assert f"rank=1: it waits in sharded.{others}, and rank 0 in sharded.{first}" in line
 

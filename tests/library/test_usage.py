@@ -293,7 +293,7 @@ def fewer_units(blocks: int) -> str:
 @pytest.mark.parametrize("blocks", [0, 1, 2])
 def test_units_that_one_rank_leaves_out_are_told_at_once_on_both(blocks: int):
     for line in on_ranks(2, fewer_units, blocks, fresh=True):
-        assert re.search("MZ-507 rank=1.*other parts of the module than rank 0", line), line
+        assert re.search("MZ-507 rank=1.*other units of the module than rank 0", line), line
 
 
 def changed_differently() -> None:
@@ -322,7 +322,7 @@ WRONG: dict[Callable[[], None], tuple[int, str]] = {
     backward_of_torch: (1, "MZ-506.*sharded.backward"),
     old_graph: (1, "MZ-506.*before the last step"),
     penalty_on_what_is_not_there: (2, "MZ-506.*outside of the forward"),
-    other_order: (2, "MZ-507 rank=1.*other parts"),
+    other_order: (2, "MZ-507 rank=1.*other units"),
     changed_differently: (2, "MZ-502 .*first.bias: rank 1"),
     without_values: (1, "MZ-509.*meta device"),
     nothing_to_train: (1, "MZ-510 .*no parameter"),

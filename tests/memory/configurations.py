@@ -88,7 +88,7 @@ def of_paper(name: str, sizes: tuple[int, int, int, int]) -> Job:
 
 def published() -> Iterator[str]:
     """GB on a GPU: by formula beside what the paper measured; for its largest models, and for one step more."""
-    yield "| figure | model | | states | inputs | rest | all | the paper |"
+    yield "| figure | model | | states | inputs | other | total | the paper |"
     yield "|---|---|---|---|---|---|---|---|"
     for model, (sizes, rows) in FIGURE_7.items():
         for name, cached in rows.items():
