@@ -151,7 +151,7 @@ def other_order() -> str:
 
 def test_modules_in_another_order_in_stage_3_are_one_line():
     for line in on_ranks(2, other_order, fresh=True):
-        assert "MZ-507 rank=1" in line and "other parts" in line, line
+        assert "MZ-507 rank=1" in line and "other units" in line, line
 
 
 class Ids(nn.Module):
