@@ -37,6 +37,7 @@ from megazero.launcher.environment import RankContext
 from megazero.launcher.rendezvous import connect
 from megazero.launcher.world import World
 
+SLACK = 3.0  # seconds for the other ranks to say how they failed
 TIMEOUT = timedelta(seconds=60)  # nothing here takes seconds, but a busy machine may
 Axes = tuple[int, int, int | None]  # tensor, pipeline, shard ranks
 Call = tuple[Axes, Callable[..., Any], tuple]
@@ -132,9 +133,12 @@ class _Ranks:
 
     def results(self) -> list[Any]:
         results: dict[int, Any] = {}
-        while len(results) < len(self._ends):
-            missing = [rank for rank in range(len(self._ends)) if rank not in results]
-            ready = wait([self._ends[rank] for rank in missing], timeout=TIMEOUT.total_seconds() * 2)
+        failed: dict[int, str] = {}  # in the order in which ranks said so: the first is mostly the cause
+        while missing := [rank for rank in range(len(self._ends)) if rank not in results and rank not in failed]:
+            seconds = SLACK if failed else TIMEOUT.total_seconds() * 2
+            ready = wait([self._ends[rank] for rank in missing], timeout=seconds)
+            if failed and not ready:
+                break
             assert ready, f"ranks {missing} do not answer"
             for rank in missing:
                 if (end := self._ends[rank]) in ready:
@@ -142,8 +146,8 @@ class _Ranks:
                         went_well, result = pickle.loads(end.recv_bytes())
                     except EOFError:
                         went_well, result = False, "ended without a word"
-                    assert went_well, f"rank {rank}: {result}"
-                    results[rank] = result
+                    (results if went_well else failed)[rank] = result
+        assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
         return [results[rank] for rank in range(len(self._ends))]
 
     def end(self) -> None:
