@@ -181,7 +181,7 @@ class Sharded(WholeValues):
             for group in groups:
                 group.update(table_lr, result.applied, done, skipped=skipped)
         values.begin_epoch()
-        values.gather.unshard([unit for unit in values.units if unit.parameters.rest_whole])
+        values.gather.finish()
         assembly.begin_step()
         self.steps += 1
         if self._watch is not None and self.steps % self._watch[0] == 0 and self.rank == 0:

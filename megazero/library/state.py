@@ -129,10 +129,9 @@ class State:
         engine.restore(progress.updates, progress.loss_scale, progress.good_steps)
         counts = {k.removeprefix(_UPDATES): n for k, n in manifest.config.items() if k.startswith(_UPDATES)}
         optimizer.restore(progress.updates, counts)
-        for unit in self._units:
-            if not unit.trainable:
-                engine.gather.publish(unit)
-        engine.gather.unshard([unit for unit in self._units if unit.parameters.rest_whole])
+        for unit in (unit for unit in self._units if not unit.trainable):
+            engine.gather.publish(unit)
+        engine.gather.finish()
         return manifest.step, progress.skipped
 
     def _held(self, *, saves: bool) -> list[ShardState]:

@@ -103,10 +103,9 @@ def _train_part(run: Run, start: Start, here: int, spent: float) -> Start | Outc
         found = _loaded(run, start, ready)
         if found is not None and start.load == "all" and found.progress is not None and found.step != start.at:
             # The newest step is damaged. The older one may be of another part, or from before a change of options.
+            ready.trainer.engine.gather.finish()
             return replace(counted_from(run, start, found), steps=[found.step])
-        row = _announce(run, start, part, ready, found) if start.first is None else None
-        if start.first is not None:
-            _announce_part(run, start, part, ready)
+        row = (_announce if start.first is None else _announce_part)(run, start, part, ready, found)
         if found is not None:
             begin(ready.trainer, found, start, row)
         run.signals.only_note(HEART.say)
@@ -117,6 +116,7 @@ def _train_part(run: Run, start: Start, here: int, spent: float) -> Start | Outc
         trainer = ready.trainer
         if trainer.reason is not None or done >= run.config.run.steps:
             return Outcome(first, done, trainer.reason, trainer.owes, dict(trainer.scores))
+        trainer.engine.gather.finish()  # the next part uses the same connections
         checkpoints, history = str(run.folder.checkpoints), ready.about.history
         return Start(start.word, start.run, checkpoints, [done], at=done, history=history, first=first)
     finally:
@@ -183,7 +183,7 @@ def _announce(run: Run, start: Start, part: Part, ready: Ready, found: Manifest 
     return row
 
 
-def _announce_part(run: Run, start: Start, part: Part, ready: Ready) -> None:
+def _announce_part(run: Run, start: Start, part: Part, ready: Ready, found: Manifest | None) -> None:
     line = next_part(Course(run.config, start.history).trained(start.at), part, run.config.run.steps)
     logging.getLogger("megazero").info(line)
     if run.is_first:

@@ -130,6 +130,7 @@ class Trainer:
         self._numbers: StepNumbers | None = None  # of the pending step; None: not read yet
         self._reduced_fault: str | None = None  # in this rank's reduced gradients of the step that ends the run
         self._owed: Mapping[str, Value] | None = None
+        self._most_overflows = OVERFLOWS if engine.loss_scale.dynamic else 1
 
     def begin(
         self, age: int, step: int = 0, done: Progress | None = None, owed: Mapping[str, Value] | None = None
@@ -248,10 +249,6 @@ class Trainer:
         if self.owes and self.checkpoints.saved != done:  # save, so that the job that resumes here validates the step
             self.summarise()
             self._save(done, row)
-
-    @property
-    def _most_overflows(self) -> int:
-        return OVERFLOWS if self.engine.loss_scale.dynamic else 1
 
     def validates(self, done: int) -> bool:
         """Return True if a validation follows step `done`, counted from 1."""

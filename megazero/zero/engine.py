@@ -284,7 +284,7 @@ class Engine:
             loss_scale, good_steps: state of the loss scale; None if the saved run had none.
         """
         self.forget_between_steps()
-        self.gather.unshard([unit for unit in self.units if unit.parameters.rest_whole])  # ends earlier gathers
+        self.gather.finish()
         for unit in self.units:
             for step in self.optimizer.steps(unit):
                 step.fill_(updates)

@@ -56,6 +56,10 @@ class Gather:
             if unit.parameters.whole is None:
                 unit.parameters.install(whole)
 
+    def finish(self) -> None:
+        """Wait for the gathers under way. gloo never delivers a message after one whose receive was dropped."""
+        self.unshard([*self._coming])
+
     def publish(self, unit: Unit) -> None:
         """Start to send a unit's updated parameters to where they rest."""
         if unit in self._coming:

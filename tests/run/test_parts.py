@@ -20,6 +20,7 @@ from megazero.run.build import build_trainer
 from megazero.run.data import open_data
 from megazero.tools.certify.tolerances import LOSS_FP32, difference
 from megazero.tools.training.launch import launch
+from megazero.zero.gather import Gather
 from tests.sources import cut, options
 from tests.tiny_run import TinyData, command, repeating
 
@@ -204,8 +205,13 @@ def test_a_part_gives_its_memory_back(tiny_data: TinyData, staged, tmp_path: Pat
         return ready
 
     monkeypatch.setattr(parts, "build_trainer", build)
+    finished: list[int] = []  # how many parts were built before
+    honest = Gather.finish
+    monkeypatch.setattr(Gather, "finish", lambda gather: (finished.append(len(held)), honest(gather)))
     assert launch(tiny_data.load(tmp_path / "run", *staged), "small", 1) == 0
-    assert len(held) == 4
+    assert len(held) == 4 and finished == [1, 2, 2, 3, 3, 4], (
+        "by loading, and at the end of a part that another follows"
+    )
     said = re.findall(r"memory of rank 0: ([\d.]+) MB, planned ([\d.]+) MB", capsys.readouterr().out)
     assert len(said) == 4 and all(abs(float(there) - float(planned)) < 1 for there, planned in said), said
 

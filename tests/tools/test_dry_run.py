@@ -59,6 +59,7 @@ def real(grid: Grid, layout: Job, wires: Wires, flavour: str, dtype: str) -> Cou
         assert not done.skipped
     found = {"bytes": ledger.bytes_as_dict(), "traffic": ledger.traffic_as_dict(), "activations": counted.peak}
     built.engine.flush_delayed()  # an update that may be under way ends before its thread does
+    built.engine.gather.finish()  # the next call uses the same connections
     found["bytes"].pop("host_pieces", None)  # as much as the disks' speed asks for
     found["traffic"].get("disk", {}).pop("initial values out", None)  # which a simulated rank has not
     return found
