@@ -141,7 +141,7 @@ def test_what_breaks_or_hangs_is_a_failure_and_leaves_the_rest(
     }
     assert code == 1 and report["failures"] == 3
     out = capfd.readouterr().out
-    assert "not here: no such thing" in out and "FAILED not done within 1 s" in out and "SUMMARY: 3 failures" in out
+    assert "not measured: no such thing" in out and "FAILED not done within 1 s" in out and "SUMMARY: 3 failures" in out
     kept = (tmp_path / "report.parts" / "gone.jsonl").read_text()
     assert json.loads(kept) == {"name": "before"}, "what a part had found is there, whatever became of it"
 
@@ -204,7 +204,7 @@ def test_a_summary_says_first_what_is_wrong() -> None:
     first, fault, *lines = text.splitlines()
     assert first == "SUMMARY: 1 failures, 9 s; X" and fault.startswith("FAILED long: bad: wrong") and len(fault) == 260
     assert lines[:2] == ["long (1 s): 402 rows", "other (1 s): 400 rows, us <= 399"]
-    assert lines[2] == "not here, long: nvcc: no nvcc" and lines[3] == "-- LONG" and lines[-1].endswith("lines more")
+    assert lines[2] == "not measured, long: nvcc: no nvcc" and lines[3] == "-- LONG" and lines[-1].endswith("lines more")
     assert 11_000 < len(text) < 12_000
 
 
