@@ -103,7 +103,7 @@ def test_it_is_not_put_back_for_ever(tiny_data: TinyData, slurm, tmp_path: Path)
         job.until(lambda start=start: job.text().count("step 5/") > start)
         os.kill(max(job.ranks(tmp_path).items())[1], signal.SIGKILL)
         job.until(job.says("restart 1") if start == 0 else job.ended)
-    assert job.state() == "FAILED" and "has failed 2 times behind the same checkpoint" in job.text()
+    assert job.state() == "FAILED" and "has failed 2 times after the same checkpoint" in job.text()
 
 
 def test_a_rank_that_dies_on_the_last_nodes_does_not_empty_the_partition(

@@ -25,4 +25,4 @@ def test_a_sharded_module_trains_under_srun_as_under_torchrun(slurm: dict[str, s
         assert done.returncode == 0, done.stderr
         said.append([row.split(": loss")[0] for row in done.stdout.splitlines()])  # weights are others in each run
     assert said[0] == said[1]
-    assert said[0][:3] == ["step 10", "step 20", "ZeRO stage 3 over 2 ranks; bytes of one rank"], "one rank prints"
+    assert said[0] == ["step 10", "step 20"], "one rank prints"
