@@ -129,8 +129,9 @@ class State:
         engine.restore(progress.updates, progress.loss_scale, progress.good_steps)
         counts = {k.removeprefix(_UPDATES): n for k, n in manifest.config.items() if k.startswith(_UPDATES)}
         optimizer.restore(progress.updates, counts)
-        for unit in (unit for unit in self._units if not unit.trainable):
-            engine.gather.publish(unit)
+        for unit in self._units:
+            if not unit.trainable:
+                engine.gather.publish(unit)
         engine.gather.finish()
         return manifest.step, progress.skipped
 

@@ -63,10 +63,7 @@ def train_parts(run: Run, start: Start) -> Outcome:
     ledger, began = run.grid.comm.ledger, time.monotonic()
     held, here = ledger.held(), ranks_here(run.config, run.grid, run.device)
     try:
-        while True:
-            ended = _train_part(run, start, here, time.monotonic() - began)
-            if isinstance(ended, Outcome):
-                return ended
+        while isinstance(ended := _train_part(run, start, here, time.monotonic() - began), Start):
             start = ended
             if start.first is not None:
                 # this phase counts as training: a signal is only noted, and the step is saved
@@ -74,6 +71,7 @@ def train_parts(run: Run, start: Start) -> Outcome:
                 ACTIVITIES.now("step", _BETWEEN, start.at + 1, run.config.run.steps)
             gc.collect()  # layers, units and their hooks form reference cycles
             ledger.let_go(held)
+        return ended
     finally:
         run.signals.only_note(lambda _: None)  # the run ends anyway; a line on a signal would follow the run's last one
         HEART.say("")
@@ -105,7 +103,9 @@ def _train_part(run: Run, start: Start, here: int, spent: float) -> Start | Outc
             # The newest step is damaged. The older one may be of another part, or from before a change of options.
             ready.trainer.engine.gather.finish()
             return replace(counted_from(run, start, found), steps=[found.step])
-        row = (_announce if start.first is None else _announce_part)(run, start, part, ready, found)
+        row = _announce(run, start, part, ready, found) if start.first is None else None
+        if start.first is not None:
+            _announce_part(run, start, part, ready)
         if found is not None:
             begin(ready.trainer, found, start, row)
         run.signals.only_note(HEART.say)
@@ -183,7 +183,7 @@ def _announce(run: Run, start: Start, part: Part, ready: Ready, found: Manifest 
     return row
 
 
-def _announce_part(run: Run, start: Start, part: Part, ready: Ready, found: Manifest | None) -> None:
+def _announce_part(run: Run, start: Start, part: Part, ready: Ready) -> None:
     line = next_part(Course(run.config, start.history).trained(start.at), part, run.config.run.steps)
     logging.getLogger("megazero").info(line)
     if run.is_first:

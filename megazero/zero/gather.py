@@ -58,8 +58,7 @@ class Gather:
 
     def finish(self) -> None:
         """Wait for the gathers under way. gloo never delivers a message after one whose receive was dropped."""
-        self.unshard(under_way := [*self._coming])
-        self.reshard(under_way)
+        self.unshard([*self._coming])
 
     def publish(self, unit: Unit) -> None:
         """Start to send a unit's updated parameters to where they rest."""
