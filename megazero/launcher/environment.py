@@ -143,7 +143,7 @@ def meeting_of_step(environment: Mapping[str, str] = os.environ, known: Sequence
     port nor another step of the job is in the way.
 
     Args:
-        known: this host's network interfaces, one of which *_SOCKET_IFNAME may name; None: those of the system.
+        known: this host's network interfaces, one of which *_SOCKET_IFNAME may name; None: ask the system.
 
     Raises:
         UserError: 111, no node list or job id, or an invalid value.

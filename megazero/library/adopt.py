@@ -104,7 +104,7 @@ def make_values(part: Part, memory: Memory, shapes: Shapes) -> None:
     `reset_parameters` may fill buffers too: those on meta first become NaN (0 if not floating point) on the device.
 
     Args:
-        shapes: of all parameters: `reset_parameters` sees zeros of that shape for those that are in a unit already.
+        shapes: of all parameters; `reset_parameters` sees zeros of this shape for a parameter of another unit.
 
     Raises:
         UserError: 509, a module has no `reset_parameters`.
@@ -137,7 +137,7 @@ def make_values(part: Part, memory: Memory, shapes: Shapes) -> None:
 
 @contextmanager
 def _stand_ins(owner: nn.Module, shapes: Shapes, device: torch.device) -> Iterator[None]:
-    """While a module resets its parameters, show it zeros of full shape for those that are in another part's unit."""
+    """While a module resets its parameters, show it zeros of full shape for parameters of another part's unit."""
     taken = {name: p for name, p in owner._parameters.items() if p is not None and hasattr(p, "gradient_slot")}
     for name, parameter in taken.items():
         values = torch.zeros(shapes[Place(owner, name)], dtype=parameter.dtype, device=device)

@@ -29,7 +29,7 @@ from megazero.run.run import Run
 
 
 def holdings_of(built: Built, *, saves: bool) -> list[ShardState]:
-    """Return this rank's states: with `saves` those that it alone saves, else all that it updates (for loading)."""
+    """Return the states that this rank alone saves (`saves`), or all states that it updates (for loading)."""
     numel = {name: math.prod(shape) for name, shape in whole_shapes(built.model).items()}
     units, state = built.engine.units, built.engine.optimizer.state
     if saves:  # of several copies, the first pipeline rank with one saves it

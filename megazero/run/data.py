@@ -24,8 +24,7 @@ class RunData(NamedTuple):
 
     Attributes:
         course: the course of the run.
-        mixtures: sequence length -> training data, for all sample ids of the run and those that a longer run would
-            read.
+        mixtures: sequence length -> training data, for all sample ids of the run and of a longer run.
         length: the sequence length of the current part.
         validation: samples of that length by the name of a set; "" is the set of `data.valid`.
     """

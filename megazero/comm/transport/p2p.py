@@ -195,7 +195,7 @@ class _SharedMemory:
             self._shared_memory.wait_until(lambda target=target: self._passed(target), target)
 
     def _passed(self, target: int) -> bool:
-        """Send and receive what is possible; return whether the next unsent message, if any, is not for `target`."""
+        """Advance sends and receives; return whether the next unsent message, if any, is not for `target`."""
         self.take_in()
         return self.unsent != target
 

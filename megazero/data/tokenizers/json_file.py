@@ -93,7 +93,7 @@ class JsonFile(Tokenizer):
             raise UserError(209, what, f"name a special token as eos_token in {CONFIG}", where=self.path)
 
     def _roles(self, told: dict[str, Any], special: dict[str, int], vocabulary: dict[str, int]) -> dict[str, str]:
-        """Return {role: token} for bos_token, eos_token, and those of pad_token and unk_token that `told` names.
+        """Return {role: token} for bos_token and eos_token, and for pad_token and unk_token if `told` names them.
 
         `told` is the content of tokenizer_config.json. Raises UserError 210: the token that ends a document is unknown.
         """

@@ -83,7 +83,7 @@ def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
 
 
 def as_text(found: Diagnosis) -> str:
-    """Return a heading for each part, a line for each finding, and what is missing."""
+    """Return a heading for each part, a line for each finding, and the names in `missing`."""
     lines = []
     for part, findings in found.parts.items():
         lines.append(part)
