@@ -7,11 +7,10 @@ A table is between two lines of a document:
 
     <!-- figures zero: small (1 of 4) -->
     <!-- figures zero: small (1 of 4); rows ours-stage0 | ddp -->      only these systems, without the notes
-    <!-- figures zero: small (1 of 4); old: no machine of that kind is here any more -->
     <!-- end -->
 
-A table is too old if its commit is more than 60 commits back, unless its line says why it stays. `gpu_NAME.json`, a
-report of scripts/gpu_check.sh, becomes the page `gpu_NAME.md`.
+A table is too old if more than 60 later commits changed what it measures: megazero/ or scripts/bench/. Measure it again
+or delete it. `gpu_NAME.json`, a report of scripts/gpu_check.sh, becomes the page `gpu_NAME.md`.
 """
 
 import argparse
@@ -29,9 +28,8 @@ from scripts.bench.figures import FIGURES, ROOT, Report, notes, read, table
 from scripts.gpu_check.findings import markdown
 
 MOST_COMMITS = 60
-_BEGIN = re.compile(
-    r"<!-- figures (?P<script>\w+): (?P<title>[^;]+?)(; rows (?P<rows>[^;]+?))?(; old: (?P<old>[^;]+?))? -->"
-)
+MEASURED = ("megazero", "scripts/bench")
+_BEGIN = re.compile(r"<!-- figures (?P<script>\w+): (?P<title>[^;]+?)(; rows (?P<rows>[^;]+?))? -->")
 _END = "<!-- end -->"
 
 
@@ -41,13 +39,11 @@ class Marker:
 
     Attributes:
         rows: the systems to show; empty: all, followed by the notes.
-        old: why the table may be old; None: it may not.
     """
 
     script: str
     title: str
     rows: tuple[str, ...]
-    old: str | None
 
     @classmethod
     def of(cls, line: str) -> "Marker | None":
@@ -56,7 +52,7 @@ class Marker:
         if found is None:
             return None
         rows = tuple(name.strip() for name in (found["rows"] or "").split("|") if name.strip())
-        return cls(found["script"], found["title"], rows, found["old"])
+        return cls(found["script"], found["title"], rows)
 
 
 class FigureError(ValueError):
@@ -120,8 +116,6 @@ def shown(marker: Marker, figures: Path) -> Iterator[str]:
     yield table(report)
     yield ""
     yield notes(report)
-    if marker.old is not None:
-        yield f"This table is old: {marker.old}."
 
 
 def report_of(marker: Marker, figures: Path) -> Report:
@@ -133,18 +127,18 @@ def report_of(marker: Marker, figures: Path) -> Report:
 
 
 def too_old(markers: Sequence[Marker], figures: Path) -> Iterator[str]:
-    """Yield a line for each table that is too old without a reason."""
+    """Yield a line for each table that is too old."""
     for marker in markers:
         commit = str(report_of(marker, figures)["commit"]).rstrip("+")
-        behind = commits_since(commit)
-        if marker.old is None and (behind is None or behind > MOST_COMMITS):
-            age = "an unknown commit" if behind is None else f"{behind} commits back"
-            yield f"{marker.script}: {marker.title}: {commit} is {age}; measure again, or say why: old: REASON"
+        later = commits_since(commit)
+        if later is None or later > MOST_COMMITS:
+            age = "is an unknown commit" if later is None else f"was followed by {later} commits that changed megazero"
+            yield f"{marker.script}: {marker.title}: {commit} {age}; measure the table again or delete it"
 
 
 def commits_since(commit: str) -> int | None:
-    """Return the number of commits after a commit; None if the commit is unknown."""
-    line = ["git", "rev-list", "--count", f"{commit}..HEAD"]
+    """Return how many commits after a commit changed what the tables measure; None if the commit is unknown."""
+    line = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED]
     found = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     return int(found.stdout) if found.returncode == 0 else None
 

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from megazero.config.schema import Config
-from scripts.bench.ours import BETAS, CLIP, CPU, DECAY, EPS, LR, initial_weights, meet, random_batches
+from scripts.bench.ours import BETAS, CLIP, DECAY, EPS, LR, initial_weights, meet, random_batches
 from scripts.bench.plain_gpt import Block, PlainGPT
 
 Step = Callable[[], float]
@@ -132,12 +131,12 @@ def plain_rank(work: Work, rank: int, size: int, store: str) -> Step:
     return torch_step(model, optimizer, work, rank, clip_of(model))
 
 
-def ddp_rank(work: Work, static_graph: bool, rank: int, size: int, store: str) -> Step:
+def ddp_rank(work: Work, rank: int, size: int, store: str) -> Step:
     """Return a step of DDP."""
     meet(rank, size, store)
     model = work.make()
     optimizer = torch.optim.AdamW(groups(model.named_parameters(), decaying(work, model)), **ADAM)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=static_graph)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     return torch_step(wrapped, optimizer, work, rank, clip_of(model), wrapped.no_sync)
 
 
@@ -149,23 +148,6 @@ def zero_redundancy_rank(work: Work, rank: int, size: int, store: str) -> Step:
     parameters = groups(model.named_parameters(), decaying(work, model))
     optimizer = ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, **ADAM)
     return torch_step(wrapped, optimizer, work, rank, clip_of(model), wrapped.no_sync)
-
-
-def fsdp1_rank(work: Work, strategy: str, rank: int, size: int, store: str) -> Step:
-    """Return a step of FSDP1 with a `ShardingStrategy`, given by name."""
-    meet(rank, size, store)
-    model = work.make()
-    decays = decaying(work, model)
-    wrapped = FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy(set(work.blocks)),
-        sharding_strategy=ShardingStrategy[strategy],
-        use_orig_params=True,
-        device_id=CPU,
-    )
-    clean = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in wrapped.named_parameters()]
-    optimizer = torch.optim.AdamW(groups(clean, decays), **ADAM)
-    return torch_step(wrapped, optimizer, work, rank, lambda: wrapped.clip_grad_norm_(CLIP), wrapped.no_sync)
 
 
 def fsdp2_rank(work: Work, reshard: bool, rank: int, size: int, store: str) -> Step:

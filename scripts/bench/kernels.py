@@ -38,15 +38,14 @@ def main() -> int:
 
 
 def groups_of(only: list[str]) -> Iterator[Group]:
-    """Yield the group of AdamW, then one group of other operations per dtype and size."""
+    """Yield the group of AdamW, then one group of other operations per dtype."""
     systems = [System("limit", limit, has_loss=False)]
     for name in GRADIENTS:
         systems.append(System(f"ours, {name} gradients", ours, (name,), has_loss=False))
         systems.append(System(f"torch, {name} gradients", torch_route, (name,), has_loss=False))
     yield Group("AdamW", chosen(systems, only))
-    for mebibytes in operations.MEBIBYTES:
-        for dtype in operations.DTYPES:
-            yield operations.group_of(dtype, mebibytes)
+    for dtype in operations.DTYPES:
+        yield operations.group_of(dtype)
 
 
 def limit() -> Call:

@@ -13,9 +13,8 @@
 The model has 8 blocks of hidden size 512 with 8 heads, vocabulary 8,192 (untied), sequences of 256 tokens, micro-batch
 4, fp32, no dropout; every process has one thread.
 
-Transport: `tp=2, ours, ...` uses memory that the ranks of a host share; `-sockets` uses gloo's sockets over the
-loopback, as the peers do; `-reference` is like the first, with the operations' specification in plain torch instead of
-our kernels.
+Ours uses memory that the ranks of a host share, and the peers gloo's sockets over the loopback; tensor.py compares
+both.
 """
 
 import argparse
@@ -26,14 +25,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
-import torch
-
 from megazero.comm.grid import Grid, single
 from megazero.comm.host import Host
 from megazero.config.schema import Batch, Config, Memory, Model, Offload, Parallel, Zero, resolved
-from megazero.kernels.select import choose
 from scripts.bench.harness import Group, add_options, chosen, run
-from scripts.bench.ours import CPU, SEQ_LEN, SOCKETS, VARIANTS, VOCAB, engine_step, grid_of
+from scripts.bench.ours import CPU, SEQ_LEN, SHARED, SOCKETS, VOCAB, engine_step, grid_of
 from scripts.bench.processes import Call, System
 from scripts.bench.recomputing_peers import plain_step, spread_step
 
@@ -65,24 +61,15 @@ def groups_of(only: list[str]) -> Iterator[Group]:
     ]
     systems += [System(f"ours, {mode}", our_step, (mode,)) for mode in IN_ONE]
     yield Group("one process", chosen(systems, only))
-    ours = {
-        suffix: [
-            System(f"tp=2, ours, {mode}{suffix}", our_rank, (mode, kernels, transport), ranks=2, transport=transport)
-            for mode in (("none", "full", "Pa") if suffix else MODES)
-        ]
-        for suffix, kernels, transport in VARIANTS
-    }
-    reference = ours[""][0]
-    yield Group("tp=2", chosen(ours[""], only))
-    others = [system for suffix, systems in ours.items() if suffix for system in systems]
-    yield Group("tp=2, through sockets, and with reference kernels", chosen([reference, *others], only))
+    ours = [System(f"tp=2, ours, {mode}", our_rank, (mode,), ranks=2, transport=SHARED) for mode in MODES]
+    yield Group("tp=2", chosen(ours, only))
     here = importlib.util.find_spec("deepspeed") is not None
     peers = [again for again in PEERS if here or not again.startswith("deepspeed")]
     spread = [
         System(f"tp=2, DTensor, {again}", spread_step, (plain, again), ranks=2, transport=SOCKETS) for again in peers
     ]
     absent = {again: "not installed" for again in PEERS if again not in peers}
-    yield Group("tp=2, beside DTensor", chosen([reference, *spread], only), absent=absent)
+    yield Group("tp=2 and DTensor", chosen([ours[0], *spread], only), absent=absent)
 
 
 def config_of(mode: str, tensor: int = 1) -> Config:
@@ -101,17 +88,17 @@ def config_of(mode: str, tensor: int = 1) -> Config:
 
 def our_step(mode: str) -> Call:
     """Return a step of the engine in one process."""
-    return _step(mode, "auto", single())
+    return _step(mode, single())
 
 
-def our_rank(mode: str, kernels: str, transport: str, rank: int, size: int, store: str) -> Call:
+def our_rank(mode: str, rank: int, size: int, store: str) -> Call:
     """Return a step of the engine on one of `size` tensor ranks."""
-    return _step(mode, kernels, grid_of(rank, size, store, tensor=size, transport=transport))
+    return _step(mode, grid_of(rank, size, store, tensor=size))
 
 
-def _step(mode: str, kernels: str, grid: Grid) -> Call:
+def _step(mode: str, grid: Grid) -> Call:
     config = config_of(mode, grid["tensor"].size)
-    return engine_step(config, grid, choose(kernels, CPU, torch.float32), host=Host(CPU, grid.comm.ledger, apart=True))
+    return engine_step(config, grid, host=Host(CPU, grid.comm.ledger, apart=True))
 
 
 if __name__ == "__main__":

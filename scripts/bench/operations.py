@@ -1,29 +1,27 @@
 """Compare each fused CPU operation with the memory bandwidth, its specification and torch's own function.
 
-One process, one thread. Tensors have 24 MiB, so that two of them do not fit into a cache, or 2 MiB, which do, like the
-residual stream of a small model. Four calls are timed for each operation: *limit*, a pass y = x + 1 over the
-operation's minimum bytes (half read, half written to memory that is already mapped); ours; the specification in plain
-torch; and torch's own function if there is one (`F.layer_norm`). An operation that reads more than it writes can be
-faster than its limit. Each row tells whose operation `precision.kernels=auto` selects; where it selects ours, a ratio
-above 1 is a reason to select the other one.
+One process, one thread. Tensors have 24 MiB, so that two of them do not fit into a cache. Four calls are timed for each
+operation: *limit*, a pass y = x + 1 over the operation's minimum bytes (half read, half written to memory that is
+already mapped); ours; the specification in plain torch; and torch's own function if there is one (`F.layer_norm`). An
+operation that reads more than it writes can be faster than its limit. Each row says whose operation
+`precision.kernels=auto` selects; where it selects ours, a ratio above 1 is a reason to select the other one.
 """
 
 import ctypes
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.base.quantized import quantized_bytes
 from megazero.kernels import cpu, reference, schema
 from megazero.kernels.select import choose
 from scripts.bench.harness import Group, Pair
 from scripts.bench.processes import Call, System
 
 HIDDEN, VOCAB, KEY, DROP = 1536, 32768, 0x9E3779B9, 0.1
-MEBIBYTES = (24, 2)
+MEBIBYTES = 24
 SEQUENCE, BATCH, HEAD = 512, 2, 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
@@ -31,22 +29,12 @@ LIMIT, SPECIFIED, TORCH = "limit of ", "specification of ", "torch's "
 
 Work = Callable[[], object]
 Case = tuple[str, float, Work, Work, Work | None]  # name, minimum bytes, ours, the specification, torch's
-Kind = Callable[[torch.dtype, int], Iterator[Case]]
 
 
-def group_of(dtype: str, mebibytes: int) -> Group:
+def group_of(dtype: str, mebibytes: int = MEBIBYTES) -> Group:
     """Return the group of all operations in one dtype on tensors of one size."""
-    return _group(f"operations, {dtype}, {mebibytes} MiB", dtype, mebibytes, (_rows_of, _rotary_and_loss))
-
-
-def quantised_group(dtype: str, mebibytes: int, threads: int) -> Group:
-    """Return the group of the operations that quantise and dequantise values of one dtype."""
-    title = f"quantised values, {dtype}, {mebibytes} MiB, {threads} threads"
-    return _group(title, dtype, mebibytes, (_quantised,), threads)
-
-
-def _group(title: str, dtype: str, mebibytes: int, kinds: Sequence[Kind], threads: int = 1) -> Group:
-    system = System(title, calls_of, (dtype, mebibytes, kinds), threads, has_loss=False)
+    title = f"operations, {dtype}, {mebibytes} MiB"
+    system = System(title, calls_of, (dtype, mebibytes), has_loss=False)
     return Group(title, [system], pairs=partial(pairs_of, dtype), again=False)
 
 
@@ -67,13 +55,13 @@ def _whose(operation: object) -> str:
     return "ours" if isinstance(operation, torch._ops.OpOverloadPacket) else "torch's"
 
 
-def calls_of(dtype: str, mebibytes: int, kinds: Sequence[Kind]) -> dict[str, Call]:
+def calls_of(dtype: str, mebibytes: int) -> dict[str, Call]:
     """Return the calls that are timed, by name."""
     cpu.load()
     _keep_freed_memory()
     calls: dict[str, Call] = {}
     sizes = DTYPES[dtype], mebibytes << 20
-    for name, size, ours, specified, eager in (case for kind in kinds for case in kind(*sizes)):
+    for name, size, ours, specified, eager in (*_rows_of(*sizes), *_rotary_and_loss(*sizes)):
         x, y = torch.ones(int(size) // 8), torch.ones(int(size) // 8)
         calls[LIMIT + name] = _silent(lambda x=x, y=y: torch.add(x, 1.0, out=y))
         calls[name], calls[SPECIFIED + name] = _silent(ours), _silent(specified)
@@ -97,9 +85,9 @@ def _keep_freed_memory() -> None:
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def _case(name: str, size: float, *arguments: object, eager: Work | None = None, form: str = "") -> Case:
+def _case(name: str, size: float, *arguments: object, eager: Work | None = None) -> Case:
     ours, plain = getattr(getattr(torch.ops, schema.NAMESPACE), name), getattr(reference, name)
-    return name + form, size, lambda: ours(*arguments), lambda: plain(*arguments), eager
+    return name, size, lambda: ours(*arguments), lambda: plain(*arguments), eager
 
 
 def _rows_of(dtype: torch.dtype, size: int) -> Iterator[Case]:
@@ -136,18 +124,6 @@ def _rows_of(dtype: torch.dtype, size: int) -> Iterator[Case]:
     yield _case("accumulate_", one + 8 * n * d, wide, flat)
     converted = torch.empty_like(flat, dtype=torch.bfloat16 if item == 4 else torch.float32)
     yield _case("cast_", 6 * n * d, converted, flat)
-
-
-def _quantised(dtype: torch.dtype, size: int) -> Iterator[Case]:
-    """Yield the cases of quantised messages between ranks (`zero.quantize`)."""
-    flat = _draw(dtype, size // dtype.itemsize, seed=0)
-    into = torch.zeros_like(flat)
-    for bits in (8, 4):
-        codes = torch.zeros(quantized_bytes(len(flat), bits), dtype=torch.uint8)
-        moved, form = flat.nbytes + len(codes), f" {bits} bits"
-        yield _case("quantize_", moved, codes, flat, bits, form=f" to{form}")
-        yield _case("dequantize_", moved, into, codes, bits, False, form=f" of{form}")
-        yield _case("dequantize_", moved + into.nbytes, into, codes, bits, True, form=f" of{form}, added")
 
 
 def _rotary_and_loss(dtype: torch.dtype, size: int) -> Iterator[Case]:

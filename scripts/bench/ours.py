@@ -18,7 +18,7 @@ from megazero.comm.host import Host
 from megazero.comm.status_board import StatusBoard
 from megazero.config.schema import Config, Optimizer
 from megazero.data.batch import MicroBatch
-from megazero.kernels.operations import Operations
+from megazero.kernels.select import choose
 from megazero.launcher.environment import RankContext, stay_on
 from megazero.launcher.rendezvous import connect
 from megazero.launcher.world import World
@@ -27,8 +27,7 @@ from megazero.model.parameter import declarations_by_name
 CPU = torch.device("cpu")
 VOCAB, SEQ_LEN = 8192, 256
 SHARED, SOCKETS = "shared memory", "sockets"  # how bytes go from rank to rank
-# Suffixes of names of our systems, their kernels and their transport; zero.py explains them.
-VARIANTS = (("", "auto", SHARED), ("-sockets", "auto", SOCKETS), ("-reference", "reference", SHARED))
+TRANSPORTS = {"": SHARED, "-sockets": SOCKETS}  # by the suffix of the names of our systems
 LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 ADAM: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
 
@@ -52,9 +51,9 @@ def grid_of(rank: int, size: int, store: str, tensor: int = 1, pipeline: int = 1
     return make_grid(tensor=tensor, pipeline=pipeline, comm=comm, device_type="cpu")
 
 
-def feeder(config: Config, grid: Grid, device: torch.device = CPU) -> Callable[[int], StageInputs]:
+def feeder(config: Config, grid: Grid) -> Callable[[int], StageInputs]:
     """Return a function step -> this rank's next micro-batch."""
-    feed_of = feeds_of(grid["tensor"], device, config.parallel.sequence)
+    feed_of = feeds_of(grid["tensor"], CPU, config.parallel.sequence)
     micro = config.batch.rows
     batches = random_batches(micro, grid["data"].rank, config.model.vocab, config.model.seq_len)
 
@@ -66,12 +65,11 @@ def feeder(config: Config, grid: Grid, device: torch.device = CPU) -> Callable[[
     return feed
 
 
-def engine_step(
-    config: Config, grid: Grid, ops: Operations, device: torch.device = CPU, host: Host | None = None
-) -> Callable[[], float]:
+def engine_step(config: Config, grid: Grid, kernels: str = "auto", host: Host | None = None) -> Callable[[], float]:
     """Return one training step of the engine on one rank of a grid; it returns the step's loss."""
-    built = build(config.model_copy(update={"optimizer": Optimizer(**ADAM, clip=CLIP)}), grid, device, ops, host)
-    feed = feeder(config, grid, device)
+    ops = choose(kernels, CPU, torch.float32)
+    built = build(config.model_copy(update={"optimizer": Optimizer(**ADAM, clip=CLIP)}), grid, CPU, ops, host)
+    feed = feeder(config, grid)
     micro_batches = config.batch.global_ // (config.batch.rows * grid["data"].size)
     steps = iter(range(1 << 30))
 

@@ -12,19 +12,17 @@ perfect division of the work. The bound of a schedule is the simulator's time, f
 of both parts of its backward, and of the update, measured in the same run. It is multiplied by the slowdown of two
 processes that each do the reference's step at the same time on this machine ("two at once", half its ratio).
 
-Transport: `ours-SCHEDULE` uses memory that the ranks of a host share, as no peer does; `ours-SCHEDULE-sockets` uses
-gloo's sockets over the loopback, as torch does; `ours-SCHEDULE-reference` is like the first, with the operations'
-specification in plain torch instead of our kernels.
+Ours uses memory that the ranks of a host share, and torch gloo's sockets over the loopback; zero.py and tensor.py
+compare both.
 
-fp32, no dropout, AdamW, clip 1.0. All start from the same weights and see the same tokens. Systems run in two groups,
-because not all fit into memory together; each has its own reference.
+fp32, no dropout, AdamW, clip 1.0. All start from the same weights and see the same tokens.
 """
 
 import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
@@ -48,8 +46,8 @@ from scripts.bench.ours import (
     CPU,
     LR,
     SEQ_LEN,
+    SHARED,
     SOCKETS,
-    VARIANTS,
     VOCAB,
     engine_step,
     feeder,
@@ -72,37 +70,24 @@ def main() -> int:
     add_before(parser)
     add_options(parser)
     options = parser.parse_args()
-    return run(groups_of(options.only, options.before), options)
+    return run([group_of(options.only, options.before)], options)
 
 
-def groups_of(only: list[str], before: str | None) -> Iterator[Group]:
-    """Yield two groups: our systems through shared memory and torch's; then our other variants."""
-    reference, *systems = chosen(systems_of(None), only)
-    first, ideal = [one for one in systems if one.transport != SOCKETS or one.name.startswith("torch")], bounds()
-    first = [one for one in first if not one.name.endswith("-reference")]
-    rest = [one for one in systems if one not in first]
-    cuts = [cut for cut in (first, rest) if cut]
-    for number, cut in enumerate(cuts, 1):
-        here = with_before([reference, TWO, *cut], before, "pipeline", (None,))
-        title = f"{MICRO_BATCHES} micro-batches over {RANKS} ranks ({number} of {len(cuts)})"
-        yield Group(title, here, divide_by=RANKS, pairs=pairs_of, bounds=ideal, scale_bounds_by=TWO.name)
+def group_of(only: list[str], before: str | None) -> Group:
+    """Return the group of all systems."""
+    reference, *systems = with_before(chosen(systems_of(), only), before, "pipeline", ())
+    title = f"{MICRO_BATCHES} micro-batches over {RANKS} ranks"
+    here = [reference, TWO, *systems]
+    return Group(title, here, divide_by=RANKS, pairs=pairs_of, bounds=bounds(), scale_bounds_by=TWO.name)
 
 
-def systems_of(only: str | None) -> list[System]:
-    """Return all systems, the reference first.
-
-    Args:
-        only: "ours" or "peers"; None: all.
-    """
+def systems_of() -> list[System]:
+    """Return all systems, the reference first."""
     systems = [System("ours, one process", our_step)]
-    if only != "peers":
-        for suffix, kernels, transport in VARIANTS:
-            for name, chunks in OURS.items():
-                told = (name, chunks, kernels, transport)
-                systems.append(System(f"ours-{name}{suffix}", our_rank, told, ranks=RANKS, transport=transport))
-    if only != "ours":
-        for name, of in PEERS.items():
-            systems.append(System(f"torch-{name}", torch_rank, (name, of), ranks=RANKS, transport=SOCKETS))
+    for name, chunks in OURS.items():
+        systems.append(System(f"ours-{name}", our_rank, (name, chunks), ranks=RANKS, transport=SHARED))
+    for name, of in PEERS.items():
+        systems.append(System(f"torch-{name}", torch_rank, (name, of), ranks=RANKS, transport=SOCKETS))
     return systems
 
 
@@ -120,7 +105,7 @@ def config_of(pipeline: int = 1, schedule: str = "1f1b", chunks: int = 1) -> Con
 
 def our_step() -> Call:
     """Return a training step of the engine in one process."""
-    return engine_step(config_of(), single(), choose("auto", CPU, torch.float32))
+    return engine_step(config_of(), single())
 
 
 def one_of_two(rank: int, size: int, store: str) -> Call:
@@ -131,10 +116,10 @@ def one_of_two(rank: int, size: int, store: str) -> Call:
 TWO = System("two at once, each for itself", one_of_two, ranks=RANKS, has_loss=False)
 
 
-def our_rank(schedule: str, chunks: int, kernels: str, transport: str, rank: int, size: int, store: str) -> Call:
+def our_rank(schedule: str, chunks: int, rank: int, size: int, store: str) -> Call:
     """Return a training step of the engine on one of `size` pipeline ranks."""
-    grid = grid_of(rank, size, store, pipeline=size, transport=transport)
-    return engine_step(config_of(size, schedule, chunks), grid, choose(kernels, CPU, torch.float32))
+    grid = grid_of(rank, size, store, pipeline=size)
+    return engine_step(config_of(size, schedule, chunks), grid)
 
 
 def torch_rank(name: str, schedule: str, rank: int, size: int, store: str) -> Call:

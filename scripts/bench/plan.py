@@ -23,13 +23,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
-import torch
 
 from megazero.builders.job import job_of
 from megazero.comm.grid import Grid, single
 from megazero.config.file import load
 from megazero.config.schema import Config
-from megazero.kernels.select import choose
 from megazero.observe.allocations import Allocations
 from megazero.plan.job import Job
 from megazero.plan.machines import Link, Machine
@@ -38,7 +36,7 @@ from megazero.plan.time import step_time
 from megazero.tools.planning.machine_file import machine_of
 from scripts.bench import figures
 from scripts.bench.harness import cpu_times, foreign_share
-from scripts.bench.ours import CPU, engine_step, grid_of
+from scripts.bench.ours import engine_step, grid_of
 from scripts.bench.processes import Call, System, running
 
 WARM_UP, STEPS = 2, 9
@@ -233,7 +231,7 @@ def calls_of(name: str, rank: int, size: int, store: str) -> Mapping[str, Call]:
     config = layout.config()
     axes = config.parallel
     grid = single() if size == 1 else grid_of(rank, size, store, axes.tensor, axes.pipeline)
-    step = engine_step(config, grid, choose("auto", CPU, torch.float32))
+    step = engine_step(config, grid)
 
     def timed() -> float:
         began = time.perf_counter()

@@ -18,15 +18,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
-import torch
 from torch import nn
 
 from megazero.comm.grid import single
 from megazero.config.schema import Batch, Config, Model, resolved
-from megazero.kernels.select import choose
 from scripts.bench import data_parallel as peers
 from scripts.bench.harness import Group, add_options, chosen, run
-from scripts.bench.ours import CPU, SEQ_LEN, VOCAB, engine_step
+from scripts.bench.ours import SEQ_LEN, VOCAB, engine_step
 from scripts.bench.processes import Call, System
 
 SIZES = {"small": (8, 512, 8, 2), "wide": (9, 1024, 16, 1)}  # layers, hidden, heads, micro-batch
@@ -62,7 +60,7 @@ def config_of(model: str) -> Config:
 
 def our_step(model: str, kernels: str) -> Call:
     """Return a training step of the engine."""
-    return engine_step(config_of(model), single(), choose(kernels, CPU, torch.float32))
+    return engine_step(config_of(model), single(), kernels)
 
 
 def plain_step(model: str, compiled: bool) -> Call:

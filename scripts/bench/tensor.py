@@ -11,10 +11,9 @@ Every process has one thread, so two ranks have twice the cores of one process. 
 process, and ratios are to half its time: 1.00 is a perfect division of the work, 2.00 the reference itself.
 
 Transport: `ours-tp2` uses memory that the ranks of a host share, as no peer does; `ours-tp2-sockets` uses gloo's
-sockets over the loopback, as DTensor does; `ours-tp2-reference` is like the first, with the operations' specification
-in plain torch instead of our kernels; `ours-tp2-chunks` is like the first, with the sums and gathers of forward in two
-chunks (`parallel.tensor_chunks`). *no exchange* is `ours-tp2` with collectives that end at once: its excess over 1.00
-is not a cost of the transport. Its losses are meaningless.
+sockets over the loopback, as DTensor does; `ours-tp2-chunks` is like the first, with the sums and gathers of forward in
+two chunks (`parallel.tensor_chunks`). *no exchange* is `ours-tp2` with collectives that end at once: its excess over
+1.00 is not a cost of the transport. Its losses are meaningless.
 
 fp32, no dropout, AdamW, clip 1.0. All start from the same weights and see the same tokens.
 """
@@ -26,7 +25,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,11 +33,10 @@ from megazero.comm.fake_group import FakeProcessGroup, alone
 from megazero.comm.grid import single
 from megazero.comm.ledger import Ledger
 from megazero.config.schema import Batch, Config, Model, Parallel, resolved
-from megazero.kernels.select import choose
 from scripts.bench import recomputing_peers
 from scripts.bench.harness import Group, add_options, chosen, run
 from scripts.bench.other_tree import add_before, pairs_of, with_before
-from scripts.bench.ours import CPU, SEQ_LEN, SHARED, SOCKETS, VARIANTS, VOCAB, engine_step, grid_of
+from scripts.bench.ours import SEQ_LEN, SHARED, SOCKETS, TRANSPORTS, VOCAB, engine_step, grid_of
 from scripts.bench.processes import Call, System
 
 SIZES = {"small": (8, 512, 8, 4), "wide": (9, 1024, 16, 2)}  # layers, hidden, heads, micro-batch
@@ -68,13 +65,13 @@ def systems_of(model: str) -> list[System]:
         System(f"plain torch, one process, {model}", plain_step, (model,)),
     ]
     sequences = (("", False), ("-sequence", True))
-    for suffix, kernels, transport in VARIANTS:
+    for suffix, transport in TRANSPORTS.items():
         for of, sequence in sequences:
-            told = (model, sequence, kernels, transport, 1)
+            told = (model, sequence, transport, 1)
             name = f"ours-tp{RANKS}{of}{suffix}, {model}"
             systems.append(System(name, our_rank, told, ranks=RANKS, transport=transport))
     for of, sequence in sequences:
-        told = (model, sequence, "auto", SHARED, 2)
+        told = (model, sequence, SHARED, 2)
         systems.append(System(f"ours-tp{RANKS}{of}-chunks, {model}", our_rank, told, ranks=RANKS, transport=SHARED))
     systems.append(System(f"tp{RANKS}, no exchange, {model}", lone_rank, (model,), ranks=RANKS, has_loss=False))
     for of, sequence in sequences:
@@ -94,15 +91,13 @@ def config_of(model: str, tensor: int = 1, sequence: bool = False, chunks: int =
 
 def our_step(model: str) -> Call:
     """Return a training step of the engine in one process."""
-    return engine_step(config_of(model), single(), choose("auto", CPU, torch.float32))
+    return engine_step(config_of(model), single())
 
 
-def our_rank(
-    model: str, sequence: bool, kernels: str, transport: str, chunks: int, rank: int, size: int, store: str
-) -> Call:
+def our_rank(model: str, sequence: bool, transport: str, chunks: int, rank: int, size: int, store: str) -> Call:
     """Return a training step of the engine on one of `size` tensor ranks."""
     grid = grid_of(rank, size, store, tensor=size, transport=transport)
-    return engine_step(config_of(model, size, sequence, chunks), grid, choose(kernels, CPU, torch.float32))
+    return engine_step(config_of(model, size, sequence, chunks), grid)
 
 
 class Zeros(FakeProcessGroup):
@@ -121,7 +116,7 @@ def lone_rank(model: str, rank: int, size: int, store: str) -> Call:
     """Return a step of rank 0 of `size` without communication: it uses its own part instead of each sum."""
     grid = alone(0, size, tensor=size, pipeline=1, backend="nccl", bucket=BUCKET, ledger=Ledger())
     grid = grid.with_groups({axis.name: Zeros(axis.rank, axis.size) for axis in grid.values()})
-    return engine_step(config_of(model, size), grid, choose("auto", CPU, torch.float32))
+    return engine_step(config_of(model, size), grid)
 
 
 def plain_step(model: str) -> Call:

@@ -12,43 +12,27 @@ all of its own model. It is not a lower bound: a stage that shards the update do
 with our engine, which separates the cost of a stage from the speed of the model.
 
 Transport: `ours-stageN` uses memory that the ranks of a host share, as no peer does; `ours-stageN-sockets` uses gloo's
-sockets over the loopback, as all peers do; `ours-stageN-reference` is like the first, with the operations'
-specification in plain torch instead of our kernels.
+sockets over the loopback, as all peers do.
 
 Systems run in groups, because not all fit into memory together; each group has its own reference. All systems that
 communicate start from the same weights and see the same tokens; their losses are compared over all groups.
-
-    python scripts/bench/zero.py --gpu [--json]
-
-The engine alone on one GPU, one rank: a GPT of 1.3B parameters (24 layers, hidden 2,048, sequence 2,048) in bf16 with
-fp32 masters, micro-batch 4: tokens/s, MFU, peak bytes.
 """
 
 import argparse
 import importlib.util
-import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
-import torch
-
-from megazero.builders.pipeline import model_shape
 from megazero.comm.grid import single
-from megazero.config.schema import Batch, Config, Model, Precision, Zero, resolved
-from megazero.kernels.select import choose
-from megazero.plan.hardware import peak_flops
-from megazero.plan.layers import flops_per_token
+from megazero.config.schema import Batch, Config, Model, Zero, resolved
 from scripts.bench import data_parallel as peers
-from scripts.bench.figures import versions
-from scripts.bench.harness import WARM_UP, Group, add_options, chosen, run
+from scripts.bench.harness import Group, add_options, chosen, run
 from scripts.bench.other_tree import add_before, pairs_of, with_before
-from scripts.bench.ours import CPU, SEQ_LEN, SOCKETS, VARIANTS, VOCAB, engine_step, grid_of
+from scripts.bench.ours import SEQ_LEN, SOCKETS, TRANSPORTS, VOCAB, engine_step, grid_of
 from scripts.bench.processes import Call, System
 
 Stage = Literal[0, 1, 2, 3]
@@ -64,15 +48,8 @@ def main() -> int:
     parser.add_argument("--model", choices=SIZES, nargs="+", default=["small"])
     parser.add_argument("--accumulation", type=int, default=1)
     add_before(parser)
-    parser.add_argument("--gpu", action="store_true", help="the engine alone, 1.3B parameters in bf16")
     add_options(parser)
     options = parser.parse_args()
-    if options.gpu:
-        if not torch.cuda.is_available():
-            parser.error("--gpu: torch sees no GPU")
-        found = on_gpu()
-        print(json.dumps(found, indent=1) if options.json else "\n".join(f"{k:<18} {v}" for k, v in found.items()))
-        return 0
     groups = (
         group
         for model in options.model
@@ -117,20 +94,14 @@ def missing(name: str) -> str | None:
 def systems_of(model: str, accumulation: int) -> list[System]:
     """Return all systems but the reference."""
     config = config_of(model, 1, accumulation)
-    alone = {"ours, no exchange": "auto", "ours, no exchange, reference kernels": "reference"}
-    systems = [
-        System(name, alone_rank, (config, kernels), ranks=RANKS, has_loss=False) for name, kernels in alone.items()
-    ]
-    for suffix, kernels, transport in VARIANTS:
+    systems = [System("ours, no exchange", alone_rank, (config,), ranks=RANKS, has_loss=False)]
+    for suffix, transport in TRANSPORTS.items():
         for stage in STAGES:
-            told = (config_of(model, stage, accumulation), kernels, transport)
+            told = (config_of(model, stage, accumulation), transport)
             systems.append(System(f"ours-stage{stage}{suffix}", our_rank, told, ranks=RANKS, transport=transport))
     rest: Sequence[tuple[str, Callable, tuple]] = [
-        ("ddp", peers.ddp_rank, (False,)),
-        ("ddp-static-graph", peers.ddp_rank, (True,)),
+        ("ddp", peers.ddp_rank, ()),
         ("zero-redundancy-optimizer", peers.zero_redundancy_rank, ()),
-        ("fsdp1-grad-op", peers.fsdp1_rank, ("SHARD_GRAD_OP",)),
-        ("fsdp1-full-shard", peers.fsdp1_rank, ("FULL_SHARD",)),
         ("fsdp2-no-reshard", peers.fsdp2_rank, (False,)),
         ("fsdp2-reshard", peers.fsdp2_rank, (True,)),
         *((f"deepspeed-stage{stage}", peers.deepspeed_rank, (stage,)) for stage in (1, 2, 3)),
@@ -148,43 +119,15 @@ def config_of(model: str, stage: Stage, accumulation: int) -> Config:
     return resolved(Config(model=shape, batch=batch, zero=Zero(stage=stage)))
 
 
-def our_rank(config: Config, kernels: str, transport: str, rank: int, size: int, store: str) -> Call:
+def our_rank(config: Config, transport: str, rank: int, size: int, store: str) -> Call:
     """Return a training step of the engine on one of `size` ranks."""
-    return engine_step(config, grid_of(rank, size, store, transport=transport), choose(kernels, CPU, torch.float32))
+    return engine_step(config, grid_of(rank, size, store, transport=transport))
 
 
-def alone_rank(config: Config, kernels: str, rank: int, size: int, store: str) -> Call:
+def alone_rank(config: Config, rank: int, size: int, store: str) -> Call:
     """Return a training step of one rank's share of the batch, without the other ranks."""
     own = config.batch.model_copy(update={"global_": config.batch.global_ // size})
-    return engine_step(config.model_copy(update={"batch": own}), single(), choose(kernels, CPU, torch.float32))
-
-
-def on_gpu() -> dict[str, object]:
-    """Measure speed and memory of the engine on this machine's first GPU."""
-    device = torch.device("cuda", 0)
-    shape = Model(layers=24, hidden=2048, heads=16, vocab=50304, seq_len=2048)
-    batch = Batch(**{"global": 4, "micro": 4})
-    config = resolved(Config(model=shape, batch=batch, precision=Precision(dtype="bf16")))
-    step = engine_step(config, single(), choose("auto", device, torch.bfloat16), device)
-    for _ in range(WARM_UP):
-        step()
-    seconds = []
-    for _ in range(10):
-        began = time.perf_counter()
-        step()  # reads its loss, so the device has finished
-        seconds.append(time.perf_counter() - began)
-    rate = config.batch.global_ * shape.seq_len / statistics.median(seconds)
-    name = torch.cuda.get_device_name(device)
-    peak = peak_flops(name, "bf16")
-    return {
-        "machine": name,
-        "versions": versions(),
-        "step_s": statistics.median(seconds),
-        "tokens_per_second": rate,
-        "mfu": None if peak is None else rate * flops_per_token(model_shape(config)) / peak,
-        "peak_bytes": torch.cuda.max_memory_allocated(device),
-        "reserved_bytes": torch.cuda.max_memory_reserved(device),
-    }
+    return engine_step(config.model_copy(update={"batch": own}), single())
 
 
 if __name__ == "__main__":

@@ -49,12 +49,9 @@ def test_rows_of_operations_say_whose_a_run_takes():
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-def test_every_operation_is_timed_in_every_size(monkeypatch: pytest.MonkeyPatch):
+def test_every_operation_is_timed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(operations, "_keep_freed_memory", lambda: None)
-    pairs = 0
-    for group in (operations.group_of("bf16", 1), operations.quantised_group("bf16", 1, 2)):
-        (system,) = group.systems
-        calls = system.build(*system.arguments)
-        assert isinstance(calls, dict) and {call() for call in calls.values()} == {0.0}
-        pairs += len(operations.pairs_of("bf16", calls))
-    assert pairs > 40
+    (system,) = operations.group_of("bf16", 1).systems
+    calls = system.build(*system.arguments)
+    assert isinstance(calls, dict) and {call() for call in calls.values()} == {0.0}
+    assert len(operations.pairs_of("bf16", calls)) > 40
