@@ -173,7 +173,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_part(path: Path) -> WrittenShard:
-    """Return the content of a rank's part file. Raises OSError if it cannot be read or has other content."""
+    """Return what a rank has reported about its shard. Raises OSError if the file cannot be read or has no report."""
     try:
         return WrittenShard.model_validate(parse_object(read_file(path, _PART_BYTES, follow=False)))
     except ValueError as error:

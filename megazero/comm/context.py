@@ -74,7 +74,9 @@ class CommContext:
 
     @contextmanager
     def calling(self, communicator: str, lane: str, ranks: range, what: str) -> Iterator[None]:
-        """Show the first use of an NCCL communicator, in which the host itself may wait for other ranks.
+        """Show in the status slot, inside the `with`, that this rank uses an NCCL communicator for the first time.
+
+        In such a first use the host itself may wait for other ranks.
 
         Args:
             communicator, what: the names of the communicator and of the operation, for the text.

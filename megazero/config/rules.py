@@ -208,13 +208,13 @@ RELATIONS: tuple[Relation, ...] = (
         "set one of the two to null",
     ),
     Relation(
-        "each of data.sources has its own name",
+        "names of data.sources differ",
         lambda v: not _doubled_sources(v),
         "give each its own name; list a path only once, with the sum of its weights",
         lambda v: f"two are called {', '.join(_doubled_sources(v))}",
     ),
     Relation(
-        "each of data.validation has its own name",
+        "names of data.validation differ",
         lambda v: not _doubled_sets(v),
         "give each its own name (if data.valid is a share, each source is a validation set too)",
         lambda v: f"two are called {', '.join(_doubled_sets(v))}",

@@ -46,7 +46,7 @@ def option(default: T, description: str, *, alias: str | None = None, strict: bo
 
 class Run(Section):
     dir: Text | None = option(None, "Folder of the run; null: runs/<config name>.")
-    steps: Positive = option(1000, "Training steps (batches consumed, skipped or not).")
+    steps: Positive = option(1000, "Training steps. A step whose update is skipped counts too.")
     seed: NonNegative = option(0, "Seed of initial weights, dropout masks and the order of samples.")
     time_limit: Positive | None = option(None, "Seconds after which the run saves and exits with code 75.")
     deterministic: bool = option(False, "Use deterministic GPU operations: slower, but bitwise reproducible.")

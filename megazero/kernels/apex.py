@@ -54,9 +54,9 @@ NORMS: Mapping[str, Callable[..., object]] = MappingProxyType(
 
 
 def lacking() -> list[str]:
-    """Return the missing names of NVIDIA's apex, built with its CUDA extensions; none if it is installed.
+    """Return the modules and functions of NVIDIA's apex that are missing here; an empty list if all are here.
 
-    The names identify it, because the package `apex` on PyPI is another project.
+    All of them are checked, because the package `apex` on PyPI is another project.
     """
     return [name.replace(":", ".") for name in _NAMES if not _is_here(name)]
 

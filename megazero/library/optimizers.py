@@ -158,7 +158,10 @@ class Following:
         return self._of[unit].steps(unit)
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
-        """Update a unit's masters with gradients multiplied by `scale`, and write `unit.resting.updated`."""
+        """Update a unit's masters with gradients times `scale`; write them to `unit.resting.updated`.
+
+        If `skip` is 1, nothing changes. Frozen parameters never change.
+        """
         intervals = unit.layout.intervals
         if frozen := {interval.name for interval in intervals if interval.name in self.frozen}:
             for name in frozen:

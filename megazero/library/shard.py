@@ -166,13 +166,13 @@ def _offload_of(asked: str | Mapping[str, str] | None, device: torch.device, led
 def _require_one_module(parts: Sequence[Part], world: Axis, device: torch.device) -> None:
     """Refuse ranks with different modules. Raises UserError 504, with the first difference."""
     own = ((part.name, m.name, m.parameter) for part in parts for m in part.members)
-    lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad} in {part}" for part, name, p in own]
+    lines = [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} in {part}" for part, name, p in own]
     first, *others = [said.decode() for said in gather_bytes("\n".join(lines).encode(), world, "agree", device)]
     for rank, theirs in enumerate(others, 1):
         if theirs != first:
             pairs = zip_longest(first.split("\n"), theirs.split("\n"), fillvalue="nothing")
             expected, other = next((a, b) for a, b in pairs if a != b)
-            what = f"has another module than rank 0: {other} instead of {expected}"
+            what = f"has another module than rank 0: {other}; rank 0 has {expected}"
             raise UserError(504, what, "build the same module on every rank", rank=rank)
 
 

@@ -206,10 +206,10 @@ class Values:
             part.open.clear()
 
     def require_unchanged(self, lent: Collection[str] = ()) -> None:
-        """Refuse in-place changes of parameters since the last check, for example through a view.
+        """Refuse in-place changes made to parameters since the last check, for example through a view.
 
         Args:
-            lent: the names of parameters that may have been changed.
+            lent: the names of the parameters whose change is allowed.
 
         Raises:
             UserError: 502.

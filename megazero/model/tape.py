@@ -39,7 +39,7 @@ class Operation(Protocol):
 
     @property
     def owners(self) -> Sequence[Owner]:
-        """Return the owners of all parameters, see above."""
+        """Return one {local name: parameter} for each module whose parameters the operation uses."""
         ...
 
 

@@ -65,7 +65,7 @@ class Share:
 
     @property
     def tied(self) -> list[Unit]:
-        """Return the tied unit if another rank has it too, else an empty list."""
+        """Return [the tied unit] if another pipeline rank has it too, else []."""
         both = self.embedding and self.head
         return [unit for unit in self.units if unit.name == "tied" and self.job.pipeline > 1 and not both]
 

@@ -146,14 +146,15 @@ def manifests(store: Store, steps: Sequence[int]) -> Iterator[Manifest]:
 
 
 def owed_row(metrics: Path, found: Manifest | None, *, own: bool, validates: bool) -> dict[str, Any] | None:
-    """Remove the rows after the resumed step from metrics.jsonl, and return that step's row if the file lacks it.
+    """Remove rows of later steps from metrics.jsonl; return the row of the resumed step if it must still be written.
 
-    A job that was killed between the commit of a step and its row has left the row only in the step's manifest. A job
-    that was stopped may have had no time to validate the step: then its row is removed and returned too.
+    There are two such cases. A job was killed after it committed the step and before it wrote the row: then only the
+    manifest has the row. Or a job was stopped before it validated the step: then the row in the file has no validation,
+    so it is removed and returned.
 
     Args:
         found: the manifest of the step to resume from; None: the run begins.
-        own: whether the step is this run's.
+        own: whether the step is this run's; False: the run begins with the weights of another run.
         validates: whether the step is to be validated.
 
     Raises:

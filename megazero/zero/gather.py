@@ -57,7 +57,7 @@ class Gather:
                 unit.parameters.install(whole)
 
     def finish(self) -> None:
-        """Wait for the gathers under way. gloo never delivers a message after one whose receive was dropped."""
+        """Wait for the gathers under way. They must not be dropped: after a dropped receive gloo delivers nothing."""
         self.unshard([*self._coming])
 
     def publish(self, unit: Unit) -> None:

@@ -48,8 +48,8 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         "zero.offload.path=here",
     ),
     "data.train == null with data.sources": (["data.train=a", "data.sources=[{path: a}]"], "data.train=null"),
-    "each of data.sources has its own name": (["data.sources=[{path: a}, {path: b/a}]"], "data.sources=null"),
-    "each of data.validation has its own name": (
+    "names of data.sources differ": (["data.sources=[{path: a}, {path: b/a}]"], "data.sources=null"),
+    "names of data.validation differ": (
         ["data.sources=[{path: a}]", "data.validation=[{path: b/a}]", "data.valid=0.1"],
         "data.valid=null",
     ),

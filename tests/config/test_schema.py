@@ -193,7 +193,7 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
         (SOURCE.format(""), "MZ-105 c.yaml:1: data.sources: Tuple should have at least 1 item"),
         (
             SOURCE.format("{path: x/a}, {path: y/a}"),
-            "MZ-106 c.yaml:1: each of data.sources has its own name is broken: two ",
+            "MZ-106 c.yaml:1: names of data.sources differ is broken: two ",
         ),
         (
             SOURCE.format("{path: a, weight: 1.0000001}, {path: b}"),
@@ -202,7 +202,7 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
         ("data: {train: b, sources: [{path: a}]}", "MZ-106 c.yaml:1: data.train == null with data.sources is broken: "),
         (
             "data: {valid: 0.1, validation: [{path: x/a}, {path: a}]}",
-            "MZ-106 c.yaml:1: each of data.validation has its own name ",
+            "MZ-106 c.yaml:1: names of data.validation differ ",
         ),
         ("stges: []", "MZ-104 c.yaml:1: unknown key stges; did you mean stages?"),
         (

@@ -1,6 +1,5 @@
-"""`doctor --write`, `plan` and real steps agree in 22 layouts: the one check from end to end that needs no GPU."""
+"""`plan` and real steps agree in 22 layouts in bytes; docs/benchmarks.md has the seconds."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -8,8 +7,7 @@ import pytest
 from megazero.plan.machines import MACHINES
 from scripts.bench import plan
 
-MEMORY, TIME = 0.03, 0.15  # by which a plan may be off
-QUIET = 0.05  # of the processors' time, taken by others
+MEMORY = 0.03  # by which a plan may be off
 
 
 def test_layouts_are_planned_as_they_are_trained():
@@ -39,17 +37,3 @@ def test_a_layout_trains_and_tells_who_else_worked(forked: None, monkeypatch: py
 def test_planned_bytes_are_held(layout: plan.Layout):
     _, held, _ = plan.train(layout, steps=1, least=0.0)
     assert layout.planned_bytes() == pytest.approx(held, rel=MEMORY)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)  # each layout trains twice for seconds
-@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="seconds say nothing beside the tests of other workers")
-def test_plans_agree_with_real_steps():
-    """Seconds only where nothing else worked: `pytest tests/scripts/test_bench_plan.py` on a quiet machine."""
-    found = plan.compare(plan.LAYOUTS, plan.STEPS)
-    far = {one.name: f"{one.of_bytes:.3f}" for one in found if abs(one.of_bytes - 1) > MEMORY}
-    assert not far, f"planned bytes of those held: {far}"
-    if (foreign := max(one.foreign for one in found)) > QUIET:
-        pytest.skip(f"memory agrees; seconds say nothing: others took up to {foreign:.0%} of the processors")
-    far = {one.name: f"{one.of_time:.2f}" for one in found if abs(one.of_time - 1) > TIME}
-    assert not far, f"planned seconds of those taken: {far}"

@@ -97,9 +97,10 @@ def read_config(source: Path) -> Model:
 
 
 def generation_of(folder: Path) -> dict[str, bytes]:
-    """Return {file name: content} of transformers' generation config; {}: its config.json says everything.
+    """Return {file name: content} of the generation config of a transformers folder; {} if config.json is enough.
 
-    It is the folder's file, unless that repeats config.json; else made from config.json, if that has several eos ids.
+    The content is the folder's own generation config if it says more than config.json. Otherwise it is made from
+    config.json if that has a list of eos ids.
 
     Raises:
         UserError: 414, a file cannot be read.
