@@ -132,12 +132,12 @@ def _schedule(options: argparse.Namespace) -> int:
     from megazero.config.file import load
     from megazero.plan.schedule_report import as_text, report
     from megazero.schedules.draw import draw
-    from megazero.tools.planning.micro_batch import with_micro
+    from megazero.tools.planning.micro_batch import sized
 
     config = load(options.config, options.overrides)
     check_name(options.draw, "schedule")
     world = options.nproc or config.parallel.tensor * config.parallel.pipeline
-    config = with_micro(config, world)
+    config = sized(config, world)
     check_world(config, world)
     with doing("making the schedule"):
         found, schedule, timeline = report(job_of(config, world))
@@ -160,7 +160,7 @@ def _plan(options: argparse.Namespace) -> int:
     from megazero.run.fitting import check_parts
     from megazero.tools.planning.job import as_json, find, plan, search_as_json
     from megazero.tools.planning.machine_file import machine_of
-    from megazero.tools.planning.micro_batch import with_micro
+    from megazero.tools.planning.micro_batch import sized
     from megazero.tools.planning.report import as_text, search_as_text
 
     config = load(options.config, options.overrides)
@@ -173,7 +173,7 @@ def _plan(options: argparse.Namespace) -> int:
         shown = search_as_json(found, machine)
         show(shown, search_as_text(shown, flatten(config)), as_json=options.json)
         return 0
-    check_parts(Course(with_micro(config, options.gpus, machine)), options.gpus, f"--gpus {options.gpus}")
+    check_parts(Course(sized(config, options.gpus, machine)), options.gpus, f"--gpus {options.gpus}")
     with doing("planning"):
         planned = plan(config, options.gpus, machine, options.tokens, system)
     show(as_json(planned), as_text(planned), as_json=options.json)
@@ -190,9 +190,9 @@ def _simulate(options: argparse.Namespace) -> int:
         from megazero.builders.pipeline import check_world
         from megazero.tools.dry_run.dry_run import simulate
         from megazero.tools.dry_run.report import as_json, as_text
-    from megazero.tools.planning.micro_batch import gpu, with_micro
+    from megazero.tools.planning.micro_batch import gpu, sized
 
-    config = with_micro(config, options.gpus, gpu(80 * 2**30) if options.device == "cuda" else None)
+    config = sized(config, options.gpus, gpu(80 * 2**30) if options.device == "cuda" else None)
     check_world(config, options.gpus, f"--gpus {options.gpus}")
     found = simulate(config, options.rank, options.gpus, options.device)
     told = found, name, options.device

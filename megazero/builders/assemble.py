@@ -78,6 +78,7 @@ def build_model(config: Config, ops: Operations = REFERENCE, tensor: Axis | None
         sequence=config.parallel.sequence,
         ops=ops,
         chunks=config.parallel.tensor_chunks,
+        loss_chunk=config.model.loss_chunk or 0,
     )
 
 
@@ -217,8 +218,8 @@ def _run_of(model: Model, parts: range, last: bool) -> Callable[[Tensor | None, 
     """Return the forward function of a stage: the first takes tokens [S, B], the last returns token losses [S, B]."""
 
     def run(x: Tensor | None, feed: StageInputs) -> Tensor:
-        y = model.forward_layers(parts, feed.tokens_SB if x is None else x, feed.now)
-        return model.score(y, feed.targets_SB, feed.valid_SB) if last else y
+        now = feed.now.scored(feed.targets_SB, feed.valid_SB) if last else feed.now
+        return model.forward_layers(parts, feed.tokens_SB if x is None else x, now)
 
     return run
 

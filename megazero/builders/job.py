@@ -18,6 +18,7 @@ OPTIONS = {  # field of a job: the config option with its value
     "pipeline": "parallel.pipeline",
     "sequence": "parallel.sequence",
     "tensor_chunks": "parallel.tensor_chunks",
+    "loss_chunk": "model.loss_chunk",
     "schedule": "pipeline.schedule",
     "chunks": "pipeline.chunks",
     "stage": "zero.stage",
@@ -48,7 +49,7 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
     gradient = 4 if config.zero.grad_dtype == "fp32" and item < 4 else item
     reduced = {"bf16": 2, "fp32": 4, "param": item}.get(config.zero.reduce_dtype or "", gradient)
     fields = {field: attrgetter(option)(config) for field, option in OPTIONS.items()}
-    fields["micro_batch"] = config.batch.rows
+    fields |= {"micro_batch": config.batch.rows, "loss_chunk": config.model.loss_chunk or 0}
     if not apart:
         homes = ("offload", "offload_optimizer", "offload_parameters")
         fields |= {field: "none" for field in homes if fields[field] == "cpu"} | {"cuda_graphs": False}

@@ -62,7 +62,7 @@ def _divisible(config: Config, sequences: int, micro: int, data: int, given: str
 
 def model_shape(config: Config) -> Shape:
     """Return the shape of a config's model, from its section `model` with all options resolved."""
-    return Shape(**dict(config.model))
+    return Shape(**{name: value for name, value in config.model if name != "loss_chunk"})
 
 
 def layers_of(config: Config) -> Layers:

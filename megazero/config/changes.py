@@ -46,6 +46,7 @@ CHANGEABLE: tuple[Changeable, ...] = (
     Changeable("batch.global", "", ""),
     Changeable("batch.micro", "", FREE),
     Changeable("model.seq_len", "", ""),
+    Changeable("model.loss_chunk", _WHOLE, FREE),
     Changeable("model.*", _SHAPE, _SHAPE),
     Changeable("optimizer.lr", "", FREE),
     Changeable("optimizer.clip", "", FREE),

@@ -168,6 +168,11 @@ RELATIONS: tuple[Relation, ...] = (
         "lower parallel.tensor_chunks",
     ),
     Relation(
+        "model.loss_chunk == 0 with pipeline.schedule zb-h1 or zb-v",
+        lambda v: not v["model.loss_chunk"] or not v["pipeline.schedule"].startswith("zb"),
+        "set model.loss_chunk=0: the delayed weight gradient needs all logits",
+    ),
+    Relation(
         "model.layers >= parallel.pipeline * pipeline.chunks",
         lambda v: v["model.layers"] >= v["parallel.pipeline"] * v["pipeline.chunks"],
         "lower parallel.pipeline or pipeline.chunks",

@@ -72,6 +72,7 @@ class Model(Section):
     norm_eps: Above0 = option(1e-5, "Added to the variance in norms.")
     rope_theta: Annotated[float, Field(ge=1)] = option(10000.0, "Base of the rotary angles.")
     qk_norm: Literal["none", "head"] = option("none", "head: RMS norm of each head of queries and keys, before rotary.")
+    loss_chunk: NonNegative | None = option(None, "Tokens whose logits exist at a time; 0: all; null: all if they fit.")
 
 
 class Parallel(Section):

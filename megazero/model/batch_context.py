@@ -26,6 +26,7 @@ class BatchContext:
         training: dropout acts only when True.
         recomputing: this is a layer's second run, for its backward only: its output is not read, and a layer may omit
             work that only the output needs.
+        targets_SB, valid_SB: int64 next tokens, and which of them count; with these the head returns losses.
     """
 
     step: int
@@ -35,6 +36,8 @@ class BatchContext:
     documents: Documents | None = None
     training: bool = True
     recomputing: bool = False
+    targets_SB: Tensor | None = None
+    valid_SB: Tensor | None = None
 
     def within_documents(self, positions_SB: Tensor, lengths: tuple[tuple[int, ...], ...]) -> Self:
         """Return this context with attention and positions limited to documents (`data.mask_eod`).
@@ -44,6 +47,10 @@ class BatchContext:
             lengths: for each sample, the lengths of its documents in order.
         """
         return replace(self, positions_SB=positions_SB, documents=Documents(lengths, positions_SB.device))
+
+    def scored(self, targets_SB: Tensor, valid_SB: Tensor) -> Self:
+        """Return this context for a pass that ends with the loss of each token."""
+        return replace(self, targets_SB=targets_SB, valid_SB=valid_SB)
 
     def recomputed(self) -> Self:
         """Return this context for a layer whose output is not used."""

@@ -2,8 +2,8 @@
 
 A model is an `nn.Module` with a list of layers. It declares its parameters and allocates nothing. The builder reads its
 units, gives each unit memory, and returns the parameters to the model (`materialise`). The engine wraps the layers so
-that a unit's parameters are gathered when a layer runs. The pipeline runs a range of layers in each stage and scores
-the output of the last one.
+that a unit's parameters are gathered when a layer runs. The pipeline runs a range of layers in each stage; with targets
+in the context the last layer returns the losses.
 
 Each parameter has two attributes in addition to those of torch:
 
@@ -84,14 +84,10 @@ class Model(Protocol):
     def forward_layers(self, parts: range, x: Tensor, step: BatchContext) -> Tensor:
         """Run the layers with these indices.
 
+        The last layer returns the loss of each token in nats, [S, B], 0 where not valid, if `step` has targets; it may
+        overwrite `x`. The loss of a step is the sum over the global batch, divided by the number of valid tokens.
+
         Args:
             x: tokens [S, B] if the first layer is among them, else the previous layer's output.
-        """
-        ...
-
-    def score(self, outputs: Tensor, targets_SB: Tensor, valid_SB: Tensor, /) -> Tensor:
-        """Return the loss of each token in nats, [S, B], 0 where not valid; may overwrite the last layer's output.
-
-        The loss of a step is the sum over the global batch, divided by the number of valid tokens.
         """
         ...

@@ -49,7 +49,7 @@ class ColumnProducts:
         tape.keep((x_nI, slots), *(weight for weight, _ in pairs))
         if self._alone:
             return tuple([F.linear(x_nI, weight, bias) for weight, bias in pairs])
-        return _gathered_products(x_nI, self.region, pairs)
+        return gathered_products(x_nI, self.region, pairs)
 
     def back(self, tape: Tape, *grads_NO: Tensor) -> Tensor:
         """Return the gradient of x."""
@@ -108,7 +108,7 @@ class RowProduct:
         return grad_x
 
 
-def _gathered_products(
+def gathered_products(
     x_nI: Tensor, region: Region, pairs: Sequence[tuple[Tensor, Tensor | None]]
 ) -> tuple[Tensor, ...]:
     """Return gather(x) weight^T + bias, [N, O], for each pair of weight and bias."""

@@ -22,7 +22,7 @@ from megazero.model.contract import TIED, Layer, UnitDeclaration
 from megazero.model.dropout import Dropout
 from megazero.model.embedding import PositionEmbedding, TokenEmbedding
 from megazero.model.linear import ColumnProducts
-from megazero.model.loss import token_losses
+from megazero.model.loss import HeadLoss
 from megazero.model.norm import Norm
 from megazero.model.parameter import INITIAL_STD, declaration_of, declare
 from megazero.model.tape import apply
@@ -47,18 +47,27 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """The final norm and the output projection, whose weight is the token embedding's if tied."""
+    """The final norm and the output projection, whose weight is the token embedding's if tied.
 
-    def __init__(self, norm: Norm, weight_VD: nn.Parameter, region: Region):
+    Args:
+        chunk: see `HeadLoss`.
+    """
+
+    def __init__(self, norm: Norm, weight_VD: nn.Parameter, region: Region, *, vocab: int, chunk: int, ops: Operations):
         super().__init__()
         self.norm = norm
         self.weight = weight_VD
         self._product = ColumnProducts(region, self._parameters)
+        self.loss = HeadLoss(region, self._parameters, vocab=vocab, chunk=chunk, ops=ops)
 
     def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
-        """Return logits [S, B, V] of this rank's part of the vocabulary."""
-        (logits_NV,) = apply(self._product, apply(self.norm, x_SBD).flatten(0, 1))
-        return logits_NV.view(-1, x_SBD.shape[1], logits_NV.shape[-1])
+        """Return token losses [S, B]; without targets, logits [S, B, V] of this rank's part of the vocabulary."""
+        x_ND = apply(self.norm, x_SBD).flatten(0, 1)
+        if step.targets_SB is None or step.valid_SB is None:
+            (logits_NV,) = apply(self._product, x_ND)
+            return logits_NV.view(-1, x_SBD.shape[1], logits_NV.shape[-1])
+        losses_N = apply(self.loss, x_ND, step.targets_SB.reshape(-1), step.valid_SB.reshape(-1))
+        return losses_N.view_as(step.targets_SB)
 
 
 class Transformer(nn.Module):
@@ -70,6 +79,7 @@ class Transformer(nn.Module):
         tensor: the axis that splits matrices and the vocabulary.
         sequence: split the sequence over the tensor axis between the matrices (sequence parallelism).
         chunks: number of chunks of each gather and sum over the tensor axis in forward (`Region`).
+        loss_chunk: number of tokens whose logits exist at a time (`HeadLoss`); 0: all.
         ops: the kernels to use.
 
     Attributes:
@@ -77,9 +87,19 @@ class Transformer(nn.Module):
         layers: embedding, blocks, head; forward calls them only through this list, as the builder replaces entries.
     """
 
-    def __init__(self, shape: Shape, *, seed: int, tensor: Axis, sequence: bool, ops: Operations, chunks: int = 1):
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        seed: int,
+        tensor: Axis,
+        sequence: bool,
+        ops: Operations,
+        chunks: int = 1,
+        loss_chunk: int = 0,
+    ):
         super().__init__()
-        self.shape, self.tensor, self.ops = shape, tensor, ops
+        self.shape, self.tensor = shape, tensor
         self.rotary = None
         if shape.position == "rotary":
             self.rotary = Rotary(shape.hidden // shape.heads, shape.rope_theta, shape.seq_len)
@@ -87,7 +107,8 @@ class Transformer(nn.Module):
         self.embedding = Embedding(shape, seed=seed, region=embedding, ops=ops)
         blocks = (Block(shape, i, self.rotary, seed=seed, region=block, ops=ops) for i in range(shape.layers))
         self.blocks = nn.ModuleList(blocks)
-        self.head = Head(Norm(shape.norm, shape.hidden, shape.norm_eps, ops), self._head_weight(), head)
+        norm, weight = Norm(shape.norm, shape.hidden, shape.norm_eps, ops), self._head_weight()
+        self.head = Head(norm, weight, head, vocab=shape.vocab, chunk=loss_chunk, ops=ops)
         self.layers: list[Layer] = [self.embedding, *self.blocks, self.head]
 
     def _head_weight(self) -> nn.Parameter:
@@ -107,12 +128,7 @@ class Transformer(nn.Module):
 
     def losses(self, tokens_SB: Tensor, targets_SB: Tensor, valid_SB: Tensor, step: BatchContext) -> Tensor:
         """Return the loss of each token in nats, 0 where not valid: [S, B]."""
-        return self.score(self(tokens_SB, step), targets_SB, valid_SB)
-
-    def score(self, logits_SBV: Tensor, targets_SB: Tensor, valid_SB: Tensor) -> Tensor:
-        """Return token losses [S, B] in nats from logits [S, B, V]; overwrites the logits."""
-        vocab, tensor = self.shape.vocab, self.tensor
-        return token_losses(logits_SBV, targets_SB, valid_SB, vocab=vocab, tensor=tensor, ops=self.ops)
+        return self(tokens_SB, step.scored(targets_SB, valid_SB))
 
     def materialise(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Replace declared parameters, by full name, with parameters that have memory."""

@@ -46,5 +46,5 @@ def wide(item: int) -> int:
 
 
 def logits(job: Job) -> int:
-    """Return the bytes of one micro-batch's logits, for this rank's part of the vocabulary."""
-    return job.tokens * -(-job.shape.vocab // job.tensor) * job.bytes.parameter
+    """Return the bytes of the logits that exist at a time, for this rank's part of the vocabulary."""
+    return job.scored * -(-job.shape.vocab // job.tensor) * job.bytes.parameter

@@ -116,13 +116,13 @@ class Compute:
         return [self._product(self.tokens / chunks, *sizes) for sizes in self._sizes()]
 
     def head(self) -> PassTimes:
-        """Return the times of norm, projection and loss."""
-        h, rows = self.shape.hidden, self.shape.vocab / self.t
-        product, stream = self._product(self.tokens, rows, h), self.stream * h * self.item
-        loss = self.moved(self.tokens * rows * _LOGITS)
-        weight = self._product(rows, h, self.tokens, grows=True)
+        """Return the times of norm, projection and loss; backward repeats the projection of all chunks but the last."""
+        h, rows, each = self.shape.hidden, self.shape.vocab / self.t, self.job.scored
+        chunks, stream = -(-self.tokens // each), self.stream * h * self.item
+        product, loss = chunks * self._product(self.tokens / chunks, rows, h), self.moved(self.tokens * rows * _LOGITS)
+        weight = chunks * self._product(rows, h, self.tokens / chunks, grows=True)
         forward, backward = (product + loss / 2 + self.moved(size) for size in (2 * stream, 3 * stream))
-        return PassTimes(forward, backward, weight)
+        return PassTimes(forward, backward, weight, (product + loss / 2) * (chunks - 1) * each / self.tokens)
 
     def embedding(self) -> PassTimes:
         """Return the times of the embedding."""

@@ -31,7 +31,8 @@ class Job:
         apart: host and device have separate memories; where they share one, nothing is offloaded to the host.
         mask_eod: attention does not cross the ends of documents.
 
-    `megazero explain` describes the other fields under `parallel`, `pipeline`, `zero` and `memory`.
+    `megazero explain` describes the other fields under `parallel`, `pipeline`, `zero` and `memory`; and
+    `model.loss_chunk`.
     """
 
     shape: Shape
@@ -41,6 +42,7 @@ class Job:
     data: int = 1
     sequence: bool = False
     tensor_chunks: int = 1
+    loss_chunk: int = 0
     schedule: str = "1f1b"
     chunks: int = 1
     stage: int = 1
@@ -69,7 +71,7 @@ class Job:
         words += [f"shard{self.shard_ranks}"] * (self.shard_ranks is not None)
         words += [f"secondary{self.secondary_ranks}"] * (self.secondary_ranks is not None)
         words += ["sequence"] * self.sequence + [f"tensor-chunks{self.tensor_chunks}"] * (self.tensor_chunks > 1)
-        words += [self.schedule] * (self.pipeline > 1)
+        words += [self.schedule] * (self.pipeline > 1) + [f"loss-chunk{self.loss_chunk}"] * (self.loss_chunk > 0)
         words += [f"recompute-{self.recompute}"] * (self.recompute != "none")
         words += ["Pa" if self.offload == "none" else f"Pa+{self.offload}"] * self.partition
         words += ["graphs"] * self.cuda_graphs
@@ -93,6 +95,11 @@ class Job:
     def tokens(self) -> int:
         """Return the number of tokens of a micro-batch."""
         return self.shape.seq_len * self.micro_batch
+
+    @property
+    def scored(self) -> int:
+        """Return the number of tokens whose logits exist at a time."""
+        return min(self.loss_chunk or self.tokens, self.tokens)
 
     def local(self, whole: int) -> int:
         """Return how many of `whole` elements of the residual stream a rank has: 1/t with sequence parallelism."""

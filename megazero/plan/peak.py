@@ -11,9 +11,10 @@ layer's own needs (`layers.py`). With N = T h e bytes for the whole sequence and
                  more, the masked gradient
 
 Where gradients are wider than parameters, a weight's gradient is first computed in the narrow dtype: one more matrix.
-The loss needs 2 n + V + N: the last norm's input and output, the logits (V; their gradient overwrites them), and the
-gradient of the projection's input. Selective recompute holds the input and output of attention's core until all of its
-backward is done. With full recompute the replayed block's input is not counted here, but as `inputs` (`memory.py`).
+The loss needs 2 n + V + N: the last norm's input and output, the logits that exist at a time (V; their gradient
+overwrites them), and the gradient of the projection's input; and for each token its target and five numbers.
+Selective recompute holds the input and output of attention's core until all of its backward is done. With full
+recompute the replayed block's input is not counted here, but as `inputs` (`memory.py`).
 """
 
 from collections.abc import Iterator
@@ -36,7 +37,8 @@ def moments(job: Job, blocks: int, *, head: bool, fused: bool) -> Iterator[tuple
     if head:
         norm, projection = head_layers(job.shape)
         narrow = job.shape.vocab * _narrow(job, 1, job.shape.hidden)
-        yield kept + 2 * job.stream + logits(job) + _of_column(job, projection) + narrow, "loss"
+        tokens = job.tokens * (8 + 5 * wide(job.bytes.parameter))
+        yield kept + 2 * job.stream + logits(job) + tokens + _of_column(job, projection) + narrow, "loss"
         for moment in _shown(norm, fused):
             yield kept + job.stream + _bytes(job, moment), moment.name
     if not blocks:

@@ -3,9 +3,10 @@
 The search tries all axis sizes that divide the ranks (tensor ranks stay within a node unless nothing fits there),
 schedules where they are regular (`bubble.regular`), stages, micro-batches that divide a data rank's share (up to 64),
 and sequence parallelism. To save memory it tries no offload, and the optimizer state, the parameters or both on the
-host; with each it uses the least recompute that fits (none, selective, full, Pa, Pa+cpu), since more only costs time.
-Where nothing fits and the machine has disks, it puts the optimizer state there, then the parameters too, and the inputs
-that recompute keeps (Pa+nvme) where the host has no room for them.
+host; with each it uses the least recompute that fits (none, selective, full, Pa, Pa+cpu), since more only costs time,
+and the loss in chunks only where it does not fit without. Where nothing fits and the machine has disks, it puts the
+optimizer state there, then the parameters too, and the inputs that recompute keeps (Pa+nvme) where the host has no room
+for them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from megazero.plan.time import StepTime, step_time
 
 # Memory that a job cannot use: the driver's own, loaded kernels, and gaps between tensors.
 RESERVED_BYTES, RESERVED_SHARE = 800 * 2**20, 0.04
+CHUNK = 2048  # tokens: most of a product's speed, and a small part of the memory of all logits
 _CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3, 4, 6, 8), "zb-h1": (1,), "zb-v": (2,)}
 _MOST_SEQUENCES = 64
 _Options = Mapping[str, object]  # fields of a job
@@ -186,7 +188,7 @@ def spreads(job: Job, ranks: int, widest: int, node: int) -> Iterator[Job]:
 
 
 def savings(layout: Job, tier: Sequence[Mapping[str, object]] = OFFLOAD) -> Iterator[list[Job]]:
-    """Yield, for each way to offload, the layout with each kind of recompute, cheapest first."""
+    """Yield, for each way to offload, the layout with each kind of recompute and chunk of the loss, cheapest first."""
     kinds = (*RECOMPUTE, INPUTS_ON_DISKS) if tier is DISKS else RECOMPUTE
     for offload in tier:
         rests = "parameters" if "offload_parameters" in offload else "optimizer"
@@ -194,8 +196,8 @@ def savings(layout: Job, tier: Sequence[Mapping[str, object]] = OFFLOAD) -> Iter
         if layout.data > 1 and stage != layout.stage:
             continue  # that stage is tried by itself
         yield [
-            replace(layout, stage=stage, **offload, **recompute)  # type: ignore[arg-type]
-            for recompute in kinds
+            replace(layout, stage=stage, loss_chunk=chunk, **offload, **recompute)  # type: ignore[arg-type]
+            for recompute, chunk in product(kinds, (0, CHUNK) if layout.tokens > CHUNK else (0,))
             if "partition" not in recompute or "offload" in recompute or (layout.tensor > 1 and not layout.sequence)
         ]
 

@@ -26,9 +26,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compare layouts with one process, or plant faults into them; return the exit code."""
     from megazero.config.file import load
-    from megazero.tools.planning.micro_batch import with_micro
+    from megazero.tools.planning.micro_batch import sized
 
-    config = with_micro(load(options.config, options.overrides), options.max_ranks)
+    config = sized(load(options.config, options.overrides), options.max_ranks)
     with doing("loading torch"):
         from megazero.tools.certify.certify import end_by
 

@@ -1,13 +1,15 @@
 """Compare training speed in one process with the same model in plain torch.
 
-    python scripts/bench/single.py [--model small wide] [--threads 1 2] [--launches 3] [--pairs 21] [--json] [--save]
+    python scripts/bench/single.py [--model small wide head] [--threads 1 2] [--launches 3] [--pairs 21] [--save]
 
     small   8 layers, hidden 512, 8 heads, vocabulary 8,192 tied, sequence 256, micro-batch 2      29.5M parameters
     wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 1     122.0M
+    head    2 layers, hidden 512, 8 heads, vocabulary 50,257 tied, sequence 256, micro-batch 8     32.2M
 
 fp32, no dropout, AdamW fused, clip 1.0; all start from the same weights and see the same tokens. The reference (ratio
-1.000) is plain torch. `plain torch, compiled` has torch.compile around each block, as torchtitan advises; `ours,
-reference kernels` uses the operations' specification in plain torch instead of our kernels. There is no communication.
+1.000) is plain torch. `plain torch, compiled` has torch.compile around each block, as torchtitan advises, and in
+`head` around the whole model, so that it covers the loss; `ours, reference kernels` uses the operations' specification
+in plain torch instead of our kernels. `head` also has our loss in chunks of 256 tokens. There is no communication.
 """
 
 import argparse
@@ -27,12 +29,14 @@ from scripts.bench.harness import Group, add_options, chosen, run
 from scripts.bench.ours import SEQ_LEN, VOCAB, engine_step
 from scripts.bench.processes import Call, System
 
-SIZES = {"small": (8, 512, 8, 2), "wide": (9, 1024, 16, 1)}  # layers, hidden, heads, micro-batch
+# layers, hidden, heads, micro-batch, vocabulary
+SIZES = {"small": (8, 512, 8, 2, VOCAB), "wide": (9, 1024, 16, 1, VOCAB), "head": (2, 512, 8, 8, 50_257)}
+CHUNK = 256
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SIZES, nargs="+", default=list(SIZES))
+    parser.add_argument("--model", choices=SIZES, nargs="+", default=["small", "wide"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     add_options(parser)
     options = parser.parse_args()
@@ -45,36 +49,39 @@ def group_of(model: str, threads: int, only: list[str]) -> Group:
     systems = [
         System("plain torch", plain_step, (model, False), threads),
         System("plain torch, compiled", plain_step, (model, True), threads),
-        System("ours", our_step, (model, "auto"), threads),
-        System("ours, reference kernels", our_step, (model, "reference"), threads),
+        System("ours", our_step, (model, "auto", 0), threads),
+        System("ours, reference kernels", our_step, (model, "reference", 0), threads),
     ]
+    if model == "head":
+        systems[-1:] = [System("ours, loss in chunks", our_step, (model, "auto", CHUNK), threads)]
     return Group(f"{model}, {threads} thread{'s' * (threads > 1)}", chosen(systems, only))
 
 
-def config_of(model: str) -> Config:
+def config_of(model: str, chunk: int = 0) -> Config:
     """Return the config of a model by its name in `SIZES`."""
-    layers, hidden, heads, micro = SIZES[model]
-    shape = Model(layers=layers, hidden=hidden, heads=heads, vocab=VOCAB, seq_len=SEQ_LEN)
+    layers, hidden, heads, micro, vocab = SIZES[model]
+    shape = Model(layers=layers, hidden=hidden, heads=heads, vocab=vocab, seq_len=SEQ_LEN, loss_chunk=chunk)
     return resolved(Config(model=shape, batch=Batch(**{"global": micro, "micro": micro})))
 
 
-def our_step(model: str, kernels: str) -> Call:
+def our_step(model: str, kernels: str, chunk: int) -> Call:
     """Return a training step of the engine."""
-    return engine_step(config_of(model), single(), kernels)
+    return engine_step(config_of(model, chunk), single(), kernels)
 
 
 def plain_step(model: str, compiled: bool) -> Call:
     """Return a training step of plain torch, with the same initial weights and tokens."""
     work = peers.gpt(config_of(model), ranks=1)
-    return peers.plain_rank(replace(work, make=partial(_compiled, work)) if compiled else work, 0, 1, "")
+    make = partial(_compiled, work, whole=model == "head")
+    return peers.plain_rank(replace(work, make=make) if compiled else work, 0, 1, "")
 
 
-def _compiled(work: peers.Work) -> nn.Module:
-    """Return the model with torch.compile around each block."""
+def _compiled(work: peers.Work, whole: bool) -> nn.Module:
+    """Return the model with torch.compile around it as a whole, or around each block."""
     plain = work.make()
-    for block in plain.modules():
-        if isinstance(block, work.blocks):
-            block.compile()
+    for part in [plain] if whole else plain.modules():
+        if whole or isinstance(part, work.blocks):
+            part.compile()
     return plain
 
 

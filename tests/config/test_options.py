@@ -100,6 +100,7 @@ ROWS: dict[str, Works] = {
     "model.norm_eps": Works("0.1", losses),
     "model.qk_norm": Works("head", shapes),
     "model.rope_theta": Works("3.0", losses, ROTARY),
+    # model.loss_chunk: test_loss_chunk
     # parallel.tensor: test_tensor
     # parallel.pipeline, pipeline.schedule, pipeline.chunks: test_pipeline
     # parallel.sequence: test_sequence_without_tensor_is_the_identity
@@ -162,6 +163,7 @@ OTHERWISE = {
     "zero.quantize.parameters",  # tests/zero/test_quantize.py
     "zero.quantize.gradients",  # the same
     "zero.quantize.error_feedback",  # tests/zero/test_error_feedback.py
+    "model.loss_chunk",
     "parallel.tensor",
     "parallel.sequence",
     "parallel.tensor_chunks",
@@ -257,6 +259,14 @@ def test_tensor(tiny_data: TinyData, reference, tmp_path: Path, chunks: int):
     found = read_rows(tmp_path / "run/metrics.jsonl")
     assert difference([row["loss"] for row in found], [row["loss"] for row in rows]) <= LOSS_FP32
     assert all(row["comm_bytes"] > 0 for row in found) and not any(row["comm_bytes"] for row in rows)
+
+
+def test_loss_chunk(tiny_data: TinyData, reference, tmp_path: Path):
+    """Logits of seven tokens at a time train as those of all."""
+    outcome, whole = train(tiny_data.load(tmp_path / "run", "model.loss_chunk=7")), reference(())
+    assert difference(losses(outcome), losses(whole)) <= LOSS_FP32
+    different = weight_differences(outcome.weights(), whole.weights(), heads=4, kv_heads=4)
+    assert 0 < max(different.values()) <= WEIGHTS_FP32
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,10 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["parallel.tensor=2", "parallel.tensor_chunks=9", "model.seq_len=17"],
         "parallel.tensor_chunks=8",
     ),
+    "model.loss_chunk == 0 with pipeline.schedule zb-h1 or zb-v": (
+        ["model.loss_chunk=64", "pipeline.schedule=zb-h1", "parallel.pipeline=2"],
+        "model.loss_chunk=0",
+    ),
     "model.layers >= parallel.pipeline * pipeline.chunks": (
         ["parallel.pipeline=4", "model.layers=7", "pipeline.schedule=interleaved"],
         "model.layers=8",

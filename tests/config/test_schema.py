@@ -15,7 +15,7 @@ DEFAULTS = {
     "run": {"dir": None, "steps": 1000, "seed": 0, "time_limit": None, "deterministic": False},
     "model": {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 12, "ffn": 3072, "vocab": 50257, "seq_len": 1024}
     | {"position": "learned", "norm": "layernorm", "activation": "gelu", "dropout": 0.0, "tie_embeddings": True}
-    | {"norm_eps": 1e-5, "rope_theta": 10000.0, "qk_norm": "none"},
+    | {"norm_eps": 1e-5, "rope_theta": 10000.0, "qk_norm": "none", "loss_chunk": None},
     "parallel": {"tensor": 1, "pipeline": 1, "sequence": False, "tensor_chunks": 1, "timeout": 120}
     | {"start_timeout": 900},
     "zero": {"stage": 1, "shard_ranks": None, "grad_dtype": "fp32", "reduce_dtype": None, "bucket_mb": 64.0}

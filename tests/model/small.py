@@ -41,9 +41,12 @@ def make(
     ops: Operations = REFERENCE,
     tensor: Axis | None = None,
     sequence: bool = False,
+    loss_chunk: int = 0,
 ) -> Transformer:
     """The model, or a tensor rank's part of it, with its initial values."""
-    model = Transformer(shape, seed=seed, tensor=tensor or Axis("tensor"), sequence=sequence, ops=ops)
+    model = Transformer(
+        shape, seed=seed, tensor=tensor or Axis("tensor"), sequence=sequence, ops=ops, loss_chunk=loss_chunk
+    )
     for name, parameter in list(model.named_parameters()):
         declaration = declaration_of(parameter)
         values = declaration.initial(seed, name, 0, math.prod(declaration.local_shape))

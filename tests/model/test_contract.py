@@ -38,7 +38,7 @@ class Bigram(nn.Module):
         self.out = declare((VOCAB, 8), std=0.5)
         self.layers: list[contract.Layer] = [
             lambda tokens, step: apply(Lookup({"weight": self.table}), tokens, None),
-            lambda x, step: apply(self.product(), x.flatten(0, 1))[0].view(*x.shape[:2], -1),
+            lambda x, step: self.losses(apply(self.product(), x.flatten(0, 1))[0], step.targets_SB),
         ]
 
     def product(self) -> ColumnProducts:
@@ -60,13 +60,12 @@ class Bigram(nn.Module):
             x = self.layers[i](x, step)
         return x
 
-    def score(self, outputs: Tensor, targets_SB: Tensor, valid_SB: Tensor) -> Tensor:
-        return F.cross_entropy(outputs.flatten(0, 1), targets_SB.flatten(), reduction="none").view(targets_SB.shape)
+    def losses(self, logits_NV: Tensor, targets_SB: Tensor) -> Tensor:
+        return F.cross_entropy(logits_NV, targets_SB.flatten(), reduction="none").view(targets_SB.shape)
 
 
 def losses(model: contract.Model, tokens: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
-    logits = model.forward_layers(range(len(model.layers)), tokens, step_of(ROWS))
-    return model.score(logits, targets, valid)
+    return model.forward_layers(range(len(model.layers)), tokens, step_of(ROWS).scored(targets, valid))
 
 
 def windows() -> tuple[Tensor, Tensor, Tensor]:
@@ -119,7 +118,7 @@ def test_our_model_keeps_to_the_contract(shape) -> None:
     """By its names; that the types fit, pyright sees where a function takes a `Model`."""
     model: contract.Model = make(shape, torch.float32)
     promised = {name for name, _ in inspect.getmembers(contract.Model, inspect.isfunction) if not name.startswith("_")}
-    assert {"units", "score"} <= promised and all(callable(getattr(model, name)) for name in promised)
+    assert {"units", "forward_layers"} <= promised and all(callable(getattr(model, name)) for name in promised)
     names = [name for name, _ in model.units()]
     of_layers = model.units_of_layers()
     assert len(of_layers) == len(model.layers) and {name for used in of_layers for name in used} == set(names)

@@ -65,13 +65,23 @@ def test_the_most_with_fused_kernels_is_the_formula_too(case: tuple, monkeypatch
     check(case, fused=True)
 
 
-def check(case: tuple, *, fused: bool) -> None:
+@pytest.mark.parametrize("grid", [(1, False), (2, False), (2, True)], ids=str)
+@pytest.mark.parametrize("chunk", [100, 512])
+def test_the_loss_in_chunks(grid: tuple[int, bool], chunk: int) -> None:
+    """The logits of a chunk in place of all: the formula, also where the loss is no longer the most."""
+    case = ("gpt", 0.0, 8192, grid, next(iter(DTYPES)), "full")
+    assert check(case, fused=False, loss_chunk=chunk) < check(case, fused=False)
+
+
+def check(case: tuple, *, fused: bool, **how: int) -> int:
+    """Compare the most with its formula; return it."""
     flavour, dropout, vocab, (tensor, sequence), dtype, recompute = case
     shape, precision = replace(FLAVOURS[flavour], dropout=dropout, vocab=vocab), DTYPES[dtype]
-    layout = job_on(tensor, sequence=sequence, recompute=recompute, stage=0)
+    layout = job_on(tensor, sequence=sequence, recompute=recompute, stage=0, **how)
     measured = run_ranks(tensor, most, layout, shape, precision, tensor=tensor)[0]
     predicted, _ = max(moments(planned(layout, shape, precision), shape.layers, head=True, fused=fused))
     assert predicted == pytest.approx(measured, rel=0.01)
+    return measured
 
 
 def test_every_moment_is_the_most_somewhere() -> None:

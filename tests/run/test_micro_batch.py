@@ -10,7 +10,7 @@ from megazero.builders.pipeline import check_world
 from megazero.config.file import CONFIGS, load
 from megazero.plan.machines import MACHINES
 from megazero.tools.planning.job import plan
-from megazero.tools.planning.micro_batch import gpu, with_micro
+from megazero.tools.planning.micro_batch import gpu, sized
 from tests.tiny_run import TinyData, command
 
 CPU = None
@@ -19,7 +19,7 @@ FREE = ("data.train=null", "data.sources=[{path: a}]", "model.position=rotary", 
 
 
 def chosen(name: str, ranks: int, machine, *overrides: str) -> int:
-    return with_micro(load(name, list(overrides)), ranks, machine).batch.rows
+    return sized(load(name, list(overrides)), ranks, machine).batch.rows
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_half_the_memory_takes_no_more() -> None:
 
 def test_one_size_serves_all_stages_that_give_none() -> None:
     stages = "stages=[{until_step: 3, batch: {global: 12}}, {until_step: 6, batch: {global: 64, micro: 2}}]"
-    config = with_micro(load("tiny", [*FREE, stages, "batch.global=8"]), 2)
+    config = sized(load("tiny", [*FREE, stages, "batch.global=8"]), 2)
     assert config.batch.micro == 2 and config.stages is not None  # of 6 and 4
     stages = "stages=[{until_step: 3, model: {seq_len: 1024}}]"
     assert chosen("tiny", 1, CPU, *FREE, stages) == 2
@@ -73,7 +73,7 @@ def test_a_shipped_config_starts_on_every_number_of_ranks_that_divides_its_batch
     split = config.parallel.tensor * config.parallel.pipeline
     sizes = [n for n in range(1, config.batch.global_ + 1) if config.batch.global_ % n == 0]
     for data in sizes:
-        check_world(with_micro(config, split * data, A100), split * data)
+        check_world(sized(config, split * data, A100), split * data)
 
 
 @pytest.mark.parametrize(

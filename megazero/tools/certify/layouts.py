@@ -35,7 +35,16 @@ CODES += [{"quantize_parameters": "int8", "quantize_gradients": "int4"}]
 CODES += [{"quantize_gradients": "int8", "error_feedback": True}]
 # The cover contains every pair of values of these options that occurs in any layout.
 _PAIRED = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
-_PAIRED += ("schedule", "recompute", "offloaded", "delayed", "parameter_bits", "gradient_bits", "error_feedback")
+_PAIRED += (
+    "schedule",
+    "loss_chunk",
+    "recompute",
+    "offloaded",
+    "delayed",
+    "parameter_bits",
+    "gradient_bits",
+    "error_feedback",
+)
 
 
 def layouts_of(config: Config, max_ranks: int) -> list[Job]:
@@ -51,7 +60,8 @@ def layouts_of(config: Config, max_ranks: int) -> list[Job]:
             sharded = [{"stage": stage, "shard_ranks": n} for stage, n in product(STAGES, groups)]
             sharded += [{"stage": 3, "secondary_ranks": n} for n in range(2, data + 1) if data % n == 0]
         split, schedules = TENSOR if tensor > 1 else TENSOR[:1], SCHEDULES if pipeline > 1 else SCHEDULES[:1]
-        for parts in product(sharded, split, schedules, MEMORY, [*OFFLOADS, *CODES]):
+        scored = {"loss_chunk": alone.tokens // 2 - 1}  # two equal chunks and a short one
+        for parts in product(sharded, split, schedules, MEMORY, [*OFFLOADS, scored, *CODES]):
             options = {name: value for part in parts for name, value in part.items()}
             if "partition" in options and (tensor == 1 or options["sequence"]):  # it would change nothing
                 continue

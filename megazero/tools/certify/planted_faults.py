@@ -8,6 +8,7 @@ function: `planted_calls.py` has the helpers, and the objects whose methods are 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megazero.base.quantized import BLOCK
 from megazero.checkpoint.pieces import ShardState
+from megazero.kernels.operations import Operations
 from megazero.kernels.reference import scales_of
 from megazero.memory.partition import PartitionedStore
 from megazero.memory.recompute import Recomputed
@@ -46,6 +48,11 @@ CODES: Variant = partial(replace, data=2, stage=2, quantize_gradients="int4")
 FED_BACK: Variant = partial(replace, data=2, stage=2, quantize_gradients="int8", error_feedback=True)
 NEAR: Variant = partial(replace, data=2, stage=3, secondary_ranks=2)
 DELAYED: Variant = partial(replace, data=2, stage=1, offload_optimizer="cpu", delayed=True)
+
+
+def in_three_chunks(job: Job) -> Job:
+    """Return the layout in which the loss is computed in two equal chunks and a short one."""
+    return replace(job, data=2, stage=1, loss_chunk=job.tokens // 2 - 1)
 
 
 @dataclass(frozen=True)
@@ -199,6 +206,21 @@ def _enlarge_scales(quantize_: Callable[..., None], codes: Tensor, x: Tensor, bi
     scales_of(codes, len(x), bits).mul_(1.02)
 
 
+def _of_chunk(factor: float) -> Plant:
+    """Return the fault that multiplies the gradients of the logits of one of three chunks of the loss."""
+
+    def wrong(ops: Operations) -> Operations:
+        calls = count()
+
+        def backward_(exponentials: Tensor, maxima: Tensor, log_sums: Tensor, targets: Tensor, grads: Tensor) -> None:
+            scale = factor if next(calls) % 3 == 2 else 1.0
+            ops.cross_entropy_backward_(exponentials, maxima, log_sums, targets, grads * scale)
+
+        return replace(ops, cross_entropy_backward_=backward_)
+
+    return changed(lambda rig: [rig.built.model.head.loss], "ops", wrong)
+
+
 def _add_twice(dequantize_: Callable[..., None], *given: Any) -> None:
     dequantize_(*given)
     dequantize_(*given)
@@ -300,6 +322,8 @@ FAULTS = (
     Fault("untied", "the tied weight's two gradients are not added", PIPELINE, _UNTIED),
     Fault("partial-tails", "gradients of norms include only a rank's own tokens", SEQUENCE, _TAILS),
     Fault("partial-heads", "gradients of head norms include only a rank's own heads", TENSOR, _HEADS, tails=True),
+    Fault("lost-chunk", "a chunk of the loss gives no gradient", in_three_chunks, _of_chunk(0.0)),
+    Fault("doubled-chunk", "a chunk of the loss gives its gradient twice", in_three_chunks, _of_chunk(2.0)),
     Fault("swapped-chunks", "one rank sums its chunks of rows in another order", CHUNKS, _SWAPPED),
     Fault("lost-to-host", "a block's gradients never reach the host", OFFLOADED, _NOT_SENT),
     Fault("lost-to-disk", "a block's gradients never reach the disk", ON_DISKS, _NOT_SENT),

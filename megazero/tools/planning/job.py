@@ -27,7 +27,7 @@ from megazero.plan.search import Found, Search, fits, savings, search, usable
 from megazero.plan.systems import OURS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import traffic
-from megazero.tools.planning.micro_batch import with_micro
+from megazero.tools.planning.micro_batch import sized
 
 BUFFERS = ("pool", "secondary", "residuals", "angles", "graphs", "communicators", "batch", "allocator")
 ACTIVATIONS = ("activations", "inputs", "scores")
@@ -124,7 +124,7 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
         UserError: 118, the machine has no peak for the config's precision, or no disks that the config uses.
     """
     _check_peak(config, machine)
-    course = Course(with_micro(config, ranks, machine))
+    course = Course(sized(config, ranks, machine))
     parts = [(part, job := job_of(part.config, ranks), _ranks(job, machine, system)) for part in course.parts]
     part, job, found = max(parts, key=lambda each: _fullest(each[2]).peak)
     words = f"{part.name or 'after the last stage'}, which needs most memory" if len(parts) > 1 else ""
@@ -146,7 +146,7 @@ def find(config: Config, ranks: int, machine: Machine) -> Search:
     """
     # Delayed updates are another algorithm, which the user chooses, not a search.
     split = config.parallel.tensor * config.parallel.pipeline
-    job = replace(job_of(with_micro(config, split), split), delayed=False, cuda_graphs=False)
+    job = replace(job_of(sized(config, split), split), delayed=False, cuda_graphs=False)
     _check_peak(config, machine)
     found = search(job, ranks, machine, allowed_by_rules(config))
     if not found.best:

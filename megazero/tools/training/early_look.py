@@ -17,7 +17,7 @@ from megazero.data.tokenizer import open_tokenizer
 from megazero.run.fitting import check_parts
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
-from megazero.tools.planning.micro_batch import with_micro
+from megazero.tools.planning.micro_batch import sized
 
 
 def look(config: Config, name: str, nproc: int | None) -> None:
@@ -30,7 +30,7 @@ def look(config: Config, name: str, nproc: int | None) -> None:
     """
     if nproc is not None:
         done = 0 if config.checkpoint.resume == "none" else None
-        check_parts(Course(with_micro(config, nproc)), nproc, f"--nproc {nproc}", done=done)
+        check_parts(Course(sized(config, nproc)), nproc, f"--nproc {nproc}", done=done)
     refuse_sinks(wandb=config.observe.wandb is not None, tensorboard=config.observe.tensorboard)
     folder, data = RunFolder(run_dir(config, name)), config.data
     if config.checkpoint.resume == "none":

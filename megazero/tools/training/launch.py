@@ -25,7 +25,7 @@ from megazero.run.fitting import check_parts
 from megazero.run.folder import RunFolder
 from megazero.run.session import run_training
 from megazero.run.words import say
-from megazero.tools.planning.micro_batch import gpu, with_micro
+from megazero.tools.planning.micro_batch import gpu, sized
 from megazero.tools.training.plans import planner
 
 
@@ -51,7 +51,7 @@ def launch(
     size = world.size if world.launcher else local_size(nproc, *split, shares_gpus=shares_gpus)
     try:
         done = 0 if config.checkpoint.resume == "none" else None
-        check_parts(Course(with_micro(config, size)), size, f"--nproc {nproc}" if nproc else "", done=done)
+        check_parts(Course(sized(config, size)), size, f"--nproc {nproc}" if nproc else "", done=done)
     except UserError as error:
         if world.rank == 0:
             raise
@@ -59,7 +59,7 @@ def launch(
     folder = RunFolder(run_dir(config, name))
 
     def train(place: RankContext) -> int:
-        chosen = with_micro(config, size, _gpu_of(place))
+        chosen = sized(config, size, _gpu_of(place))
         return run_training(chosen, name, place, planner(place.world), HOMES, allowed)
 
     if size > 1 and not world.launcher:
