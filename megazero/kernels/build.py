@@ -107,7 +107,7 @@ def build_library(
     """
     name, targets = _name(source, headers, options), [f"sm{arch}" for arch in sorted(archs)]
     places = [Path(named)] if (named := os.environ.get(FOLDER_VARIABLE)) else []
-    places.append(_cache_folder())
+    places.append(cache_folder())
     if library := _built_before(places, name, targets):
         return library
     try:
@@ -171,7 +171,8 @@ def _name(source: Path, headers: Sequence[Path], options: Sequence[str]) -> str:
     return f"{source.stem}-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}"
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Return the folder for built libraries and verdicts; raise BuildError if this user has no home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megazero"
     except RuntimeError:  # no HOME, and a user without an entry in the password file

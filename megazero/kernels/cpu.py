@@ -7,11 +7,12 @@ from megazero.kernels.build import build_cpu, open_library
 _SOURCE = Path(__file__).parent / "csrc" / "cpu.cpp"
 
 
-def load() -> str:
-    """Build the library (once per machine and torch version) and load it; return a description for the log.
+def load() -> Path:
+    """Build the library (once per machine and torch version), load it and return its path.
 
     Raises:
         BuildError: there is no compiler, it failed, or the library cannot be loaded.
     """
-    open_library(build_cpu(_SOURCE))
-    return "built with g++"
+    library = build_cpu(_SOURCE)
+    open_library(library)
+    return library

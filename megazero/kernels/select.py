@@ -2,24 +2,26 @@
 
 The choice is made once, from the declared device and dtype, never from a tensor, and logged once. `auto` takes, for
 each family of operations, the first available of: fused kernels (if they can be built, on the CPU with g++, on a GPU
-with nvcc), apex (on a GPU, if installed), the reference. `fused` and `apex` require theirs, and use the reference for
-families that they lack.
+with nvcc, and agree with the reference there, see `proof`), apex (on a GPU, if installed), the reference. `fused` and
+`apex` require theirs, and use the reference for families that they lack.
 """
 
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
 from megazero.base.errors import UserError
-from megazero.kernels import apex, cpu, cuda, reference, schema
+from megazero.kernels import apex, cpu, cuda, proof, reference, schema
 from megazero.kernels.build import FOLDER_VARIABLE, BuildError
 from megazero.kernels.operations import REFERENCE, WIDE_REFERENCE, Operations
 from megazero.kernels.products import wide_products
 
 _LOG = logging.getLogger("megazero")
+_Operation = Callable[..., object]
 _ORDER = {
     "auto": ("fused", "apex", "reference"),
     "fused": ("fused", "reference"),
@@ -33,7 +35,7 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # AdamW runs, then a copy if needed (`optim/adamw.py`). apex's FusedAdam has no advantage: it needs gradients in the
 # parameters' dtype, already scaled, and counts updates on the host. apex has no norm of a sum either: the sum is then
 # a separate pass, as in the reference.
-_FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "norm": tuple(apex.NORMS),
         "norm of a sum": ("add_layer_norm", "add_layer_norm_backward", "add_rms_norm", "add_rms_norm_backward"),
@@ -47,7 +49,8 @@ _FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "adamw": ("adamw_",),
     }
 )
-_LIBRARIES: dict[str, Callable[[], str]] = {"cpu": cpu.load, "cuda": cuda.load}  # by the kind of device
+# By the kind of device: the compiler, and the function that loads the library.
+_LIBRARIES: dict[str, tuple[str, Callable[[], Path]]] = {"cpu": ("g++", cpu.load), "cuda": ("nvcc", cuda.load)}
 
 
 def for_host(preference: str, dtype: torch.dtype) -> Operations:
@@ -66,31 +69,18 @@ def choose(
         deterministic: bit-identical results in every run, on a GPU too, so without atomics.
 
     Raises:
-        UserError: 114, "fused" or "apex" was requested and is not available.
+        UserError: 114, the requested implementation is not available, or "fused" and an operation is wrong.
     """
-    available, reason = {"reference"}, "asked for"
-    if "fused" in _ORDER[preference]:
-        obstacle, reason = _load_fused(device, dtype, present)
-        available |= set() if obstacle else {"fused"}
-    if "apex" in _ORDER[preference] and device.type == "cuda" and not apex.lacking():
-        available.add("apex")
-    if preference == "apex" and "apex" not in available:
-        reason = "apex's CUDA extensions are not installed" if device.type == "cuda" else "apex has no CPU kernels"
-    if preference in ("fused", "apex") and preference not in available:
-        raise UserError(114, reason, "use precision.kernels=auto", where=f"precision.kernels={preference}")
+    own, reason = _implementations(preference, device, dtype, present)
+    order = _ORDER[preference] if dtype in _KERNEL_DTYPES else ("reference",)
     base = REFERENCE if device.type == "cpu" else WIDE_REFERENCE
-    ours, chosen = getattr(torch.ops, schema.NAMESPACE), dict[str, str]()
-    taken: dict[str, Callable[..., object]] = {}
-    usable = [name for name in _ORDER[preference] if name in available and dtype in _KERNEL_DTYPES]
-    for family, names in _FAMILIES.items():
-        chosen[family] = next((each for each in usable if each != "apex" or family == "norm"), "reference")
-        if chosen[family] == "fused":
-            taken |= {name: getattr(ours, name) for name in names}
-        elif chosen[family] == "apex":
-            taken |= apex.NORMS
+    chosen, taken = dict[str, str](), dict[str, _Operation]()
+    for family, names in FAMILIES.items():
+        chosen[family] = next((each for each in order if set(names) <= own.get(each, {}).keys()), "reference")
+        taken |= {name: own[chosen[family]][name] for name in names if chosen[family] != "reference"}
     operations = replace(base, name=_summary(chosen), **taken)
     _LOG.info("kernels: %s (%s)", operations.name, reason)
-    if preference == "auto" and device.type == "cuda" and dtype in _KERNEL_DTYPES and "fused" not in available:
+    if preference == "auto" and device.type == "cuda" and dtype in _KERNEL_DTYPES and "fused" not in own:
         _LOG.warning(
             "kernels: this GPU runs plain torch instead of fused kernels, which is slower: %s; put nvcc on the PATH, "
             "or name a folder of built kernels in %s, or set precision.kernels=reference",
@@ -104,17 +94,56 @@ def choose(
     return found
 
 
-def _load_fused(device: torch.device, dtype: torch.dtype, present: bool) -> tuple[bool, str]:
-    """Load the fused kernels; return (False, how they were built) or (True, why they are not available)."""
-    load = _LIBRARIES.get(device.type)
-    if load is None or dtype not in _KERNEL_DTYPES:
-        return True, f"fused kernels exist for fp32 and 16 bits, not for {dtype} on {device.type}"
+def _implementations(
+    preference: str, device: torch.device, dtype: torch.dtype, present: bool
+) -> tuple[dict[str, Mapping[str, _Operation]], str]:
+    """Return the operations that each implementation has here, and the reason for the log.
+
+    Raises:
+        UserError: 114, as `choose`.
+    """
+    found, reason = dict[str, Mapping[str, _Operation]](), "asked for"
+    if "fused" in _ORDER[preference]:
+        operations, reason = _fused(device, dtype, present, required=preference == "fused")
+        found |= {"fused": operations} if operations else {}
+    if "apex" in _ORDER[preference] and device.type == "cuda" and not apex.lacking():
+        found["apex"] = apex.NORMS
+    elif preference == "apex":
+        reason = "apex's CUDA extensions are not installed" if device.type == "cuda" else "apex has no CPU kernels"
+    if preference not in (*found, "auto", "reference"):
+        raise UserError(114, reason, "use precision.kernels=auto", where=f"precision.kernels={preference}")
+    return found, reason
+
+
+def _fused(
+    device: torch.device, dtype: torch.dtype, present: bool, *, required: bool
+) -> tuple[dict[str, _Operation], str]:
+    """Load our kernels; return those that are right in a run's dtypes, and how they were built or why there are none.
+
+    Raises:
+        UserError: 114, one is wrong although all are required.
+    """
+    ours = {name: getattr(getattr(torch.ops, schema.NAMESPACE), name) for name in schema.OPERATIONS}
+    if device.type not in _LIBRARIES or dtype not in _KERNEL_DTYPES:
+        return {}, f"fused kernels exist for fp32 and 16 bits, not for {dtype} on {device.type}"
     if not present:
-        return False, "supposed"
+        return ours, "supposed"
+    compiler, load = _LIBRARIES[device.type]
     try:
-        return False, load()
+        library = load()
     except BuildError as error:
-        return True, str(error)
+        return {}, str(error)
+    used = {str(each).removeprefix("torch.") for each in (dtype, torch.float32)}  # masters and sums are fp32
+    faults = [fault for fault in proof.faults(library, device) if fault.dtype in used]
+    right = {name: each for name, each in ours.items() if name not in {fault.operation for fault in faults}}
+    if not right:  # for example, the compiler is too new for the driver
+        return {}, f"none of the kernels works ({faults[0].error}); to build them again: `rm {library}`"
+    for fault in faults:
+        what = f"{fault.form} in {fault.dtype} is wrong on this {device.type}: {fault.error}"
+        if required:
+            raise UserError(114, what, "use precision.kernels=auto", where="precision.kernels=fused")
+        _LOG.warning("kernels: %s; plain torch takes its place", what)
+    return right, f"built with {compiler}"
 
 
 def _summary(chosen: dict[str, str]) -> str:

@@ -106,7 +106,12 @@ class State:
             store = Store(folder)
             steps = store.steps()
             if not steps or (step is not None and step not in steps):
-                raise UserError(402, f"no step{'' if step is None else f' {step}'} here", "give a folder in which a step was saved, or another step", where=folder)
+                raise UserError(
+                    402,
+                    f"no step{'' if step is None else f' {step}'} here",
+                    "give a folder in which a step was saved, or another step",
+                    where=folder,
+                )
             path = store.path(steps[0] if step is None else step)
             self._require_fitting(read_manifest(path), path)
             return path

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megazero.kernels.timing import medians
 from megazero.model.attention import VariableLength
 from megazero.run.attention import Heads, Probe, choose_attention, take
 from scripts.gpu_check.findings import Asked, Row, told
 from scripts.gpu_check.steps import GPT, LLAMA, SEVEN_B
-from scripts.gpu_check.timing import medians
 
 NAMES = ("cudnn", "flash", "efficient", "math")
 MODELS = {"GPT-2 1.5B, micro 8": (GPT, 8), "Llama 3.2 1B, micro 4": (LLAMA, 4), "Llama 2 7B, micro 1": (SEVEN_B, 1)}

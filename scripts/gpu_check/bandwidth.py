@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megazero.kernels import reference
+from megazero.kernels.samples import SAMPLES, Draw, Sizes, least_bytes, results
 from megazero.kernels.select import choose
+from megazero.kernels.timing import medians
 from scripts.gpu_check.findings import Asked, Row, told
 from scripts.gpu_check.kernels import missing
-from scripts.gpu_check.samples import SAMPLES, Draw, Sizes, least_bytes, results
-from scripts.gpu_check.timing import medians
 
 TINY = Sizes(8, 2, 64, 96, 128, 2, 16, 4096)
 LARGE = Sizes(2048, 8, 4096, 16_384, 131_072, 16, 128, 1 << 28)

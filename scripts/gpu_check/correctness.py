@@ -18,10 +18,10 @@ from tempfile import TemporaryDirectory
 import torch
 
 from megazero.kernels import counter
+from megazero.kernels.samples import FORMS, SAMPLES, Arguments, Draw, Sizes, distances, results
 from scripts.gpu_check import commands
 from scripts.gpu_check.findings import Asked, Row, told
 from scripts.gpu_check.kernels import missing, obstacle
-from scripts.gpu_check.samples import FORMS, SAMPLES, Arguments, Draw, Sizes, distances, results
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SANITIZER_S = 90  # limit of one tool, in seconds

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import torch
 
-from megazero.kernels import cpu, cuda, schema
+from megazero.kernels import cpu, cuda, proof, schema
 from megazero.kernels.build import BuildError, compiler_report, find_gcc, find_nvcc
 from scripts import ptxas
 from scripts.gpu_check.findings import Asked, Row
@@ -38,13 +38,17 @@ def missing(device: torch.device) -> Row | None:
 
 
 def built(asked: Asked) -> Iterator[Row]:
-    """Build and load the kernels; yield one row for all of them, then one for each kernel that spills."""
+    """Build, load and prove the kernels; yield one row for all of them, then one for each kernel that spills."""
     begin = time.perf_counter()
     row = obstacle(asked.device)
     if row is not None:
         yield row
         return
     loaded: Row = {"name": "kernels", "build_s": time.perf_counter() - begin}
+    begin = time.perf_counter()
+    wrong = list(proof.compare(torch.ops.megazero, asked.device))
+    said = f"{wrong[0].form} in {wrong[0].dtype}: {wrong[0].error}" if wrong else None
+    yield {"name": "proof", "proof_s": time.perf_counter() - begin, "wrong": len(wrong), "fault": said}
     if not asked.on_gpu:
         yield loaded
         return

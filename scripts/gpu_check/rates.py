@@ -26,14 +26,14 @@ from megazero.extensions.homes import HOMES
 from megazero.kernels import reference
 from megazero.kernels.build import BuildError
 from megazero.kernels.products import wide_products
+from megazero.kernels.samples import SAMPLES, Draw, Sizes
 from megazero.kernels.select import choose, for_host
+from megazero.kernels.timing import medians, seconds
 from scripts.gpu_check import commands
 from scripts.gpu_check.findings import Asked, Row
 from scripts.gpu_check.layouts import Case
-from scripts.gpu_check.samples import SAMPLES, Draw, Sizes
 from scripts.gpu_check.speed import GPT_1_3B, stepper
 from scripts.gpu_check.steps import GPT, LLAMA
-from scripts.gpu_check.timing import medians, seconds
 
 DISK, PINNED, UPDATED = 4 << 30, 4 << 30, 100_000_000  # bytes, bytes, elements
 BYTES = 30  # that an update reads and writes per element (scripts/bench/kernels.py)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megazero.kernels import cpu, reference
-from tests.kernels.cases import KEY, calls
+from megazero.kernels.samples import KEY
+from tests.kernels.test_schema import OPERATIONS, sample
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 fused = torch.ops.megazero
@@ -350,11 +351,11 @@ def test_wrong_inputs_are_refused() -> None:
             call()
 
 
-@pytest.mark.parametrize("name", sorted(calls(torch.float32)))
+@pytest.mark.parametrize("name", OPERATIONS)
 @DTYPES
 def test_the_library_keeps_to_the_schema(name: str, dtype: torch.dtype) -> None:
     """Nothing is written or returned but what the schema says, and tensors without data come out alike."""
-    arguments = calls(dtype)[name]
+    arguments = sample(name, dtype)
     torch.library.opcheck(getattr(fused, name).default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from megazero.kernels import counter, reference
-from scripts.gpu_check.samples import DROP, KEY, SAMPLES, Draw, Sizes, distance, distances, results, truth
+from megazero.kernels.samples import DROP, KEY, SAMPLES, Draw, Sizes, distance, distances, results, truth
 from tests.kernels.emulated import Emulated, Own, Written, library, poisoned
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")

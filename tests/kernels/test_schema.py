@@ -6,10 +6,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megazero.kernels import reference, schema
-from tests.kernels.cases import calls
+from megazero.kernels.samples import SAMPLES, Arguments, Draw, Sizes
 
-OPERATIONS = sorted(calls(torch.float32))
+OPERATIONS = sorted(SAMPLES)
+SIZES = Sizes(sequence=5, batch=3, hidden=12, ffn=10, vocab=12, heads=2, head_dim=6, flat=20)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+def sample(name: str, dtype: torch.dtype) -> Arguments:
+    return SAMPLES[name](Draw(dtype, torch.Generator().manual_seed(0)), SIZES)
 
 
 def test_every_operation_has_a_case_and_a_specification() -> None:
@@ -21,7 +26,7 @@ def test_every_operation_has_a_case_and_a_specification() -> None:
 @DTYPES
 def test_what_comes_out_is_what_the_specification_returns(name: str, dtype: torch.dtype) -> None:
     """In number, shape, dtype and layout."""
-    arguments = calls(dtype)[name]
+    arguments = sample(name, dtype)
     without_data = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), arguments)
     found = getattr(torch.ops.megazero, name)(*without_data)
     expected = getattr(reference, name)(*arguments)
@@ -31,7 +36,7 @@ def test_what_comes_out_is_what_the_specification_returns(name: str, dtype: torc
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_is_written_is_what_the_schema_says(name: str) -> None:
     """Other arguments stay as they are, and none of them is returned."""
-    arguments = list(calls(torch.bfloat16)[name])
+    arguments = sample(name, torch.bfloat16)
     before = [each.clone() if isinstance(each, Tensor) else each for each in arguments]
     returned = getattr(reference, name)(*arguments)
     described = getattr(torch.ops.megazero, name).default._schema.arguments

@@ -55,7 +55,7 @@ def test_kernels_are_built_or_it_is_said_why_not(
 ) -> None:
     monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
     if (code := kernels.main()) == 0:
-        assert capsys.readouterr().out.startswith("cpu kernels: built with g++ (")
+        assert capsys.readouterr().out.startswith("cpu kernels: /")
     else:  # a machine without a compiler
         assert code == 1 and "no g++" in capsys.readouterr().err
 

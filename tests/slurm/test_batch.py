@@ -131,7 +131,7 @@ def test_kernels_are_built_before_the_ranks_start(tiny_data: TinyData, slurm, tm
     job = Training(slurm | {"XDG_CACHE_HOME": str(cache)}, tiny_data.config, tmp_path, "run.steps=2", nodes=2)
     job.until(job.ended)
     assert job.state() == "COMPLETED", job.text()
-    assert job.text().index("cpu kernels: built with g++") < job.text().index("parameters, 2 steps")
+    assert job.text().index("cpu kernels: /") < job.text().index("parameters, 2 steps")
     assert len(list((cache / "megazero").glob("cpu-*.so"))) == 1
 
 

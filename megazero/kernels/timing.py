@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from scripts.gpu_check.findings import told
-
-ROUND_S = 0.01  # seconds of one system in one round, about
-ROUNDS = 9
+_ROUND_S = 0.01  # seconds of one system in one round, about
+_ROUNDS = 9
 _MOST = 200  # calls of one system in one round, at most
 
 
@@ -21,11 +19,11 @@ def medians(runs: Sequence[Callable[[], Any]], device: torch.device) -> list[flo
         try:
             for _ in range(3):
                 run()
-            counts.append(max(1, min(_MOST, int(ROUND_S / seconds(run, 3, device)))))
+            counts.append(max(1, min(_MOST, int(_ROUND_S / seconds(run, 3, device)))))
         except Exception as error:  # a compiler error, or too little GPU memory: go on with the others
-            counts.append(told(error))
+            counts.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
     found: list[list[float]] = [[] for _ in runs]
-    for _ in range(ROUNDS):
+    for _ in range(_ROUNDS):
         for run, count, column in zip(runs, counts, found, strict=True):
             if isinstance(count, int):
                 column.append(seconds(run, count, device))
