@@ -160,8 +160,10 @@ class PipelineConfig(Section):
 
 class Precision(Section):
     dtype: Literal["fp32", "fp64", "bf16", "fp16"] = option("fp32", "Dtype of parameters and activations.")
-    kernels: Literal["auto", "fused", "reference", "apex"] = option(
-        "auto", "Kernels; reference: plain torch; auto: for each family the first available of fused, apex, reference."
+    kernels: Literal["auto", "fused", "reference", "apex", "compile"] = option(
+        "auto",
+        "Kernels; reference: plain torch; compile: norms and activations through torch.compile; auto: for each family "
+        "the first available of fused, apex, reference.",
     )
 
 

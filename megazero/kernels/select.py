@@ -1,9 +1,10 @@
-"""Choose one implementation for each operation: `precision.kernels` auto | fused | apex | reference.
+"""Choose one implementation for each operation: `precision.kernels` auto | fused | apex | compile | reference.
 
 The choice is made once, from the declared device and dtype, never from a tensor, and logged once. `auto` takes, for
 each family of operations, the first available of: fused kernels (if they can be built, on the CPU with g++, on a GPU
-with nvcc, and agree with the reference there, see `proof`), apex (on a GPU, if installed), the reference. `fused` and
-`apex` require theirs, and use the reference for families that they lack.
+with nvcc, and agree with the reference there, see `proof`), apex (on a GPU, if installed), the reference. `fused`,
+`apex` and `compile` (the reference under torch.compile) require theirs, and use the reference for families that they
+lack.
 """
 
 import logging
@@ -15,7 +16,7 @@ from types import MappingProxyType
 import torch
 
 from megazero.base.errors import UserError
-from megazero.kernels import apex, cpu, cuda, proof, reference, schema
+from megazero.kernels import apex, compiled, cpu, cuda, proof, reference, schema
 from megazero.kernels.build import FOLDER_VARIABLE, BuildError
 from megazero.kernels.operations import REFERENCE, WIDE_REFERENCE, Operations
 from megazero.kernels.products import wide_products
@@ -26,6 +27,7 @@ _ORDER = {
     "auto": ("fused", "apex", "reference"),
     "fused": ("fused", "reference"),
     "apex": ("apex", "reference"),
+    "compile": ("compile", "reference"),
     "reference": ("reference",),
 }
 # The dtypes of all implementations but the reference, which also has fp64.
@@ -110,6 +112,12 @@ def _implementations(
         found["apex"] = apex.NORMS
     elif preference == "apex":
         reason = "apex's CUDA extensions are not installed" if device.type == "cuda" else "apex has no CPU kernels"
+    if preference == "compile" and not present:
+        found["compile"] = {name: getattr(reference, name) for name in compiled.NAMES}
+    elif preference == "compile" and not (lacking := compiled.lacking(device)):
+        found["compile"] = compiled.operations()
+    elif preference == "compile":
+        reason = lacking
     if preference not in (*found, "auto", "reference"):
         raise UserError(114, reason, "use precision.kernels=auto", where=f"precision.kernels={preference}")
     return found, reason

@@ -7,9 +7,10 @@
     head    2 layers, hidden 512, 8 heads, vocabulary 50,257 tied, sequence 256, micro-batch 8     32.2M
 
 fp32, no dropout, AdamW fused, clip 1.0; all start from the same weights and see the same tokens. The reference (ratio
-1.000) is plain torch. `plain torch, compiled` has torch.compile around each block, as torchtitan advises, and in
-`head` around the whole model, so that it covers the loss; `ours, reference kernels` uses the operations' specification
-in plain torch instead of our kernels. `head` also has our loss in chunks of 256 tokens. There is no communication.
+1.000) is plain torch. `plain torch, compiled` has torch.compile around each block, as torchtitan advises, and in `head`
+around the whole model, so that it covers the loss; `ours, reference kernels` and `ours, compiled kernels` use the
+operations' specification instead of our kernels, the latter through torch.compile. `head` also has our loss in chunks
+of 256 tokens. There is no communication.
 """
 
 import argparse
@@ -51,9 +52,10 @@ def group_of(model: str, threads: int, only: list[str]) -> Group:
         System("plain torch, compiled", plain_step, (model, True), threads),
         System("ours", our_step, (model, "auto", 0), threads),
         System("ours, reference kernels", our_step, (model, "reference", 0), threads),
+        System("ours, compiled kernels", our_step, (model, "compile", 0), threads),
     ]
     if model == "head":
-        systems[-1:] = [System("ours, loss in chunks", our_step, (model, "auto", CHUNK), threads)]
+        systems[-2:] = [System("ours, loss in chunks", our_step, (model, "auto", CHUNK), threads)]
     return Group(f"{model}, {threads} thread{'s' * (threads > 1)}", chosen(systems, only))
 
 
