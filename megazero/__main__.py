@@ -221,8 +221,14 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from megazero.tools.doctor.doctor import BUSY, as_json, as_text, diagnose, write
+    from megazero.tools.doctor.doctor import BUSY, as_json, as_text, diagnose, json_of, lines_of, time_kernels, write
 
+    if options.kernels != (options.config is not None):
+        raise UserError(100, "--kernels and --config need each other", "give both or neither", where="doctor")
+    if options.kernels:
+        times = time_kernels(options.config, options.overrides)
+        show(json_of(times), "\n".join(lines_of(times)), as_json=options.json)
+        return 0
     found = diagnose(options.run_folder, options.nproc)
     show(as_json(found), as_text(found), as_json=options.json)
     if options.write is not None:
@@ -274,6 +280,9 @@ def _add_planning(verbs: Any) -> None:
     doctor.add_argument("--run", dest="run_folder", type=Path, default=Path("runs"), help="where runs are written")
     measure = "ranks that measure at the same time (default: one per GPU; two without a GPU)"
     doctor.add_argument("--nproc", type=_at_least(1, int, MOST_LOCAL), help=measure)
+    doctor.add_argument("--kernels", action="store_true", help="time the kernels at the sizes of --config instead")
+    doctor.add_argument("--config", help="for --kernels: a shipped config's name, or a path")
+    doctor.add_argument("overrides", nargs="*", metavar="section.key=value", help="options to change in the config")
     doctor.add_argument("--write", type=Path, metavar="FILE.yaml", help="write the results here, for plan --hardware")
     doctor.set_defaults(run=_doctor)
     for parser in (schedule, plan, simulate, doctor):

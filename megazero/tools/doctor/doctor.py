@@ -82,24 +82,56 @@ def diagnose(run_folder: Path, nproc: int | None) -> Diagnosis:
     return Diagnosis(parts, hardware)
 
 
+def time_kernels(config: str, overrides: list[str]) -> dict[str, list[Finding]]:
+    """Time the kernels at the sizes of a config on this machine's first GPU, else on its CPU.
+
+    Raises:
+        UserError: the config is refused.
+    """
+    from megazero.config.file import load
+    from megazero.tools.planning.micro_batch import sized
+
+    loaded = load(config, overrides)
+    loaded = sized(loaded, loaded.parallel.tensor * loaded.parallel.pipeline)
+    with doing("loading torch"):
+        import torch
+
+        from megazero.tools.doctor.kernels import kernels
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with doing(f"timing kernels on this {device.type}"):
+        found = list(kernels(loaded, device))
+    return {f"kernels in {loaded.precision.dtype} on this {device.type}": found}
+
+
 def as_text(found: Diagnosis) -> str:
     """Return a heading for each part, a line for each finding, and the names in `missing`."""
-    lines = []
-    for part, findings in found.parts.items():
-        lines.append(part)
-        for finding in findings:
-            do = f"; {finding.do}" if finding.do else ""
-            lines.append(f"{_MARKS[finding.state]} {finding.name:<{_COLUMN}} {finding.text}{do}")
+    lines = lines_of(found.parts)
     missing = f"missing: {', '.join(found.missing)}" if found.missing else "nothing that training needs is missing"
     lines += ["", missing, *[BUSY] * found.is_busy]
     return "\n".join(lines)
 
 
+def lines_of(parts: dict[str, list[Finding]]) -> list[str]:
+    """Return a heading for each part and a line for each finding."""
+    lines = []
+    for part, findings in parts.items():
+        lines.append(part)
+        for finding in findings:
+            do = f"; {finding.do}" if finding.do else ""
+            lines.append(f"{_MARKS[finding.state]} {finding.name:<{_COLUMN}} {finding.text}{do}")
+    return lines
+
+
 def as_json(found: Diagnosis) -> dict[str, Any]:
     """Return `parts`, `missing`, `hardware` (the fields of the file; null if it could not be measured)."""
     hardware = None if isinstance(found.hardware, str) else found.hardware
-    parts = {part: [asdict(finding) for finding in findings] for part, findings in found.parts.items()}
-    return {"parts": parts, "missing": found.missing, "hardware": hardware}
+    return {"parts": json_of(found.parts), "missing": found.missing, "hardware": hardware}
+
+
+def json_of(parts: dict[str, list[Finding]]) -> dict[str, Any]:
+    """Return the fields of each finding, by part."""
+    return {part: [asdict(finding) for finding in findings] for part, findings in parts.items()}
 
 
 def write(found: Diagnosis, path: Path) -> None:
