@@ -80,9 +80,23 @@ SECOND = {
     **{name: PARTS[name] for name in ("machine", "build")},
     "whole": Part("Llama 2 7B in the memory of one GPU", 60, "steps:whole", as_run=True, alone=True, after="build"),
     "hosted": Part("Llama 2 7B, optimizer on the host", 120, "steps:hosted", as_run=True, alone=True, after="build"),
+    "variants": Part("GPT-2 1.5B, variants", 120, "steps:variants", as_run=True, alone=True, after="build"),
 }
 # The parts whose rows the summary shows, most important first. For the others it shows the maximum of each column.
-SHOWN = ("gpt", "llama", "whole", "hosted", "train", "rates", "attention", "exchange", "host", "bandwidth", "sanitizer")
+SHOWN = (
+    "gpt",
+    "llama",
+    "whole",
+    "hosted",
+    "variants",
+    "train",
+    "rates",
+    "attention",
+    "exchange",
+    "host",
+    "bandwidth",
+    "sanitizer",
+)
 ALL = PARTS | SECOND
 
 

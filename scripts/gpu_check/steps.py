@@ -4,6 +4,7 @@
     llama     Llama 3.2 1B, 4,096 tokens: 8 sequences per step
     whole     Llama 2 7B, all of it in the memory of one GPU
     hosted    the same with the optimizer on the host
+    variants  GPT-2 1.5B with our kernels, with torch.compile's, and with the loss in chunks
 
 Ours runs with several micro-batch sizes on equal weights and tokens, so its losses must agree. The others start from
 other weights; their losses are of the same size, and show that they learn. `host_s` is the time in which the host
@@ -91,6 +92,16 @@ def hosted(asked: Asked) -> Iterator[Row]:
     yield from _ours(SEVEN_B.of(asked), asked, [4], how, "optimizer on the host, bf16 gradients, ", "param")
 
 
+def variants(asked: Asked) -> Iterator[Row]:
+    """Yield GPT-2 1.5B with fused kernels, with compiled ones, and with the loss in chunks."""
+    shape, chunk = GPT.of(asked), 8 if asked.tiny else 2048
+    for kernels in ("auto", "compile"):
+        yield from _ours(shape, asked, [8], name=f"kernels {kernels}, ", kernels=kernels)
+    yield from _ours(
+        shape, asked, [8, *([16] if shape.sequences > 8 else [])], {"loss_chunk": chunk}, "loss in chunks, "
+    )
+
+
 def _ours(
     shape: Shape,
     asked: Asked,
@@ -98,10 +109,11 @@ def _ours(
     how: Mapping[str, Any] = MappingProxyType({}),
     name: str = "",
     grad_dtype: str = "fp32",
+    kernels: str = "auto",
 ) -> Iterator[Row]:
     losses: list[float] = []
     for micro in micros:
-        case = Case(name, {"micro_batch": micro, **how}, "bf16", "auto", grad_dtype)
+        case = Case(name, {"micro_batch": micro, **how}, "bf16", kernels, grad_dtype)
         ops = choose(case.kernels, asked.device, torch.bfloat16)
         make = partial(stepper, case, single(), asked, ops, shape)
         row = measured(f"ours, {name}micro-batch {micro}", make, asked, shape) | {"kernels": ops.name}

@@ -121,6 +121,9 @@ LAYOUTS = {
     "hybrid": job_on(1, 4, False, 2, 3, shard_ranks=2),
     "offload": job_on(1, 2, False, 4, 3, offload_optimizer="cpu", offload_parameters="cpu"),
     "host's update": job_on(1, 1, False, 4, 2, offload_optimizer="cpu"),
+    "gpipe": replace(job_on(1, 2, False, 4, 2), schedule="gpipe"),
+    "interleaved": replace(job_on(1, 2, False, 4, 2), schedule="interleaved", chunks=2),
+    "loss in chunks": replace(job_on(1, 2, False, 4, 1), loss_chunk=5),
 }
 
 
