@@ -6,6 +6,7 @@ large buffers. Here each buffer is whole pages, which CUDA's runtime keeps locke
 
 import mmap
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ def pinned_bytes(size: int, runtime: Any = None) -> Tensor:
     """
     runtime = torch.cuda.cudart() if runtime is None else runtime
     pages = _Pages(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # not in every kernel; huge pages are 512 times fewer pages to lock
+        pages.madvise(mmap.MADV_HUGEPAGE)
     pages.madvise(mmap.MADV_DONTFORK)  # after a fork, copy-on-write could give this process pages that are not locked
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     address = memory.data_ptr()
