@@ -242,16 +242,17 @@ constexpr int kTileBlocks = 3;  // per multiprocessor: at most 80 registers per 
 
 struct Tiles {
   int64_t rows, columns;
-  int64_t across;  // tiles side by side
+  uint32_t across;  // tiles side by side; 32 bits, as the index of a block: a division of 64 bits takes 70 instructions
 
   __host__ Tiles(int64_t rows, int64_t columns, int pack)
-      : rows(rows), columns(columns), across(at_least(divide_up<int64_t>(columns, int64_t{pack} * kTileThreads), 1)) {}
+      : rows(rows), columns(columns),
+        across(static_cast<uint32_t>(at_least(divide_up<int64_t>(columns, int64_t{pack} * kTileThreads), 1))) {}
 
   __host__ int64_t blocks() const { return across * divide_up<int64_t>(rows, kTileRows); }
 
-  __host__ __device__ int64_t first_row(int64_t tile) const { return tile / across * kTileRows; }
-  __host__ __device__ int64_t column(int64_t tile, int thread, int pack) const {
-    return (tile % across * kTileThreads + thread) * pack;
+  __device__ __forceinline__ int64_t first_row(uint32_t tile) const { return int64_t{tile / across} * kTileRows; }
+  __device__ __forceinline__ int64_t column(uint32_t tile, int thread, int pack) const {
+    return (int64_t{tile % across} * kTileThreads + thread) * pack;
   }
 };
 

@@ -87,8 +87,9 @@ __host__ void launch_cross_entropy_parts(const Launch& launch, const T* logits, 
                                          int64_t rows, int64_t columns) {
   constexpr int N = kPack<T>;
   auto start = [&](auto kernel, int pack) {
-    const int64_t packs = at_least(columns / pack, 1);
-    const int threads = packs >= kLossThreads * kLossGroup ? kLossThreads : row_threads(packs, kLossGroup);
+    // As few threads as take the least number of rounds: with more, most would be idle in the last round.
+    const int64_t packs = at_least(columns / pack, 1), rounds = divide_up<int64_t>(packs, kLossThreads * kLossGroup);
+    const int threads = row_threads(packs, kLossGroup * static_cast<int>(rounds));
     launch(kernel, rows, threads, kScratch, logits, targets, parts, rows, columns);
   };
   if (packs_fit<N>(logits, columns))

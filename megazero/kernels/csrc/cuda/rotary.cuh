@@ -19,11 +19,11 @@ template <typename T, int N>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
     rotary_turn(const T* x, const T* cosines, const T* sines, T* y, const RotaryShape shape, float direction) {
   const int packs = static_cast<int>(shape.half / N), items = static_cast<int>(shape.heads) * packs;
-  const int64_t row = blockIdx.x;
-  const int64_t s = row / shape.batch, b = row % shape.batch;
+  const uint32_t row = blockIdx.x, batch = static_cast<uint32_t>(shape.batch);  // fewer blocks than 2^31
+  const int64_t s = row / batch, b = row % batch;
   const T* from = x + s * shape.x_strides[0] + b * shape.x_strides[1];
   const int64_t angle = s * shape.angle_stride + b * shape.angle_batch_stride;
-  T* to = y + row * shape.heads * 2 * shape.half;
+  T* to = y + int64_t{row} * shape.heads * 2 * shape.half;
   for (int item = threadIdx.x; item < items; item += blockDim.x) {
     const int head = item / packs, column = item % packs * N;
     const T* first = from + head * shape.x_strides[2] + column;
