@@ -26,7 +26,9 @@ def _layer_norm_backward(
     grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     # apex reads only shape and dtype of the bias, so the weight serves; eps is unused if the input was kept.
-    return _extension().backward_affine(grad, mean.view(-1), rstd.view(-1), x, weight.shape, weight, weight, 0.0, False)
+    rows = mean.view(-1), rstd.view(-1)
+    grad_x, *sums = _extension().backward_affine(grad, *rows, x, weight.shape, weight, weight, 0.0, False)
+    return grad_x, sums[0].float(), sums[1].float()
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -35,7 +37,8 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def _rms_norm_backward(grad: Tensor, x: Tensor, rrms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return _extension().rms_backward_affine(grad, rrms.view(-1), x, weight.shape, weight, 0.0, False)
+    grad_x, grad_weight = _extension().rms_backward_affine(grad, rrms.view(-1), x, weight.shape, weight, 0.0, False)
+    return grad_x, grad_weight.float()
 
 
 def _per_row(statistic: Tensor, x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def layer_norm(x_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tu
 def layer_norm_backward(
     grad_ND: Tensor, x_ND: Tensor, mean: Tensor, rstd: Tensor, weight_D: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of input, weight and bias.
+    """Return the gradients of input, weight and bias; those of vectors in fp32 or more, as in all operations.
 
     With z = (x - mean) / deviation and h = g w:
     dx = (h - mean(h) - z mean(h z)) / deviation, dw = sum(g z), db = sum(g).
@@ -41,7 +41,7 @@ def layer_norm_backward(
     grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
         grad_ND, x_ND, [x_ND.shape[-1]], mean, rstd, wide, wide, [True, True, True]
     )
-    return grad_x, grad_weight.to(weight_D.dtype), grad_bias.to(weight_D.dtype)
+    return grad_x, _wide(grad_weight), _wide(grad_bias)
 
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ def rms_norm_backward(grad_ND: Tensor, x_ND: Tensor, rrms: Tensor, weight_D: Ten
     grad_z = _wide(grad_ND) * weight_D
     grad_weight = (_wide(grad_ND) * z).reshape(-1, z.shape[-1]).sum(0)
     grad_x = (grad_z - z * (grad_z * z).mean(-1, keepdim=True)).mul_(rrms)
-    return grad_x.to(x_ND.dtype), grad_weight.to(weight_D.dtype)
+    return grad_x.to(x_ND.dtype), grad_weight
 
 
 def add_layer_norm(
@@ -101,10 +101,16 @@ def bias_gelu(x_NF: Tensor, bias_F: Tensor | None) -> Tensor:
     return F.gelu(x_NF if bias_F is None else x_NF + bias_F, approximate="tanh")
 
 
-def bias_gelu_backward(grad_NF: Tensor, x_NF: Tensor, bias_F: Tensor | None) -> Tensor:
-    """Return the gradient of x; the bias's gradient is its sum over rows."""
+def bias_gelu_backward(grad_NF: Tensor, x_NF: Tensor, bias_F: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the bias, which is the sum of the former; an empty tensor without a bias."""
     before = x_NF if bias_F is None else x_NF + bias_F
-    return torch.ops.aten.gelu_backward(grad_NF, before, approximate="tanh")
+    grad_x = torch.ops.aten.gelu_backward(grad_NF, before, approximate="tanh")
+    return grad_x, sum_rows(grad_x if bias_F is not None else grad_x[..., :0])
+
+
+def sum_rows(x_ND: Tensor) -> Tensor:
+    """Return the sum over all rows, [D], in fp32 or more: the gradient of a bias."""
+    return x_ND[None].flatten(0, -2).sum(0, dtype=wide_dtype(x_ND.dtype))
 
 
 def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:

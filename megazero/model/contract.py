@@ -40,7 +40,7 @@ class GradientSlot(Protocol):
         """Announce one use of the parameter in forward; one delivery must follow in backward."""
 
     def add(self, gradient: Tensor) -> None:
-        """Deliver a gradient of the parameter's shape."""
+        """Deliver a gradient of the parameter's shape; it may be wider than the parameter."""
 
     def add_sum(self, rows: Tensor) -> None:
         """Deliver a gradient as the sum of `rows` over its first dimension; each row has the parameter's shape."""

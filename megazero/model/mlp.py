@@ -51,8 +51,10 @@ class Mlp(nn.Module):
         if self._gated:
             grads = self._ops.swiglu_backward(grad, *inner)
         else:
-            grads = (self._ops.bias_gelu_backward(grad, *inner, None if slot is None else tape.weights.pop()),)
+            grad_x, grad_bias = self._ops.bias_gelu_backward(grad, *inner, None if slot is None else tape.weights.pop())
             if slot is not None:
-                slot.add_sum(*grads)
+                slot.add(grad_bias)
+            grads = (grad_x,)
+            del grad_x
         del grad, inner  # free them: each is as large as one of `grads`
         return self._inward.back(tape, *grads)

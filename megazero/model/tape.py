@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megazero.kernels.reference import sum_rows
 from megazero.model.contract import GradientSlot
 
 Owner = Mapping[str, Any]  # the parameters of a module by local name; one is "weight"
@@ -97,7 +98,7 @@ class ReturnedGradient:
     """The gradient slot of a parameter without an engine: its gradient is returned to autograd."""
 
     def __init__(self, parameter: nn.Parameter):
-        self._shape = parameter.shape
+        self._shape, self._dtype = parameter.shape, parameter.dtype
         self.gradient: Tensor | None = None
 
     def expect(self) -> None:
@@ -105,11 +106,12 @@ class ReturnedGradient:
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient of the parameter's shape."""
+        gradient = gradient.to(self._dtype)
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
     def add_sum(self, rows: Tensor) -> None:
         """Add the sum of rows."""
-        self.add(rows.sum(0))
+        self.add(sum_rows(rows))
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add a product."""

@@ -133,15 +133,8 @@ class GradientAccumulator:
             self._defer(self.write, gradient)
 
     def add_sum(self, rows: Tensor) -> None:
-        """Deliver `rows` summed over dim 0; without a copy if it is the first delivery and has the buffer's dtype."""
-        if self.counter.deferred is None:
-            self.open()
-            if self.fresh and rows.dtype == self.view.dtype:
-                torch.sum(rows, 0, out=self.view)
-                self.fresh = False
-                self.counter.delivered(self.name)
-                return
-        self.add(rows.sum(0))
+        """Deliver `rows` summed over dim 0."""
+        self.add(self._ops.sum_rows(rows))
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Deliver the gradient left @ right."""
@@ -177,14 +170,14 @@ class GradientAccumulator:
         self.counter.deferred.append(deliver)
 
     def write(self, gradient: Tensor) -> None:
-        """Write a gradient of the parameter's shape, or add it to earlier ones."""
+        """Write a gradient of the parameter's shape, which may be wider than the buffer, or add it to earlier ones."""
         self.open()
-        view, same = self.view, gradient.dtype == self.view.dtype
+        view, wider = self.view, self.view.dtype.itemsize > gradient.dtype.itemsize
         if self.fresh:
-            view.copy_(gradient) if same else self._ops.cast_(view, gradient.contiguous())
+            self._ops.cast_(view, gradient.contiguous()) if wider else view.copy_(gradient)
             self.fresh = False
         else:
-            view.add_(gradient) if same else self._ops.accumulate_(view, gradient.contiguous())
+            self._ops.accumulate_(view, gradient.contiguous()) if wider else view.add_(gradient)
 
     def write_product(self, left: Tensor, right: Tensor) -> None:
         """Write the gradient left @ right, or add it to earlier ones."""

@@ -31,7 +31,7 @@ def library() -> ctypes.CDLL:
     path = build.build_library(_SOURCE, build.find_gcc, _FLAGS, headers=headers, folders=folders)
     loaded = ctypes.CDLL(str(path))
     loaded.last_error.restype = ctypes.c_char_p
-    loaded.norm_blocks.restype = ctypes.c_int64
+    loaded.norm_blocks.restype = loaded.sum_lanes.restype = ctypes.c_int64
     return loaded
 
 
@@ -134,8 +134,8 @@ class Emulated:
         rows = x.numel() // columns
         self.configure()
         blocks = library().norm_blocks(*map(ctypes.c_int64, (_TYPES[dtype], rows, columns)))
-        dx, dweight = Written(poisoned(*x.shape, dtype=dtype)), Written(poisoned(columns, dtype=dtype))
-        dbias = None if rms else Written(poisoned(columns, dtype=dtype))
+        dx, dweight = Written(poisoned(*x.shape, dtype=dtype)), Written(poisoned(columns, dtype=torch.float32))
+        dbias = None if rms else Written(poisoned(columns, dtype=torch.float32))
         partial = Own(poisoned(2 - rms, blocks, columns, dtype=torch.float32))
         inputs = (grad, other, x, mean, rstd, weight, dx)
         self.call("norm_backward", _TYPES[dtype], int(rms), *inputs, partial, dweight, dbias, rows, columns)
@@ -172,11 +172,22 @@ class Emulated:
         self.call("bias_gelu", _TYPES[x.dtype], x, bias, y, x.numel() // x.shape[-1], x.shape[-1])
         return y.tensor
 
-    def bias_gelu_backward(self, grad: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        dx = Written(poisoned(*x.shape, dtype=x.dtype))
-        rows, columns = x.numel() // x.shape[-1], x.shape[-1]
-        self.call("bias_gelu_backward", _TYPES[x.dtype], grad, x, bias, dx, rows, columns)
-        return dx.tensor
+    def bias_gelu_backward(self, grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        dx, columns = Written(poisoned(*x.shape, dtype=x.dtype)), 0 if bias is None else x.shape[-1]
+        dbias, sizes = Written(poisoned(columns, dtype=torch.float32)), (x.numel() // x.shape[-1], x.shape[-1])
+        self.call("bias_gelu_backward", _TYPES[x.dtype], grad, x, bias, dx, self._partial(x, columns), dbias, *sizes)
+        return dx.tensor, dbias.tensor
+
+    def sum_rows(self, x: Tensor) -> Tensor:
+        columns = x.shape[-1]
+        out = Written(poisoned(columns, dtype=torch.float32))
+        self.call("sum_rows", _TYPES[x.dtype], x, self._partial(x, columns), out, x.numel() // columns, columns)
+        return out.tensor
+
+    def _partial(self, x: Tensor, columns: int) -> Own:
+        self.configure()
+        sizes = (_TYPES[x.dtype], x.numel() // x.shape[-1], x.shape[-1])
+        return Own(poisoned(library().sum_lanes(*map(ctypes.c_int64, sizes)), columns, dtype=torch.float32))
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         y = Written(poisoned(*gate.shape, dtype=gate.dtype))

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "adamw.cuh"
+#include "columns.cuh"
 #include "cross_entropy.cuh"
 #include "dropout.cuh"
 #include "flat.cuh"
@@ -125,9 +126,26 @@ int bias_gelu(int64_t type, Memory x, Memory bias, Memory y, int64_t rows, int64
   });
 }
 
-int bias_gelu_backward(int64_t type, Memory grad, Memory x, Memory bias, Memory dx, int64_t rows, int64_t columns) {
+int64_t sum_lanes(int64_t type, int64_t rows, int64_t columns) {
+  int64_t lanes = 0;
+  for_type(type, [&](auto t) {
+    lanes = megazero::sum_lanes<decltype(t)>(rows, columns, emulator::settings.multiprocessors);
+  });
+  return lanes;
+}
+
+int bias_gelu_backward(int64_t type, Memory grad, Memory x, Memory bias, Memory dx, Memory partial, Memory dbias,
+                       int64_t rows, int64_t columns) {
   return caught([&] {
-    for_type(type, [&](auto t) { launch_bias_gelu_backward<decltype(t)>(launch, grad, x, bias, dx, rows, columns); });
+    for_type(type, [&](auto t) {
+      launch_bias_gelu_backward<decltype(t)>(launch, grad, x, bias, dx, partial, dbias, rows, columns);
+    });
+  });
+}
+
+int sum_rows(int64_t type, Memory x, Memory partial, Memory out, int64_t rows, int64_t columns) {
+  return caught([&] {
+    for_type(type, [&](auto t) { launch_sum_rows<decltype(t)>(launch, x, partial, out, rows, columns); });
   });
 }
 

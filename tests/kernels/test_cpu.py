@@ -70,7 +70,7 @@ def activations(draw: Source, rows: int, columns: int) -> list[tuple[object, ...
     found: list[tuple[object, ...]] = [("swiglu", x, up), ("swiglu_backward", grad, x, up)]
     for each in (bias, None):
         found += [("bias_gelu", x, each), ("bias_gelu_backward", grad, x, each)]
-    return found
+    return [*found, ("sum_rows", x)]
 
 
 def dropout(draw: Source, rows: int, columns: int) -> list[tuple[object, ...]]:
@@ -239,7 +239,7 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
 def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, bad: float) -> None:
     """Rows without it are as before, and a NaN is never lost."""
     for name, *arguments in large(dtype):
-        if name in ("sums_of_squares", "accumulate_", "rotary"):
+        if name in ("sums_of_squares", "sum_rows", "accumulate_", "rotary"):
             continue
         clean = run(fused, str(name), tuple(arguments))
         spoilt = [each.clone() if isinstance(each, Tensor) else each for each in arguments]
@@ -289,7 +289,7 @@ def test_gelu_and_silu_of_special_values() -> None:
         assert torch.equal(y[[2, 3, 6, 7]], huge)
         assert torch.equal(y[4:6], x[4:6] / 2)
     ones, slopes = torch.ones(8), torch.tensor([1.0, 0, 0, 1])
-    for gradient in (fused.bias_gelu_backward(ones, x, None), fused.swiglu_backward(ones, x, ones)[0]):
+    for gradient in (fused.bias_gelu_backward(ones, x, None)[0], fused.swiglu_backward(ones, x, ones)[0]):
         assert gradient[0].isnan()
         assert torch.allclose(gradient[[2, 3, 6, 7]], slopes, atol=1e-30)
         assert torch.allclose(gradient[4:6], torch.tensor(0.5))

@@ -157,7 +157,7 @@ def test_huge_values_of_an_activation() -> None:
     x = torch.tensor([1e3, 1e13, 3e38, -1e3, -1e13, -3e38])
     ones, zeros = torch.ones(6), torch.zeros(6)
     assert torch.equal(Emulated().bias_gelu(x, None), torch.where(x > 0, x, zeros))
-    assert torch.allclose(Emulated().bias_gelu_backward(ones, x, None), (x > 0).float(), atol=1e-30, rtol=0)
+    assert torch.allclose(Emulated().bias_gelu_backward(ones, x, None)[0], (x > 0).float(), atol=1e-30, rtol=0)
     assert torch.equal(Emulated().swiglu(x, ones), torch.where(x > 0, x, zeros))
 
 

@@ -51,6 +51,10 @@ def padded_mean(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return fused.rms_norm(x, weight * (-(-x.shape[-1] // 8) * 8 / x.shape[-1]) ** 0.5, eps)
 
 
+def without_bias(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return fused.bias_gelu_backward(grad, x, None)[0], fused.bias_gelu_backward(grad, x, bias)[1]
+
+
 def linear_gate(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return grad * up * gate.sigmoid(), fused.swiglu_backward(grad, gate, up)[1]
 
@@ -112,7 +116,8 @@ PLANTED = {
     "a row": ("layer_norm_backward", forgotten_row),
     "a padded mean": ("rms_norm", padded_mean),
     "the other GELU": ("bias_gelu", lambda x, bias: F.gelu(x if bias is None else x + bias)),
-    "no bias": ("bias_gelu_backward", lambda grad, x, bias: fused.bias_gelu_backward(grad, x, None)),
+    "no bias": ("bias_gelu_backward", without_bias),
+    "rows of one block": ("sum_rows", lambda x: fused.sum_rows(x[:4])),
     "a derivative": ("swiglu_backward", linear_gate),
     "no scale": ("dropout_backward", lambda *given: fused.dropout_backward(*given) * 0.9),
     "another mask": ("dropout_add", on_its_own),

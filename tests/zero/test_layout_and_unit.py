@@ -146,7 +146,7 @@ def test_first_delivery_overwrites_later_ones_add() -> None:
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sum_of_rows_is_delivered_as_the_sum_would_be(dtype: torch.dtype, deferred: bool) -> None:
-    """Bit for bit, the first and a second one, wide and narrow, at once and later."""
+    """Bit for bit in fp32, the first and a second one, of wide and narrow rows, at once and later."""
     each = [torch.randn(1000, 7).to(dtype) for _ in range(2)]
     found = []
     for by_rows in (True, False):
@@ -156,7 +156,7 @@ def test_a_sum_of_rows_is_delivered_as_the_sum_would_be(dtype: torch.dtype, defe
         for _ in each:
             view.expect()
         for rows in each:
-            view.add_sum(rows) if by_rows else view.add(rows.sum(0))
+            view.add_sum(rows) if by_rows else view.add(rows.sum(0, dtype=torch.float32))
         for delivery in later or ():
             delivery()
         found.append(view.view)

@@ -37,19 +37,36 @@ Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
   return y;
 }
 
-Tensor bias_gelu_backward(const Tensor& grad, const Tensor& x, const std::optional<Tensor>& bias) {
+Two bias_gelu_backward(const Tensor& grad, const Tensor& x, const std::optional<Tensor>& bias) {
   const Rows rows(x);
-  Tensor dx = like(x);
+  Two out = {like(x), sums_like(x, bias ? rows.n : 0)};
+  auto& [dx, dbias] = out;
   with_type(x.scalar_type(), [&]<typename T>(T*) {
     const T *pg = input<T>(grad, x.numel()), *px = input<T>(x, x.numel());
     const T* pb = bias ? input<T>(*bias, rows.n) : nullptr;
     T* pd = output<T>(dx, x.numel());
-    parallel_for(0, rows.count, rows.grain(), [&](int64_t begin, int64_t end) {
+    const auto work = [&](int64_t begin, int64_t end, float* sums) {
       const int64_t at = begin * rows.n;
-      gelu_backward_loop(pg + at, px + at, pb, pd + at, end - begin, rows.n);
+      gelu_backward_loop(pg + at, px + at, pb, pd + at, end - begin, rows.n, sums);
+    };
+    if (bias)
+      sum_columns<T>(rows.count, rows.n, {output<float>(dbias, rows.n)}, work);
+    else
+      parallel_for(0, rows.count, rows.grain(), [&](int64_t begin, int64_t end) { work(begin, end, nullptr); });
+  });
+  return out;
+}
+
+Tensor sum_rows(const Tensor& x) {
+  const Rows rows(x);
+  Tensor out = sums_like(x, rows.n);
+  with_type(x.scalar_type(), [&]<typename T>(T*) {
+    const T* px = input<T>(x, x.numel());
+    sum_columns<T>(rows.count, rows.n, {output<float>(out, rows.n)}, [&](int64_t begin, int64_t end, float* sums) {
+      sum_rows_loop(px + begin * rows.n, end - begin, rows.n, sums);
     });
   });
-  return dx;
+  return out;
 }
 
 Tensor swiglu(const Tensor& gate, const Tensor& up) {
@@ -317,6 +334,7 @@ STABLE_TORCH_LIBRARY_IMPL(megazero, CPU, m) {
   IMPLEMENT(add_rms_norm_backward);
   IMPLEMENT(bias_gelu);
   IMPLEMENT(bias_gelu_backward);
+  IMPLEMENT(sum_rows);
   IMPLEMENT(swiglu);
   IMPLEMENT(swiglu_backward);
   IMPLEMENT(dropout_add);

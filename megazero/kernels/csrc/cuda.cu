@@ -8,6 +8,7 @@
 
 #include "cuda/adamw.cuh"
 #include "cuda/binding.cuh"
+#include "cuda/columns.cuh"
 #include "cuda/cross_entropy.cuh"
 #include "cuda/dropout.cuh"
 #include "cuda/flat.cuh"
@@ -69,7 +70,8 @@ NormGradients norm_gradients(const Launch& launch, const Tensor& grad, const std
                              const Tensor& x, const std::optional<Tensor>& mean, const Tensor& rstd,
                              const Tensor& weight) {
   const Rows shape(launch, x, "x");
-  NormGradients out{empty_like(x), empty_like(weight), RMS ? weight : empty_like(weight)};
+  const int64_t n = shape.columns;
+  NormGradients out{empty_like(x), make<float>(x, {n}), RMS ? weight : make<float>(x, {n})};
   for_type_of(launch, x, "x", [&](auto type) {
     using T = decltype(type);
     const int64_t blocks = norm_backward_blocks<T>(shape.rows, shape.columns, launch.multiprocessors());
@@ -85,8 +87,8 @@ NormGradients norm_gradients(const Launch& launch, const Tensor& grad, const std
     a.partial = launch.write<float>(partial, partial.numel(), "partial");
     a.rows = shape.rows;
     a.columns = shape.columns;
-    T* dweight = launch.write<T>(out.dweight, shape.columns, "dweight");
-    T* dbias = RMS ? nullptr : launch.write<T>(out.dbias, shape.columns, "dbias");
+    float* dweight = launch.write<float>(out.dweight, n, "dweight");
+    float* dbias = RMS ? nullptr : launch.write<float>(out.dbias, n, "dbias");
     launch_norm_backward<T, RMS>(launch, a, dweight, dbias);
   });
   return out;
@@ -156,18 +158,37 @@ Tensor bias_gelu(const Tensor& x, const std::optional<Tensor>& bias) {
   return y;
 }
 
-Tensor bias_gelu_backward(const Tensor& grad, const Tensor& x, const std::optional<Tensor>& bias) {
+std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& x, const std::optional<Tensor>& bias) {
   const Launch launch("bias_gelu_backward", x);
   const Rows shape(launch, x, "x");
-  Tensor dx = empty_like(x);
+  const int64_t n = bias ? shape.columns : 0;
+  Tensor dx = empty_like(x), dbias = make<float>(x, {n});
   for_type_of(launch, x, "x", [&](auto type) {
     using T = decltype(type);
+    const int64_t lanes = bias ? sum_lanes<T>(shape.rows, n, launch.multiprocessors()) : 0;
+    Tensor partial = make<float>(x, {lanes, n});
     const T *g = launch.read<T>(grad, x.numel(), "grad"), *from = launch.read<T>(x, x.numel(), "x");
     const T* shift = launch.read<T>(bias, shape.columns, "bias");
     T* to = launch.write<T>(dx, x.numel(), "dx");
-    launch_bias_gelu_backward(launch, g, from, shift, to, shape.rows, shape.columns);
+    float* sums = launch.write<float>(partial, lanes * n, "partial");
+    launch_bias_gelu_backward(launch, g, from, shift, to, sums, launch.write<float>(dbias, n, "dbias"), shape.rows,
+                              shape.columns);
   });
-  return dx;
+  return {dx, dbias};
+}
+
+Tensor sum_rows(const Tensor& x) {
+  const Launch launch("sum_rows", x);
+  const Rows shape(launch, x, "x");
+  Tensor out = make<float>(x, {shape.columns});
+  for_type_of(launch, x, "x", [&](auto type) {
+    using T = decltype(type);
+    const int64_t lanes = sum_lanes<T>(shape.rows, shape.columns, launch.multiprocessors());
+    Tensor partial = make<float>(x, {lanes, shape.columns});
+    launch_sum_rows(launch, launch.read<T>(x, x.numel(), "x"), launch.write<float>(partial, partial.numel(), "partial"),
+                    launch.write<float>(out, shape.columns, "out"), shape.rows, shape.columns);
+  });
+  return out;
 }
 
 Tensor swiglu(const Tensor& gate, const Tensor& up) {
@@ -199,6 +220,7 @@ Mask mask_of(const Launch& launch, const Tensor& x, const Tensor& sample_ids, co
   launch.expect(x.dim() == 3, "x", "is not [S, B, D]");
   launch.expect(key >= 0 && key < int64_t{1} << 32, "key", "is not an unsigned 32-bit word");
   launch.expect(drop >= 0.0 && drop < 1.0, "drop", "is not in [0, 1)");
+  launch.expect(x.size(0) * x.size(1) <= UINT32_MAX, "x", "has too many rows");
   return Mask(launch.read<int64_t>(sample_ids, x.size(1), "sample_ids"),
               launch.read<int64_t>(positions, x.size(0), "positions"), x.size(1), static_cast<uint32_t>(key), drop);
 }
@@ -391,6 +413,7 @@ STABLE_TORCH_LIBRARY_IMPL(megazero, CUDA, m) {
   m.impl("add_rms_norm_backward", TORCH_BOX(&add_rms_norm_backward));
   m.impl("bias_gelu", TORCH_BOX(&bias_gelu));
   m.impl("bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
+  m.impl("sum_rows", TORCH_BOX(&sum_rows));
   m.impl("swiglu", TORCH_BOX(&swiglu));
   m.impl("swiglu_backward", TORCH_BOX(&swiglu_backward));
   m.impl("dropout_add", TORCH_BOX(&dropout_add));

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "passes.h"
+#include "columns.h"
 
 namespace {
 
@@ -38,11 +38,17 @@ INLINE void gelu_rows(const T* x, const T* bias, T* y, int64_t rows, int64_t n) 
       map(n, y, [&](auto at) { return gelu(wide(x, at)); });
 }
 
+// Writes dx and, with a bias, adds its rows to dbias.
 template <typename T>
-INLINE void gelu_backward_rows(const T* grad, const T* x, const T* bias, T* dx, int64_t rows, int64_t n) {
+INLINE void gelu_backward_rows(const T* grad, const T* x, const T* bias, T* dx, int64_t rows, int64_t n,
+                               float* dbias) {
   for (int64_t r = 0; r < rows; ++r, grad += n, x += n, dx += n)
     if (bias)
-      map(n, dx, [&](auto at) { return wide(grad, at) * gelu_slope(wide(x, at) + wide(bias, at)); });
+      map(n, dx, [&](auto at) {
+        const float d = wide(grad, at) * gelu_slope(wide(x, at) + wide(bias, at));
+        dbias[place<T>(at, n)] += d;
+        return d;
+      });
     else
       map(n, dx, [&](auto at) { return wide(grad, at) * gelu_slope(wide(x, at)); });
 }
@@ -70,8 +76,9 @@ INLINE void swiglu_backward_of(const T* grad, const T* gate, const T* up, T* dga
   FOR_EVERY_CPU void gelu_loop(const T* x, const T* bias, T* y, int64_t rows, int64_t n) {                            \
     gelu_rows(x, bias, y, rows, n);                                                                                   \
   }                                                                                                                   \
-  FOR_EVERY_CPU void gelu_backward_loop(const T* grad, const T* x, const T* bias, T* dx, int64_t rows, int64_t n) {   \
-    gelu_backward_rows(grad, x, bias, dx, rows, n);                                                                   \
+  FOR_EVERY_CPU void gelu_backward_loop(const T* grad, const T* x, const T* bias, T* dx, int64_t rows, int64_t n,     \
+                                        float* dbias) {                                                               \
+    gelu_backward_rows(grad, x, bias, dx, rows, n, dbias);                                                            \
   }                                                                                                                   \
   FOR_EVERY_CPU void swiglu_loop(const T* gate, const T* up, T* y, int64_t n) { swiglu_of(gate, up, y, n); }          \
   FOR_EVERY_CPU void swiglu_backward_loop(const T* grad, const T* gate, const T* up, T* dgate, T* dup, int64_t n) {   \

@@ -5,12 +5,11 @@
 
 #pragma once
 
-#include "passes.h"
+#include "columns.h"
 
 namespace {
 
 constexpr int64_t kFetched = 512;    // elements of the next row prefetched per chunk; even
-constexpr int64_t kRowsPerSum = 64;  // rows in one partial sum of weight gradients: independent of the thread count
 
 template <typename T>
 struct Norm {
@@ -53,17 +52,15 @@ struct NormBackward {
   const T *grad, *grad_total, *x;
   const float *weight, *mean, *rstd;
   T* dx;
-  int64_t rows, n;
+  int64_t n;
 };
 
-// Writes dx of the rows of one block, and their part of dweight and (if centred) dbias, [n] in the order of `place`.
+// Writes dx of some rows, and adds their part of dweight and (if centred) dbias.
 template <typename T, bool kCentred, bool kAdds>
-INLINE void norm_backward_block(const NormBackward<T>& a, int64_t block, float* dweight, float* dbias) {
+INLINE void norm_backward_rows(const NormBackward<T>& a, int64_t begin, int64_t end, float* dweight, float* dbias) {
   const int64_t n = a.n;
   const float* weight = a.weight;
-  std::fill_n(dweight, n, 0.0f);
-  if (kCentred) std::fill_n(dbias, n, 0.0f);
-  for (int64_t r = block * kRowsPerSum; r < std::min(a.rows, (block + 1) * kRowsPerSum); ++r) {
+  for (int64_t r = begin; r < end; ++r) {
     const T *grad = a.grad + r * n, *x = a.x + r * n, *other = kAdds ? a.grad_total + r * n : nullptr;
     const float mean = kCentred ? plain(a.mean[r]) : 0.0f, rstd = plain(a.rstd[r]);
     const auto [all, along] = two_sums_of<T>(n, [&](auto at, float& unweighted, float& weighted) {
@@ -92,22 +89,6 @@ INLINE void norm_backward_block(const NormBackward<T>& a, int64_t block, float* 
   }
 }
 
-// out = the sum of the blocks' parts, added in block order; the parts are in the order of `place`.
-template <typename T>
-INLINE void sum_blocks(const float* parts, int64_t blocks, int64_t stride, T* __restrict out, int64_t n) {
-  constexpr int64_t kWidth = 256;
-  double sums[kWidth];
-  for (int64_t i = 0; i < n; i += kWidth) {
-    const int64_t width = std::min(kWidth, n - i);
-    for (int64_t j = 0; j < width; ++j) sums[j] = 0.0;
-    for (int64_t b = 0; b < blocks; ++b) {
-      const float* __restrict part = parts + b * stride + i;
-      for (int64_t j = 0; j < width; ++j) sums[j] += part[j];
-    }
-    for (int64_t j = 0; j < width; ++j) out[element_at<T>(i + j, n)] = narrow<T>(static_cast<float>(sums[j]));
-  }
-}
-
 #define NORM(T)                                                                                                       \
   FOR_EVERY_CPU void layer_norm_loop(const Norm<T>& a, int64_t begin, int64_t end) {                                  \
     norm_rows<T, true, false>(a, begin, end);                                                                         \
@@ -121,20 +102,21 @@ INLINE void sum_blocks(const float* parts, int64_t blocks, int64_t stride, T* __
   FOR_EVERY_CPU void add_rms_norm_loop(const Norm<T>& a, int64_t begin, int64_t end) {                                \
     norm_rows<T, false, true>(a, begin, end);                                                                         \
   }                                                                                                                   \
-  FOR_EVERY_CPU void layer_norm_backward_loop(const NormBackward<T>& a, int64_t block, float* dw, float* db) {        \
-    norm_backward_block<T, true, false>(a, block, dw, db);                                                            \
+  FOR_EVERY_CPU void layer_norm_backward_loop(const NormBackward<T>& a, int64_t begin, int64_t end, float* dw,        \
+                                              float* db) {                                                            \
+    norm_backward_rows<T, true, false>(a, begin, end, dw, db);                                                        \
   }                                                                                                                   \
-  FOR_EVERY_CPU void add_layer_norm_backward_loop(const NormBackward<T>& a, int64_t block, float* dw, float* db) {    \
-    norm_backward_block<T, true, true>(a, block, dw, db);                                                             \
+  FOR_EVERY_CPU void add_layer_norm_backward_loop(const NormBackward<T>& a, int64_t begin, int64_t end, float* dw,    \
+                                                  float* db) {                                                        \
+    norm_backward_rows<T, true, true>(a, begin, end, dw, db);                                                         \
   }                                                                                                                   \
-  FOR_EVERY_CPU void rms_norm_backward_loop(const NormBackward<T>& a, int64_t block, float* dw, float* db) {          \
-    norm_backward_block<T, false, false>(a, block, dw, db);                                                           \
+  FOR_EVERY_CPU void rms_norm_backward_loop(const NormBackward<T>& a, int64_t begin, int64_t end, float* dw,          \
+                                            float* db) {                                                              \
+    norm_backward_rows<T, false, false>(a, begin, end, dw, db);                                                       \
   }                                                                                                                   \
-  FOR_EVERY_CPU void add_rms_norm_backward_loop(const NormBackward<T>& a, int64_t block, float* dw, float* db) {      \
-    norm_backward_block<T, false, true>(a, block, dw, db);                                                            \
-  }                                                                                                                   \
-  FOR_EVERY_CPU void sum_blocks_loop(const float* parts, int64_t blocks, int64_t stride, T* out, int64_t n) {         \
-    sum_blocks(parts, blocks, stride, out, n);                                                                        \
+  FOR_EVERY_CPU void add_rms_norm_backward_loop(const NormBackward<T>& a, int64_t begin, int64_t end, float* dw,      \
+                                                float* db) {                                                          \
+    norm_backward_rows<T, false, true>(a, begin, end, dw, db);                                                        \
   }
 FOR_EVERY_TYPE(NORM)
 #undef NORM

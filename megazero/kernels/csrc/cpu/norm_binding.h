@@ -74,11 +74,11 @@ Three add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight
 Three norm_backward(const Tensor& grad, const Tensor* grad_total, const Tensor& x, const Tensor* mean,
                     const Tensor& rstd, const Tensor& weight) {
   const Rows rows(x);
-  const int64_t all = x.numel(), n = rows.n, blocks = (rows.count + kRowsPerSum - 1) / kRowsPerSum;
-  const int64_t sums = mean ? 2 : 1;
-  Three out = {like(x), like(weight), like(weight)};
+  const int64_t all = x.numel(), n = rows.n;
+  Three out = {like(x), sums_like(weight, n), sums_like(weight, mean ? n : 0)};
   auto& [dx, dweight, dbias] = out;
-  const auto parts = std::make_unique_for_overwrite<float[]>(blocks * sums * n);
+  std::vector<float*> sums = {output<float>(dweight, n)};
+  if (mean) sums.push_back(output<float>(dbias, n));
   with_type(x.scalar_type(), [&]<typename T>(T*) {
     const auto weights = widened<T>(weight, n);
     const NormBackward<T> a = {
@@ -89,20 +89,16 @@ Three norm_backward(const Tensor& grad, const Tensor* grad_total, const Tensor& 
         mean ? input<float>(*mean, rows.count) : nullptr,
         input<float>(rstd, rows.count),
         output<T>(dx, all),
-        rows.count,
         n,
     };
-    parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t b = begin; b < end; ++b) {
-        float *dw = parts.get() + b * sums * n, *db = dw + n;
-        if (mean)
-          grad_total ? add_layer_norm_backward_loop(a, b, dw, db) : layer_norm_backward_loop(a, b, dw, db);
-        else
-          grad_total ? add_rms_norm_backward_loop(a, b, dw, db) : rms_norm_backward_loop(a, b, dw, db);
-      }
+    sum_columns<T>(rows.count, n, sums, [&](int64_t begin, int64_t end, float* dw) {
+      float* db = dw + n;
+      if (mean)
+        grad_total ? add_layer_norm_backward_loop(a, begin, end, dw, db)
+                   : layer_norm_backward_loop(a, begin, end, dw, db);
+      else
+        grad_total ? add_rms_norm_backward_loop(a, begin, end, dw, db) : rms_norm_backward_loop(a, begin, end, dw, db);
     });
-    sum_blocks_loop(parts.get(), blocks, sums * n, output<T>(dweight, n), n);
-    if (mean) sum_blocks_loop(parts.get() + n, blocks, sums * n, output<T>(dbias, n), n);
   });
   return out;
 }

@@ -69,6 +69,9 @@ Tensor statistic(const Tensor& x) {
   return torch::stable::new_empty(x, {sizes.data(), sizes.size()}, ScalarType::Float);
 }
 
+// Returns an uninitialised fp32 vector of n numbers.
+Tensor sums_like(const Tensor& x, int64_t n) { return torch::stable::new_empty(x, {&n, 1}, ScalarType::Float); }
+
 struct Rows {
   int64_t count, n;
   explicit Rows(const Tensor& x) : count(0), n(0) {

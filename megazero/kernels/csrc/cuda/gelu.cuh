@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "common.cuh"
+#include "columns.cuh"
 
 namespace megazero {
 
@@ -52,10 +52,9 @@ struct GeluInputs {
 
 template <typename T, int N>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
-    bias_gelu_backward(const T* grad, const T* x, const T* bias, T* dx, const Tiles tiles) {
-  Pack<T, N> shift;
+    gelu_backward(const T* grad, const T* x, T* dx, const Tiles tiles) {
   for_each_tile<N>(
-      tiles, [&](int64_t column) { if (bias) shift = load_fixed<N>(bias + column); },
+      tiles, [](int64_t) {},
       [&](int64_t row, int64_t column) {
         const int64_t at = row * tiles.columns + column;
         return GeluInputs<T, N>{load_fixed<N>(grad + at), load_fixed<N>(x + at)};
@@ -63,13 +62,34 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks)
       [&](int64_t row, int64_t column, GeluInputs<T, N> in) {
         keep_packed(in.grad);
         keep_packed(in.x);
+#pragma unroll
+        for (int k = 0; k < N; ++k) in.x.at[k] = narrow<T>(wide(in.grad.at[k]) * gelu_slope(wide(in.x.at[k])));
+        store(dx + row * tiles.columns + column, in.x);
+      });
+}
+
+// With a bias, whose gradient is the sum of dx over the rows: it takes no further pass over dx.
+template <typename T, int N>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks)
+    bias_gelu_backward(const T* grad, const T* x, const T* bias, T* dx, float* partial, const Lanes lanes) {
+  Pack<T, N> shift;
+  for_each_lane<N>(
+      lanes, partial, [&](int64_t column) { shift = load_fixed<N>(bias + column); },
+      [&](int64_t row, int64_t column) {
+        const int64_t at = row * lanes.columns + column;
+        return GeluInputs<T, N>{load_fixed<N>(grad + at), load_fixed<N>(x + at)};
+      },
+      [&](int64_t row, int64_t column, GeluInputs<T, N> in, float* sums) {
+        keep_packed(in.grad);
+        keep_packed(in.x);
         keep_packed(shift);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-          const float slope = gelu_slope(wide(in.x.at[k]) + (bias ? wide(shift.at[k]) : 0.0f));
-          in.x.at[k] = narrow<T>(wide(in.grad.at[k]) * slope);
+          const float d = wide(in.grad.at[k]) * gelu_slope(wide(in.x.at[k]) + wide(shift.at[k]));
+          sums[k] += d;
+          in.x.at[k] = narrow<T>(d);
         }
-        store(dx + row * tiles.columns + column, in.x);
+        store(dx + row * lanes.columns + column, in.x);
       });
 }
 
@@ -88,19 +108,23 @@ __host__ void launch_bias_gelu(const Launch& launch, const T* x, const T* bias, 
     start(bias_gelu_forward<T, 1>, 1);
 }
 
+// `bias`, `partial` and `dbias` are null, or `partial` has room for sum_lanes() rows of sums.
 template <typename T, typename Launch>
 __host__ void launch_bias_gelu_backward(const Launch& launch, const T* grad, const T* x, const T* bias, T* dx,
-                                        int64_t rows, int64_t columns) {
+                                        float* partial, float* dbias, int64_t rows, int64_t columns) {
   constexpr int N = kPack<T>;
-  auto start = [&](auto kernel, int pack) {
+  const bool fit = packs_fit<N>(grad, columns) && packs_fit<N>(x, columns) && packs_fit<N>(bias, columns) &&
+                   packs_fit<N>(dx, columns);
+  const int pack = fit ? N : 1;
+  if (!bias) {
     const Tiles tiles(rows, columns, pack);
-    launch(kernel, tiles.blocks(), kTileThreads, 0, grad, x, bias, dx, tiles);
-  };
-  if (packs_fit<N>(grad, columns) && packs_fit<N>(x, columns) && packs_fit<N>(bias, columns) &&
-      packs_fit<N>(dx, columns))
-    start(bias_gelu_backward<T, N>, N);
-  else
-    start(bias_gelu_backward<T, 1>, 1);
+    launch(fit ? gelu_backward<T, N> : gelu_backward<T, 1>, tiles.blocks(), kTileThreads, 0, grad, x, dx, tiles);
+    return;
+  }
+  const Lanes lanes(rows, columns, pack, sum_lanes<T>(rows, columns, launch.multiprocessors()));
+  launch(fit ? bias_gelu_backward<T, N> : bias_gelu_backward<T, 1>, lanes.blocks(), kTileThreads, 0, grad, x, bias, dx,
+         partial, lanes);
+  launch_sum_partials(launch, partial, lanes.lanes, columns, dbias, static_cast<float*>(nullptr));
 }
 
 }  // namespace megazero

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "columns.cuh"
 #include "norm.cuh"
 
 namespace megazero {
@@ -163,26 +164,6 @@ __global__ void __launch_bounds__(kNormThreads, 1) norm_backward_any(const NormB
   }
 }
 
-constexpr int kSumColumns = 32, kSumLanes = 32;
-
-// Sums partial [2 or 1, blocks, columns] over the blocks: a thread adds every 32nd block, then a warp adds the 32 sums.
-template <typename T>
-__global__ void __launch_bounds__(kSumColumns* kSumLanes)
-    sum_partials(const float* __restrict__ partial, int64_t blocks, int64_t columns, T* first, T* second) {
-  const int x = threadIdx.x % kSumColumns, y = threadIdx.x / kSumColumns;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kSumColumns + x;
-  const float* from = partial + blockIdx.y * blocks * columns + column;
-  float sum = 0.0f;
-  if (column < columns)
-    for (int64_t block = y; block < blocks; block += kSumLanes) sum += from[block * columns];
-  scratch[y * (kSumColumns + 1) + x] = sum;  // padded by a column: no bank conflicts below
-  __syncthreads();
-  sum = reduce_warp<Sum>(scratch[x * (kSumColumns + 1) + y]);  // here x is the lane, y the column
-  const int64_t target = static_cast<int64_t>(blockIdx.x) * kSumColumns + y;
-  if (x == 0 && target < columns) (blockIdx.y ? second : first)[target] = narrow<T>(sum);
-}
-constexpr int kSumScratch = kSumLanes * (kSumColumns + 1) * static_cast<int>(sizeof(float));
-
 // ---- launcher
 
 constexpr int kNormRowsEach = 16;  // least number of rows per block for which writing its sums pays off
@@ -219,7 +200,7 @@ __host__ int64_t norm_backward_blocks(int64_t rows, int64_t columns, int64_t mul
 }
 
 template <typename T, bool RMS, typename Launch>
-__host__ void launch_norm_backward(const Launch& launch, const NormBackward<T>& a, T* dweight, T* dbias) {
+__host__ void launch_norm_backward(const Launch& launch, const NormBackward<T>& a, float* dweight, float* dbias) {
   constexpr int N = kPack<T>;
   const bool fit = packs_fit<N>(a.grad, a.columns) && packs_fit<N>(a.grad_total, a.columns) &&
                    packs_fit<N>(a.x, a.columns) && packs_fit<N>(a.weight, a.columns) && packs_fit<N>(a.dx, a.columns);
@@ -230,8 +211,7 @@ __host__ void launch_norm_backward(const Launch& launch, const NormBackward<T>& 
     launch(norm_backward<T, RMS, kNormPacks, false>, plan.blocks, plan.threads, kScratch, a);
   else
     launch(norm_backward_any<T, RMS>, plan.blocks, plan.threads, kScratch, a);
-  launch.grid(sum_partials<T>, divide_up<int64_t>(a.columns, kSumColumns), RMS ? 1 : 2, kSumColumns * kSumLanes,
-              kSumScratch, static_cast<const float*>(a.partial), plan.blocks, a.columns, dweight, dbias);
+  launch_sum_partials(launch, a.partial, plan.blocks, a.columns, dweight, RMS ? nullptr : dbias);
 }
 
 }  // namespace megazero
