@@ -12,7 +12,7 @@ import pytest
 
 from tests.house.source import Source, imports, planted, project
 
-CODE_LINES = 23_300  # 23,000, and 300 for layers that state their cost
+CODE_LINES = 24_100  # 23,000; 300 for layers that state their cost; 800 for kernels that prove themselves
 STEP_LINES = 15_000
 RUN_LINES = 25_000
 
