@@ -43,7 +43,7 @@ VOCAB = 400
 PARAMETERS = 56_800  # 12 L h^2 + 13 L h + (V + s) h + 2 h
 CONFIG = f"""
 run: {{steps: 4}}
-model: {{layers: 2, hidden: 40, heads: 4, vocab: {VOCAB}, seq_len: 32}}
+model: {{layers: 2, hidden: 40, heads: 4, vocab: {VOCAB}, seq_len: 32, loss_chunk: 0}}
 optimizer: {{lr: 2e-3}}
 schedule: {{warmup: 2, min_lr: 2e-4}}
 batch: {{global: 4, micro: 2}}

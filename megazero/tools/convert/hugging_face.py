@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megazero.base.errors import UserError
+from megazero.config.changes import FREE, row_of
 from megazero.config.schema import Model
 
 HEAD = "lm_head.weight"
@@ -173,6 +174,7 @@ FAMILIES = {family.name: family for family in (GPT2, LLAMA)}
 def family_of(model: Mapping[str, Any]) -> Family:
     """Return the family of a model section. Raises UserError 415: no family has this model."""
     known = {name for one in FAMILIES.values() for name in (*one.options, *(ours for ours, _ in one.fields.values()))}
+    known |= {name for name in Model.model_fields if row_of(f"model.{name}").on_resume == FREE}
     for name, option in Model.model_fields.items():
         if name not in known and (value := model.get(name, option.default)) != option.default:
             do = f"only models with {name} {option.default} can be imported and exported"
