@@ -18,6 +18,7 @@ SIZES = Sizes(5, 2, 33, 7, 50, 2, 6, 100)
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of inductor
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_operations_are_right(name: str) -> None:
     """In fp32 within the kernels' tolerance of fp64; in bf16 no worse than the specification."""

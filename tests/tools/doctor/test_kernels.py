@@ -60,6 +60,7 @@ def test_sizes_are_those_of_a_rank() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of inductor
 def test_every_implementation_of_this_machine_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, *LLAMA)
     assert found["norm"]["values"].keys() == {"fused", "compile", "reference"}
