@@ -22,10 +22,11 @@ import xxhash
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from megazero.base import quantized
 from megazero.base.errors import UserError
 from megazero.base.files import replace_file
 from megazero.base.reading import parse_json, read_file
-from megazero.kernels import reference, samples, schema
+from megazero.kernels import counter, reference, samples, schema
 from megazero.kernels.build import cache_folder
 from megazero.kernels.samples import FORMS, SAMPLES, Arguments, Draw, Make, Sizes, distances, results, truth
 
@@ -66,6 +67,7 @@ def faults(library: Path, device: torch.device) -> list[Fault]:
         return [Fault(*each) for each in parse_json(read_file(path, _VERDICT_BYTES))]
     found = list(compare(getattr(torch.ops, schema.NAMESPACE), device))
     with contextlib.suppress(OSError):  # a cache that cannot be written: every start compares
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         replace_file(path, json.dumps(found).encode())
     return found
 
@@ -102,6 +104,8 @@ def _error(implementation: Any, name: str, make: Make, draw: Draw, with_nan: Dra
         pairs = zip(found, expected, strict=True)
         if not all(torch.equal(ours.isnan(), theirs.isnan()) for ours, theirs in pairs if ours.is_floating_point()):
             return "NaN is lost or is where it should not be"
+    except torch.OutOfMemoryError:  # says nothing about the operation, and the verdict is kept
+        raise
     except RuntimeError as error:
         said = (str(error).splitlines() or [""])[0][:150]
         _require_usable(draw.device, f"{name} in {draw.dtype}: {said}")
@@ -155,12 +159,13 @@ def _on_cpu(tensors: Arguments) -> Arguments:
 
 def _key(library: Path, device: torch.device) -> str:
     """Return the hash that names a verdict."""
-    code = [Path(str(module.__file__)).read_bytes() for module in (reference, samples)]
+    code = [Path(str(module.__file__)).read_bytes() for module in (reference, samples, counter, quantized)]
     if device.type == "cuda":
         about = [torch.cuda.get_device_name(device), _DRIVER.read_text() if _DRIVER.exists() else ""]
     else:
         kinds = ("model name", "flags", "CPU part", "Features")
         text = _PROCESSOR.read_text() if _PROCESSOR.exists() else ""
         about = sorted({line for line in text.splitlines() if line.startswith(kinds)})
+    about.append(f"{torch.__version__}, CUDA {torch.version.cuda}")
     parts = [library.read_bytes(), Path(__file__).read_bytes(), *code, "\n".join(about).encode()]
     return xxhash.xxh3_128_hexdigest(b"".join(parts))

@@ -111,7 +111,7 @@ class ReturnedGradient:
 
     def add_sum(self, rows: Tensor) -> None:
         """Add the sum of rows."""
-        self.add(sum_rows(rows))
+        self.add(sum_rows(rows.reshape(len(rows), -1)).view(rows.shape[1:]))
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add a product."""

@@ -189,7 +189,9 @@ def changes(found: Manifest, config: Mapping[str, Any]) -> str:
 
 def _free(config: Mapping[str, Any]) -> set[str]:
     """Return the model options that its weights do not depend on."""
-    return {"model.dropout", "model.loss_chunk"} | ({"model.seq_len"} if config["model.position"] == "rotary" else set())
+    return {"model.dropout", "model.loss_chunk"} | (
+        {"model.seq_len"} if config["model.position"] == "rotary" else set()
+    )
 
 
 def _some(found: Mapping[str, tuple[Any, Any]]) -> str:

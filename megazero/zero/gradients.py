@@ -134,7 +134,7 @@ class GradientAccumulator:
 
     def add_sum(self, rows: Tensor) -> None:
         """Deliver `rows` summed over dim 0."""
-        self.add(self._ops.sum_rows(rows))
+        self.add(self._ops.sum_rows(rows.reshape(len(rows), -1)).view(rows.shape[1:]))
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Deliver the gradient left @ right."""

@@ -12,13 +12,15 @@ from megazero.kernels.compiled import NAMES
 from megazero.kernels.samples import SAMPLES, Draw, Sizes, distances, results
 from megazero.kernels.select import choose
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # of torch.compile
+]
 CPU = torch.device("cpu")
 SIZES = Sizes(5, 2, 33, 7, 50, 2, 6, 100)
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of inductor
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_operations_are_right(name: str) -> None:
     """In fp32 within the kernels' tolerance of fp64; in bf16 no worse than the specification."""

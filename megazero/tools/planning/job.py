@@ -173,7 +173,9 @@ def as_json(found: Plan) -> dict[str, Any]:
     made = communicators(job, found.ranks.index(found.fullest), machine.nccl_channels)
     settings = {
         f"{one.recompute}{', Pa' * one.partition}{'+cpu' * (one.offload == 'cpu')}": _ranks(one, machine, found.system)
-        for one in next(savings(replace(job, recompute="none", partition=False, offload="none")))
+        for each in next(savings(replace(job, recompute="none", partition=False, offload="none")))
+        if each.loss_chunk == 0
+        for one in [replace(each, loss_chunk=job.loss_chunk)]
     }
     sent = _most_sent(job, found.system)
     hours = found.tokens / (found.time.tokens_per_second_per_device * job.ranks) / 3600

@@ -1,6 +1,7 @@
 """Choose the micro-batch and the chunk of the loss where a config leaves them open. Does not import torch."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd, isqrt
 
@@ -34,8 +35,8 @@ def sized(config: Config, ranks: int, machine: Machine | None = None) -> Config:
     if config.model.loss_chunk is not None:
         chunks = (config.model.loss_chunk,)
 
-    def fitting(micro: int) -> list[int]:
-        """Return the chunks with which a micro-batch size fits."""
+    def fitting(micro: int, parts: Sequence[Config]) -> list[int]:
+        """Return the chunks with which a micro-batch size fits into all of some parts, which may have their own."""
         if machine is None:
             return [*chunks] if all(micro * part.model.seq_len <= TOKENS for part in free) else []
         spared = replace(machine, memory_bytes=int(machine.memory_bytes * (1 - SPARE)))
@@ -54,8 +55,8 @@ def sized(config: Config, ranks: int, machine: Machine | None = None) -> Config:
         least = min(each, FILLING * pipeline) if pipeline > 1 else 1
         pairs = ((size, each // size) for size in range(1, isqrt(each) + 1) if each % size == 0)
         sizes = sorted({size for pair in pairs for size in pair if each // size >= least})
-        micro = sizes[max(0, bisect_right(sizes, False, key=lambda size: not fitting(size)) - 1)]
-    return _with(config, config.batch.micro or micro, (fitting(micro) or [chunks[-1]])[0])
+        micro = sizes[max(0, bisect_right(sizes, False, key=lambda size: not fitting(size, free)) - 1)]
+    return _with(config, config.batch.micro or micro, (fitting(micro, parts) or [chunks[-1]])[0])
 
 
 def gpu(memory_bytes: int) -> Machine:

@@ -15,7 +15,10 @@ from megazero.kernels.samples import Sizes
 from megazero.tools.doctor import kernels
 from megazero.tools.planning.micro_batch import sized
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # of torch.compile
+]
 SMALL = ("model.layers=2", "model.hidden=64", "model.heads=4", "model.vocab=100", "model.seq_len=32", "batch.micro=2")
 LLAMA = ("model.norm=rmsnorm", "model.activation=swiglu", "model.position=rotary")
 
@@ -60,7 +63,6 @@ def test_sizes_are_those_of_a_rank() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of inductor
 def test_every_implementation_of_this_machine_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, *LLAMA)
     assert found["norm"]["values"].keys() == {"fused", "compile", "reference"}
