@@ -1,6 +1,6 @@
 """Compare a library's operations with their specification on the device of a run, before the run takes them.
 
-A library can be wrong on a device on which nobody has tested it: by a fault of a compiler, of a driver, or of our own.
+A library can be wrong on a device that it was not tested on: a compiler, a driver or a kernel may have a fault.
 The comparison calls every operation, forward and backward, in all forms and dtypes on small odd shapes (`samples`). A
 result must be within the allowed error and equal in two calls, memory next to a written argument must not change, and a
 NaN must arrive where the specification has one.
@@ -30,7 +30,7 @@ from megazero.kernels import counter, reference, samples, schema
 from megazero.kernels.build import cache_folder
 from megazero.kernels.samples import FORMS, SAMPLES, Arguments, Draw, Make, Sizes, distances, results, truth
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of all kernels but the specification, which has fp64 too
 # Rows of whole packs; rows of an odd length; rows that fill the registers of a GPU's block; rows too long for them.
 SIZES = (
     Sizes(3, 2, 64, 48, 72, 2, 16, 100),
@@ -83,7 +83,7 @@ def compare(implementation: Any, device: torch.device) -> Iterator[Fault]:
 
 
 def _error(implementation: Any, name: str, make: Make, draw: Draw, with_nan: Draw) -> str:
-    """Return what is wrong with an operation; "" if nothing is."""
+    """Return the fault of an operation; "" if it has none."""
     margins = _Margins()
     try:
         for sizes in SIZES:

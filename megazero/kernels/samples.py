@@ -21,7 +21,6 @@ _EPS = 1e-5
 # Allowed fp32 roundings of a result, in units of the largest result: from sums over a row or over the rows of a block,
 # and from an exponential with an argument of some tens.
 _ROUNDINGS = 32
-_UNREAD = {"adamw_": 4, "cast_": 0, "quantize_": 0, "dequantize_": 0}  # place of a written argument that is not read
 
 Arguments = tuple[Any, ...]
 
@@ -311,14 +310,3 @@ def distance(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
     largest = expected.abs().max().clamp(min=scale)
     allowed = own.eps / 2 * expected.abs() * (1 + own.eps) + wide * largest + own.smallest_normal * own.eps
     return float(((found - expected).abs() / allowed).max().nan_to_num(nan=float("inf")))
-
-
-def least_bytes(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> int:
-    """Return the bytes of a pass that reads every argument once and writes every result once."""
-    read = sum(
-        each.numel() * each.element_size()
-        for place, argument in enumerate(arguments)
-        for each in pytree.tree_leaves(argument)
-        if isinstance(each, Tensor) and place != _UNREAD.get(name)
-    )
-    return read + sum(each.numel() * each.element_size() for each in found)

@@ -30,8 +30,6 @@ _ORDER = {
     "compile": ("compile", "reference"),
     "reference": ("reference",),
 }
-# The dtypes of all implementations but the reference, which also has fp64.
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Operations that must have one implementation: a forward and its backward must agree on the kept tensors. "adamw"
 # updates fp32 masters and writes 16-bit parameters in the same pass; without it, and for other dtypes, torch's fused
 # AdamW runs, then a copy if needed (`optim/adamw.py`). apex's FusedAdam has no advantage: it needs gradients in the
@@ -74,7 +72,7 @@ def choose(
         UserError: 114, the requested implementation is not available, or "fused" and an operation is wrong.
     """
     own, reason = _implementations(preference, device, dtype, present)
-    order = _ORDER[preference] if dtype in _KERNEL_DTYPES else ("reference",)
+    order = _ORDER[preference] if dtype in proof.DTYPES else ("reference",)
     base = REFERENCE if device.type == "cpu" else WIDE_REFERENCE
     chosen, taken = dict[str, str](), dict[str, _Operation]()
     for family, names in FAMILIES.items():
@@ -82,7 +80,7 @@ def choose(
         taken |= {name: own[chosen[family]][name] for name in names if chosen[family] != "reference"}
     operations = replace(base, name=_summary(chosen), **taken)
     _LOG.info("kernels: %s (%s)", operations.name, reason)
-    if preference == "auto" and device.type == "cuda" and dtype in _KERNEL_DTYPES and "fused" not in own:
+    if preference == "auto" and device.type == "cuda" and dtype in proof.DTYPES and "fused" not in own:
         _LOG.warning(
             "kernels: this GPU runs plain torch instead of fused kernels, which is slower: %s; put nvcc on the PATH, "
             "or name a folder of built kernels in %s, or set precision.kernels=reference",
@@ -126,13 +124,13 @@ def _implementations(
 def _fused(
     device: torch.device, dtype: torch.dtype, present: bool, *, required: bool
 ) -> tuple[dict[str, _Operation], str]:
-    """Load our kernels; return those that are right in a run's dtypes, and how they were built or why there are none.
+    """Load our kernels; return the correct ones in a run's dtypes, and how they were built or why none can be used.
 
     Raises:
         UserError: 114, one is wrong although all are required.
     """
     ours = {name: getattr(getattr(torch.ops, schema.NAMESPACE), name) for name in schema.OPERATIONS}
-    if device.type not in _LIBRARIES or dtype not in _KERNEL_DTYPES:
+    if device.type not in _LIBRARIES or dtype not in proof.DTYPES:
         return {}, f"fused kernels exist for fp32 and 16 bits, not for {dtype} on {device.type}"
     if not present:
         return ours, "supposed"

@@ -51,10 +51,9 @@ class Mlp(nn.Module):
         if self._gated:
             grads = self._ops.swiglu_backward(grad, *inner)
         else:
-            grad_x, grad_bias = self._ops.bias_gelu_backward(grad, *inner, None if slot is None else tape.weights.pop())
+            bias_F = None if slot is None else tape.weights.pop()
+            *grads, grad_bias = self._ops.bias_gelu_backward(grad, *inner, bias_F)
             if slot is not None:
                 slot.add(grad_bias)
-            grads = (grad_x,)
-            del grad_x
         del grad, inner  # free them: each is as large as one of `grads`
         return self._inward.back(tape, *grads)

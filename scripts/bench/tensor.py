@@ -67,12 +67,14 @@ def systems_of(model: str) -> list[System]:
     sequences = (("", False), ("-sequence", True))
     for suffix, transport in TRANSPORTS.items():
         for of, sequence in sequences:
-            told = (model, sequence, transport, 1)
+            arguments = (model, sequence, transport, 1)
             name = f"ours-tp{RANKS}{of}{suffix}, {model}"
-            systems.append(System(name, our_rank, told, ranks=RANKS, transport=transport))
+            systems.append(System(name, our_rank, arguments, ranks=RANKS, transport=transport))
     for of, sequence in sequences:
-        told = (model, sequence, SHARED, 2)
-        systems.append(System(f"ours-tp{RANKS}{of}-chunks, {model}", our_rank, told, ranks=RANKS, transport=SHARED))
+        arguments = (model, sequence, SHARED, 2)
+        systems.append(
+            System(f"ours-tp{RANKS}{of}-chunks, {model}", our_rank, arguments, ranks=RANKS, transport=SHARED)
+        )
     systems.append(System(f"tp{RANKS}, no exchange, {model}", lone_rank, (model,), ranks=RANKS, has_loss=False))
     for of, sequence in sequences:
         name = f"dtensor-tp{RANKS}{of}, {model}"

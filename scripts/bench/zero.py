@@ -97,8 +97,8 @@ def systems_of(model: str, accumulation: int) -> list[System]:
     systems = [System("ours, no exchange", alone_rank, (config,), ranks=RANKS, has_loss=False)]
     for suffix, transport in TRANSPORTS.items():
         for stage in STAGES:
-            told = (config_of(model, stage, accumulation), transport)
-            systems.append(System(f"ours-stage{stage}{suffix}", our_rank, told, ranks=RANKS, transport=transport))
+            arguments = (config_of(model, stage, accumulation), transport)
+            systems.append(System(f"ours-stage{stage}{suffix}", our_rank, arguments, ranks=RANKS, transport=transport))
     rest: Sequence[tuple[str, Callable, tuple]] = [
         ("ddp", peers.ddp_rank, ()),
         ("zero-redundancy-optimizer", peers.zero_redundancy_rank, ()),

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megazero.kernels import reference
-from megazero.kernels.samples import SAMPLES, Draw, Sizes, least_bytes, results
+from megazero.kernels.samples import SAMPLES, Arguments, Draw, Sizes, results
 from megazero.kernels.select import choose
 from megazero.kernels.timing import medians
 from scripts.gpu_check.findings import Asked, Row, told
@@ -30,6 +30,7 @@ TINY = Sizes(8, 2, 64, 96, 128, 2, 16, 4096)
 LARGE = Sizes(2048, 8, 4096, 16_384, 131_072, 16, 128, 1 << 28)
 COMPILED = ("layer_norm", "layer_norm_backward", "bias_gelu", "bias_gelu_backward", "swiglu_backward")
 ROWS, VOCAB = 4096, 128_256
+_UNREAD = {"adamw_": 4, "cast_": 0, "quantize_": 0, "dequantize_": 0}  # place of a written argument that is not read
 HIDDEN = (2048, 8192, 16_384)  # norms are also timed at these widths, with the same number of elements
 
 
@@ -59,6 +60,17 @@ def copy_speed(asked: Asked) -> float:
     (found,) = medians([lambda: y.copy_(x)], asked.device)
     assert isinstance(found, float), found
     return 2 * x.numel() * x.element_size() / found
+
+
+def least_bytes(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> int:
+    """Return the bytes of a pass that reads every argument once and writes every result once."""
+    read = sum(
+        each.numel() * each.element_size()
+        for place, argument in enumerate(arguments)
+        for each in pytree.tree_leaves(argument)
+        if isinstance(each, Tensor) and place != _UNREAD.get(name)
+    )
+    return read + sum(each.numel() * each.element_size() for each in found)
 
 
 def _tried(name: str, sizes: Sizes, asked: Asked, compiling: bool, copy: float) -> Row:

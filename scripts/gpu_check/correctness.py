@@ -18,12 +18,12 @@ from tempfile import TemporaryDirectory
 import torch
 
 from megazero.kernels import counter
+from megazero.kernels.proof import DTYPES
 from megazero.kernels.samples import FORMS, SAMPLES, Arguments, Draw, Sizes, distances, results
 from scripts.gpu_check import commands
 from scripts.gpu_check.findings import Asked, Row, told
 from scripts.gpu_check.kernels import missing, obstacle
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SANITIZER_S = 90  # limit of one tool, in seconds
 TINY = (Sizes(3, 2, 64, 48, 72, 2, 16, 100), Sizes(5, 1, 33, 7, 50, 1, 6, 33_001))
 # Rows of whole packs, rows of an odd length, rows for both register layouts of the norms, rows too long for registers.

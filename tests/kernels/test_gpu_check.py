@@ -22,7 +22,7 @@ from megazero.builders.pipeline import model_shape
 from megazero.comm.grid import single
 from megazero.comm.host import Host
 from megazero.kernels import cpu, reference
-from megazero.kernels.samples import FORMS, SAMPLES, Draw, distance, least_bytes, results
+from megazero.kernels.samples import FORMS, SAMPLES, Draw, distance, results
 from megazero.plan.layers import flops_per_token, parameters
 from megazero.zero.engine import Engine
 from scripts.gpu_check import __main__ as gpu_check
@@ -265,7 +265,7 @@ def test_bytes_that_must_move() -> None:
     found = {}
     for name in ("adamw_", "rms_norm"):
         arguments = SAMPLES[name](Draw(torch.bfloat16, generator), sizes)
-        found[name] = least_bytes(name, arguments, results(reference, name, arguments))
+        found[name] = bandwidth.least_bytes(name, arguments, results(reference, name, arguments))
     rows = sizes.sequence * sizes.batch
     assert found["adamw_"] == 30 * sizes.flat + 4 * 4
     assert found["rms_norm"] == 4 * rows * sizes.hidden + 2 * sizes.hidden + 4 * rows

@@ -60,7 +60,7 @@ __host__ int64_t sum_lanes(int64_t rows, int64_t columns, int64_t multiprocessor
 }
 
 // For every pack of this block: input = read(row, column), then add(row, column, input, sums), which adds N numbers to
-// the sums of the columns. Calls `each_column(column)` first. The reads of a group of rows are in flight together.
+// the sums of the columns. Calls `each_column(column)` first.
 template <int N, typename EachColumn, typename Read, typename Add>
 __device__ __forceinline__ void for_each_lane(const Lanes& at, float* partial, EachColumn each_column, Read read,
                                               Add add) {
@@ -69,15 +69,9 @@ __device__ __forceinline__ void for_each_lane(const Lanes& at, float* partial, E
   if (column >= at.columns) return;
   each_column(column);
   float sums[N] = {};
-  for (int64_t first = lane * kTileRows; first < at.rows; first += at.lanes * kTileRows) {
-    decltype(read(first, column)) inputs[kTileRows];
-#pragma unroll
-    for (int i = 0; i < kTileRows; ++i)
-      if (first + i < at.rows) inputs[i] = read(first + i, column);
-#pragma unroll
-    for (int i = 0; i < kTileRows; ++i)
-      if (first + i < at.rows) add(first + i, column, inputs[i], sums);
-  }
+  for (int64_t first = lane * kTileRows; first < at.rows; first += at.lanes * kTileRows)
+    for_each_row(first, at.rows, column, read,
+                 [&](int64_t row, int64_t column, auto input) { add(row, column, input, sums); });
 #pragma unroll
   for (int k = 0; k < N; ++k) partial[lane * at.columns + column + k] = sums[k];
 }

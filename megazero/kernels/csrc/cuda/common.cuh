@@ -256,20 +256,27 @@ struct Tiles {
   }
 };
 
+// For the kTileRows rows from `first` that exist: input = read(row, column), then write(row, column, input). All reads
+// come before the writes, so that they are in flight together.
+template <typename Read, typename Write>
+__device__ __forceinline__ void for_each_row(int64_t first, int64_t rows, int64_t column, Read read, Write write) {
+  decltype(read(first, column)) inputs[kTileRows];
+#pragma unroll
+  for (int i = 0; i < kTileRows; ++i)
+    if (first + i < rows) inputs[i] = read(first + i, column);
+#pragma unroll
+  for (int i = 0; i < kTileRows; ++i)
+    if (first + i < rows) write(first + i, column, inputs[i]);
+}
+
 // For every pack of this block's tile: input = read(row, column), then write(row, column, input). Calls
-// `each_column(column)` first. All reads come before the writes, so that they are in flight together.
+// `each_column(column)` first.
 template <int N, typename EachColumn, typename Read, typename Write>
 __device__ __forceinline__ void for_each_tile(const Tiles& tiles, EachColumn each_column, Read read, Write write) {
   const int64_t column = tiles.column(blockIdx.x, threadIdx.x, N), first = tiles.first_row(blockIdx.x);
   if (column >= tiles.columns) return;
   each_column(column);
-  decltype(read(first, column)) inputs[kTileRows];
-#pragma unroll
-  for (int i = 0; i < kTileRows; ++i)
-    if (first + i < tiles.rows) inputs[i] = read(first + i, column);
-#pragma unroll
-  for (int i = 0; i < kTileRows; ++i)
-    if (first + i < tiles.rows) write(first + i, column, inputs[i]);
+  for_each_row(first, tiles.rows, column, read, write);
 }
 
 // Flat elementwise kernels: every thread handles kFlatPacks packs, a block's width apart.
