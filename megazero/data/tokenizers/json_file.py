@@ -92,12 +92,12 @@ class JsonFile(Tokenizer):
             what = f"{end!r:.40} (id {self.eod}) ends a document, but text can encode to it as well"
             raise UserError(209, what, f"name a special token as eos_token in {CONFIG}", where=self.path)
 
-    def _roles(self, told: dict[str, Any], special: dict[str, int], vocabulary: dict[str, int]) -> dict[str, str]:
-        """Return {role: token} for bos_token and eos_token, and for pad_token and unk_token if `told` names them.
+    def _roles(self, config: dict[str, Any], special: dict[str, int], vocabulary: dict[str, int]) -> dict[str, str]:
+        """Return {role: token} for bos_token and eos_token, and for pad_token and unk_token if `config` names them.
 
-        `told` is the content of tokenizer_config.json. Raises UserError 210: the token that ends a document is unknown.
+        `config`: the content of tokenizer_config.json. Raises UserError 210: the token that ends a document is unknown.
         """
-        found = {role: told.get(role) for role in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        found = {role: config.get(role) for role in ("bos_token", "eos_token", "pad_token", "unk_token")}
         found = {role: value.get("content") if isinstance(value, dict) else value for role, value in found.items()}
         named = {role: name for role, name in found.items() if isinstance(name, str) and name in vocabulary}
         known = [name for name in _ENDS if name in special]
