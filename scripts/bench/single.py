@@ -1,6 +1,7 @@
 """Compare training speed in one process with the same model in plain torch.
 
     python scripts/bench/single.py [--model small wide head] [--threads 1 2] [--launches 3] [--pairs 21] [--save]
+    python scripts/bench/single.py --only ours --before TREE    ours next to itself in another checkout
 
     small   8 layers, hidden 512, 8 heads, vocabulary 8,192 tied, sequence 256, micro-batch 2      29.5M parameters
     wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 1     122.0M
@@ -27,6 +28,7 @@ from megazero.comm.grid import single
 from megazero.config.schema import Batch, Config, Model, resolved
 from scripts.bench import data_parallel as peers
 from scripts.bench.harness import Group, add_options, chosen, run
+from scripts.bench.other_tree import add_before, pairs_of, with_before
 from scripts.bench.ours import SEQ_LEN, VOCAB, engine_step
 from scripts.bench.processes import Call, System
 
@@ -39,14 +41,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SIZES, nargs="+", default=["small", "wide"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    add_before(parser)
     add_options(parser)
     options = parser.parse_args()
-    groups = (group_of(model, threads, options.only) for model in options.model for threads in options.threads)
+    groups = (group_of(model, threads, options) for model in options.model for threads in options.threads)
     return run(groups, options)
 
 
-def group_of(model: str, threads: int, only: list[str]) -> Group:
+def group_of(model: str, threads: int, options: argparse.Namespace) -> Group:
     """Return the group of a model with some threads per process."""
+    asked = chosen(systems_of(model, threads), options.only)
+    systems = with_before(asked, options.before, "single", (model, threads))
+    return Group(f"{model}, {threads} thread{'s' * (threads > 1)}", systems, pairs=pairs_of)
+
+
+def systems_of(model: str, threads: int) -> list[System]:
+    """Return all systems; the reference is the first."""
     systems = [
         System("plain torch", plain_step, (model, False), threads),
         System("plain torch, compiled", plain_step, (model, True), threads),
@@ -56,7 +66,7 @@ def group_of(model: str, threads: int, only: list[str]) -> Group:
     ]
     if model == "head":
         systems[-2:] = [System("ours, loss in chunks", our_step, (model, "auto", CHUNK), threads)]
-    return Group(f"{model}, {threads} thread{'s' * (threads > 1)}", chosen(systems, only))
+    return systems
 
 
 def config_of(model: str, chunk: int = 0) -> Config:
