@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megazero.kernels import reference
+
 _NAMES = ("amp_C", "apex.optimizers:FusedAdam", "apex.normalization:FusedLayerNorm", "fused_layer_norm_cuda")
 
 
@@ -17,26 +19,38 @@ def _extension() -> Any:
     return importlib.import_module("fused_layer_norm_cuda")
 
 
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    if offset:  # apex has none
+        return reference.layer_norm(x, weight, bias, eps, offset)
     y, mean, rstd = _extension().forward_affine(x, weight.shape, weight, bias, eps)
     return y, _per_row(mean, x), _per_row(rstd, x)
 
 
 def _layer_norm_backward(
-    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
+    grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if offset:
+        return reference.layer_norm_backward(grad, x, mean, rstd, weight, offset)
     # apex reads only shape and dtype of the bias, so the weight serves; eps is unused if the input was kept.
     rows = mean.view(-1), rstd.view(-1)
     grad_x, *sums = _extension().backward_affine(grad, *rows, x, weight.shape, weight, weight, 0.0, False)
     return grad_x, sums[0].float(), sums[1].float()
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, twice: bool = True) -> tuple[Tensor, Tensor]:
+    if offset or (twice and x.dtype.itemsize == 2):  # apex has no offset, and rounds once
+        return reference.rms_norm(x, weight, eps, offset, twice)
     y, rrms = _extension().rms_forward_affine(x, weight.shape, weight, eps)
     return y, _per_row(rrms, x)
 
 
-def _rms_norm_backward(grad: Tensor, x: Tensor, rrms: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _rms_norm_backward(
+    grad: Tensor, x: Tensor, rrms: Tensor, weight: Tensor, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    if offset:
+        return reference.rms_norm_backward(grad, x, rrms, weight, offset)
     grad_x, grad_weight = _extension().rms_backward_affine(grad, rrms.view(-1), x, weight.shape, weight, 0.0, False)
     return grad_x, grad_weight.float()
 

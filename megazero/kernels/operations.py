@@ -41,7 +41,7 @@ class Operations:
     add_rms_norm_backward: Callable[..., Two]
     bias_gelu: Callable[..., Tensor]
     bias_gelu_backward: Callable[..., Two]
-    sum_rows: Callable[[Tensor], Tensor]
+    sum_rows_: Callable[[Tensor, Tensor, bool], None]
     swiglu: Callable[..., Tensor]
     swiglu_backward: Callable[..., Two]
     dropout_add: Callable[..., Tensor]

@@ -21,75 +21,99 @@ _SLICE_BYTES = 1 << 20
 _LEAST = 1e-35  # blocks with a smaller maximum become zeros: the inverse of their scale could be infinite
 
 
-def layer_norm(x_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, mean, rstd) of y = (x - mean) / sqrt(var + eps) * weight + bias, by row (Ba et al. 2016)."""
-    wide = _weights_for(x_ND, weight_D), _weights_for(x_ND, bias_D)
-    y_ND, mean, rstd = torch.native_layer_norm(x_ND, [x_ND.shape[-1]], *wide, eps)
+def layer_norm(
+    x_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (y, mean, rstd) of y = (x - mean) / sqrt(var + eps) * w + bias, by row (Ba et al. 2016).
+
+    Args:
+        offset: w is weight + offset, added in fp32 or more.
+    """
+    x, weights = _for_weights(x_ND, weight_D, bias_D, offset)
+    y_ND, mean, rstd = torch.native_layer_norm(x, [x.shape[-1]], *weights, eps)
     # The statistics are wide already, but for meta tensors torch (2.13) reports a narrow dtype.
-    return y_ND, mean.to(wide_dtype(x_ND.dtype)), rstd.to(wide_dtype(x_ND.dtype))
+    return y_ND.to(x_ND.dtype), mean.to(wide_dtype(x_ND.dtype)), rstd.to(wide_dtype(x_ND.dtype))
 
 
 def layer_norm_backward(
-    grad_ND: Tensor, x_ND: Tensor, mean: Tensor, rstd: Tensor, weight_D: Tensor
+    grad_ND: Tensor, x_ND: Tensor, mean: Tensor, rstd: Tensor, weight_D: Tensor, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of input, weight and bias; those of vectors in fp32 or more, as in all operations.
 
     With z = (x - mean) / deviation and h = g w:
     dx = (h - mean(h) - z mean(h z)) / deviation, dw = sum(g z), db = sum(g).
     """
-    wide = _weights_for(x_ND, weight_D)
+    x, (weight, _) = _for_weights(x_ND, weight_D, weight_D, offset)
     grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
-        grad_ND, x_ND, [x_ND.shape[-1]], mean, rstd, wide, wide, [True, True, True]
+        grad_ND.to(x.dtype), x, [x.shape[-1]], mean, rstd, weight, weight, [True, True, True]
     )
-    return grad_x, _wide(grad_weight), _wide(grad_bias)
+    return grad_x.to(x_ND.dtype), _wide(grad_weight), _wide(grad_bias)
 
 
-def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (y, 1 / rms) of y = x / sqrt(mean(x^2) + eps) * weight, in fp32 or more (Zhang and Sennrich 2019)."""
+def rms_norm(
+    x_ND: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0, twice: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return (y, 1 / rms) of y = z w with z = x / sqrt(mean(x^2) + eps), in fp32 or more (Zhang and Sennrich 2019).
+
+    Args:
+        offset: w is weight + offset, added in fp32 or more.
+        twice: z is rounded to the dtype of x before the product (Llama); else only the product is (OLMo 2, Gemma).
+    """
     wide = _wide(x_ND)
     rrms = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    return (wide * rrms).to(x_ND.dtype) * weight_D, rrms
+    z = (wide * rrms).to(x_ND.dtype) if twice else wide * rrms
+    return (z * _moved(weight_D, offset)).to(x_ND.dtype), rrms
 
 
-def rms_norm_backward(grad_ND: Tensor, x_ND: Tensor, rrms: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(
+    grad_ND: Tensor, x_ND: Tensor, rrms: Tensor, weight_D: Tensor, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of input and weight.
 
     With z = x / rms: dx = (g w - z mean(g w z)) / rms, dw = sum(g z).
     """
     z = _wide(x_ND) * rrms
-    grad_z = _wide(grad_ND) * weight_D
+    grad_z = _wide(grad_ND) * _moved(weight_D, offset)
     grad_weight = (_wide(grad_ND) * z).reshape(-1, z.shape[-1]).sum(0)
     grad_x = (grad_z - z * (grad_z * z).mean(-1, keepdim=True)).mul_(rrms)
     return grad_x.to(x_ND.dtype), grad_weight
 
 
 def add_layer_norm(
-    x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float
+    x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return x + residual, and its LayerNorm with mean and 1 / deviation."""
     total_ND = x_ND + residual_ND
-    return total_ND, *layer_norm(total_ND, weight_D, bias_D, eps)
+    return total_ND, *layer_norm(total_ND, weight_D, bias_D, eps, offset)
 
 
 def add_layer_norm_backward(
-    grad_ND: Tensor, grad_total_ND: Tensor, total_ND: Tensor, mean: Tensor, rstd: Tensor, weight_D: Tensor
+    grad_ND: Tensor,
+    grad_total_ND: Tensor,
+    total_ND: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight_D: Tensor,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x (equal to the residual's), weight and bias."""
-    grad_x, grad_weight, grad_bias = layer_norm_backward(grad_ND, total_ND, mean, rstd, weight_D)
+    grad_x, grad_weight, grad_bias = layer_norm_backward(grad_ND, total_ND, mean, rstd, weight_D, offset)
     return grad_x + grad_total_ND, grad_weight, grad_bias
 
 
-def add_rms_norm(x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def add_rms_norm(
+    x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0, twice: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return x + residual, and its RMSNorm with 1 / rms."""
     total_ND = x_ND + residual_ND
-    return total_ND, *rms_norm(total_ND, weight_D, eps)
+    return total_ND, *rms_norm(total_ND, weight_D, eps, offset, twice)
 
 
 def add_rms_norm_backward(
-    grad_ND: Tensor, grad_total_ND: Tensor, total_ND: Tensor, rrms: Tensor, weight_D: Tensor
+    grad_ND: Tensor, grad_total_ND: Tensor, total_ND: Tensor, rrms: Tensor, weight_D: Tensor, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x (equal to the residual's) and weight."""
-    grad_x, grad_weight = rms_norm_backward(grad_ND, total_ND, rrms, weight_D)
+    grad_x, grad_weight = rms_norm_backward(grad_ND, total_ND, rrms, weight_D, offset)
     return grad_x + grad_total_ND, grad_weight
 
 
@@ -111,6 +135,12 @@ def bias_gelu_backward(grad_NF: Tensor, x_NF: Tensor, bias_F: Tensor | None) -> 
 def sum_rows(x_ND: Tensor) -> Tensor:
     """Return the sum over all rows, [D], in fp32 or more: the gradient of a bias."""
     return x_ND[None].flatten(0, -2).sum(0, dtype=wide_dtype(x_ND.dtype))
+
+
+def sum_rows_(into_D: Tensor, x_ND: Tensor, add: bool) -> None:
+    """Write the sum over all rows to `into`, or add it there."""
+    sums_D = sum_rows(x_ND).view_as(into_D)
+    into_D.add_(sums_D) if add else into_D.copy_(sums_D)
 
 
 def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
@@ -334,9 +364,19 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(wide_dtype(x.dtype))
 
 
-def _weights_for(x: Tensor, weight: Tensor) -> Tensor:
-    """Return a norm's weights, widened on a CPU: else its kernel would not keep statistics wide, as GPU kernels do."""
-    return weight.to(wide_dtype(x.dtype)) if x.device.type == "cpu" else weight
+def _moved(weight: Tensor, offset: float) -> Tensor:
+    """Return weight + offset, added in the wide dtype."""
+    return _wide(weight) + offset if offset else weight
+
+
+def _for_weights(x: Tensor, weight: Tensor, bias: Tensor, offset: float) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return x and the weights of a LayerNorm, in dtypes that torch's kernel takes together.
+
+    On a CPU weights are widened: else the kernel would not keep statistics wide, as GPU kernels do.
+    """
+    if x.device.type == "cpu":
+        return x, (_wide(_moved(weight, offset)), _wide(bias))
+    return (_wide(x), (_moved(weight, offset), _wide(bias))) if offset else (x, (weight, bias))
 
 
 def _rows(matrix: Tensor) -> int:

@@ -158,18 +158,18 @@ def _dequantize(bits: int, *, add: bool) -> Make:
 SAMPLES: dict[str, Make] = {
     "layer_norm": lambda draw, s: (*_norm(draw, s), _EPS),
     "layer_norm_backward": lambda draw, s: _layer_norm_backward(draw, s, 1),
-    "rms_norm": lambda draw, s: (*_norm(draw, s)[:2], _EPS),
+    "rms_norm": lambda draw, s: (*_norm(draw, s)[:2], _EPS, 0.0, False),
     "rms_norm_backward": lambda draw, s: _rms_norm_backward(draw, s, 1),
     "add_layer_norm": lambda draw, s: (draw(s.sequence, s.batch, s.hidden), *_norm(draw, s), _EPS),
     "add_layer_norm_backward": lambda draw, s: _layer_norm_backward(draw, s, 2),
-    "add_rms_norm": lambda draw, s: (draw(s.sequence, s.batch, s.hidden), *_norm(draw, s)[:2], _EPS),
+    "add_rms_norm": lambda draw, s: (draw(s.sequence, s.batch, s.hidden), *_norm(draw, s)[:2], _EPS, 0.0, False),
     "add_rms_norm_backward": lambda draw, s: _rms_norm_backward(draw, s, 2),
     "bias_gelu": lambda draw, s: (draw(s.sequence, s.batch, s.ffn) * 2, draw(s.ffn)),
     "bias_gelu_backward": lambda draw, s: (
         *(draw(s.sequence, s.batch, s.ffn), draw(s.sequence, s.batch, s.ffn) * 2),
         draw(s.ffn),
     ),
-    "sum_rows": lambda draw, s: (draw(s.sequence, s.batch, s.ffn),),
+    "sum_rows_": lambda draw, s: (draw.fp32(s.ffn), draw(s.sequence, s.batch, s.ffn), False),
     "swiglu": lambda draw, s: (draw(s.sequence, s.batch, s.ffn) * 2, draw(s.sequence, s.batch, s.ffn)),
     "swiglu_backward": lambda draw, s: (
         *(draw(s.sequence, s.batch, s.ffn), draw(s.sequence, s.batch, s.ffn) * 2),
@@ -212,10 +212,26 @@ def _skipped_update(draw: Draw, s: Sizes) -> Arguments:
     return *arguments[:7], torch.ones_like(arguments[7]), *arguments[8:]
 
 
+def _more(name: str, *others: object, last: int = 0) -> Make:
+    """Return a function that makes an operation's arguments with others in place of the last ones."""
+
+    def make(draw: Draw, s: Sizes) -> Arguments:
+        arguments = SAMPLES[name](draw, s)
+        return *arguments[: len(arguments) - last], *others
+
+    return make
+
+
+_NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
 # Other forms of the operations above; each name begins with that of the operation.
 FORMS: dict[str, Make] = {
+    **{f"{name}, offset": _more(name, 1.0) for name in ("layer_norm", "add_layer_norm")},
+    **{f"{name}, offset": _more(name, 1.0, False, last=2) for name in ("rms_norm", "add_rms_norm")},
+    **{f"{name}, rounded twice": _more(name, 0.0, True, last=2) for name in ("rms_norm", "add_rms_norm")},
+    **{f"{name}_backward, offset": _more(f"{name}_backward", 1.0) for name in _NORMS},
     "bias_gelu, no bias": _without(1, "bias_gelu"),
     "bias_gelu_backward, no bias": _without(2, "bias_gelu_backward"),
+    "sum_rows_, added": _more("sum_rows_", True, last=1),
     "rotary, inverse": _without(3, "rotary", by=True),
     "adamw_, narrow gradients": _narrow_update,
     "adamw_, skipped": _skipped_update,
@@ -266,34 +282,38 @@ def distances(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> lis
         scales = _gradient_scales(arguments, len(found))
     elif "norm" in name:
         scales = _norm_scales(name, arguments, found)
-    elif name in ("bias_gelu_backward", "sum_rows"):  # sums over rows of terms of this size
-        scales[-1] = float(arguments[0].abs().max())
+    elif name in ("bias_gelu_backward", "sum_rows_"):  # sums over rows of terms of this size
+        scales[-1] = float(arguments[name == "sum_rows_"].abs().max())
     expected = truth(name, arguments)
-    return [distance(*each) for each in zip(found, expected, scales, strict=True)]
+    twice = name in ("rms_norm", "add_rms_norm") and arguments[-1] is True  # y is rounded twice
+    roundings = [1 + (twice and place == len(found) - 2) for place in range(len(found))]
+    return [distance(*each) for each in zip(found, expected, scales, roundings, strict=True)]
 
 
 def _norm_scales(name: str, arguments: Arguments, found: tuple[Tensor, ...]) -> list[float]:
     """Return the scale of errors from a rounding of x, which is multiplied by 1 / standard deviation."""
     adds = name.startswith("add_")
     x, rstd = float((found[0] if adds else arguments[0]).abs().max()), float(found[-1].max())
-    y = x * rstd * float(arguments[1 + adds].abs().max())
+    _, offset, *_ = (*(each for each in arguments if isinstance(each, float)), 0.0)
+    y = x * rstd * float((arguments[1 + adds] + offset).abs().max())
     return [*([x] if adds else []), y, *([x] if "layer" in name else []), rstd * (1 + x * rstd)]
 
 
 def _gradient_scales(arguments: Arguments, count: int) -> list[float]:
     """Return the sizes of the terms: dx is a difference of such terms, dweight and dbias are sums over rows."""
-    rstd, weight = arguments[-2:]
-    x, mean = arguments[-4:-2] if count == 3 else (arguments[-3], 0.0)
+    offset = arguments[-1] if isinstance(arguments[-1], float) else 0.0
+    *_, rstd, weight = tensors = [each for each in arguments if isinstance(each, Tensor)]
+    x, mean = tensors[-4:-2] if count == 3 else (tensors[-3], 0.0)
     grad = float(arguments[0].abs().max())
     z = float(((x.float() - mean) * rstd).abs().max())
-    return [grad * float(rstd.max() * weight.abs().max()) * (1 + z), grad * z, grad][:count]
+    return [grad * float(rstd.max() * (weight + offset).abs().max()) * (1 + z), grad * z, grad][:count]
 
 
-def distance(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+def distance(found: Tensor, expected: Tensor, scale: float = 0.0, roundings: int = 1) -> float:
     """Return the largest error in units of the allowed error: up to 1 passes. NaN and infinities must agree.
 
-    Allowed are the rounding of the result itself plus _ROUNDINGS fp32 roundings of the largest result, or of `scale` if
-    that is larger.
+    Allowed are the `roundings` of the result itself, in its dtype, plus _ROUNDINGS fp32 roundings of the largest
+    result, or of `scale` if that is larger.
     """
     if not found.is_floating_point():
         return 0.0 if torch.equal(found, expected) else float("inf")
@@ -308,5 +328,5 @@ def distance(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
     own = torch.finfo(dtype)
     wide = _ROUNDINGS * torch.finfo(torch.float32 if dtype != torch.float64 else dtype).eps / 2
     largest = expected.abs().max().clamp(min=scale)
-    allowed = own.eps / 2 * expected.abs() * (1 + own.eps) + wide * largest + own.smallest_normal * own.eps
+    allowed = roundings * own.eps / 2 * expected.abs() * (1 + own.eps) + wide * largest + own.smallest_normal * own.eps
     return float(((found - expected).abs() / allowed).max().nan_to_num(nan=float("inf")))

@@ -40,19 +40,19 @@ _RESULTS: dict[str, Callable[..., object]] = {
     # Norms. x [..., D], weight and bias [D], all of T; y is the norm of x, mean and rstd (1 / deviation) or rrms
     # (1 / root mean square) are [..., 1]. With `add_`, total = x + residual is rounded to T and y is the norm of total;
     # in backward, dx is the gradient of x and of residual, including grad_total, the gradient of the output total.
+    # The last number is the offset of the weight; in the RMSNorms' forward a flag follows: round twice.
     # Gradients of vectors (weight, bias) are sums over rows in fp32, not rounded to T.
     "layer_norm": lambda x, *_: (_like(x), _statistic(x), _statistic(x)),
-    "layer_norm_backward": lambda grad, x, mean, rstd, weight: (_like(x), _sums(x), _sums(x)),
+    "layer_norm_backward": lambda grad, x, *_: (_like(x), _sums(x), _sums(x)),
     "rms_norm": lambda x, *_: (_like(x), _statistic(x)),
-    "rms_norm_backward": lambda grad, x, rrms, weight: (_like(x), _sums(x)),
+    "rms_norm_backward": lambda grad, x, *_: (_like(x), _sums(x)),
     "add_layer_norm": lambda x, *_: (_like(x), _like(x), _statistic(x), _statistic(x)),
-    "add_layer_norm_backward": lambda grad, more, x, mean, rstd, weight: (_like(x), _sums(x), _sums(x)),
+    "add_layer_norm_backward": lambda grad, more, x, *_: (_like(x), _sums(x), _sums(x)),
     "add_rms_norm": lambda x, *_: (_like(x), _like(x), _statistic(x)),
-    "add_rms_norm_backward": lambda grad, more, x, rrms, weight: (_like(x), _sums(x)),
+    "add_rms_norm_backward": lambda grad, more, x, *_: (_like(x), _sums(x)),
     # Activations. x, gate, up [..., F], bias [F], of T. Without a bias, its gradient is an empty tensor.
     "bias_gelu": lambda x, *_: _like(x),
     "bias_gelu_backward": lambda grad, x, bias: (_like(x), _sums(x if bias is not None else x[..., :0])),
-    "sum_rows": lambda x: _sums(x),  # x [..., D]
     "swiglu": lambda gate, up: _like(gate),
     "swiglu_backward": lambda grad, gate, up: (_like(gate), _like(up)),
     # Dropout. x [S, B, D], sample_ids int64 [B], positions int64 [S]; `key` is an unsigned 32-bit word. The mask is
@@ -74,6 +74,7 @@ _WRITTEN = {
     "cross_entropy_backward_": ("exponentials_NV",),
     # Masters and moments are fp32, `published` is 16-bit, gradients are fp32 or of the dtype of `published`.
     "adamw_": ("masters", "first", "second", "published", "step"),
+    "sum_rows_": ("into_D",),  # x [..., D] of any T; `into` has D elements of fp32
     "accumulate_": ("into",),  # `into` is fp32; x is of any T
     "cast_": ("into",),  # both of any T; rounded to nearest, ties to even
     # Quantised values, as `base/quantized.py` lays them out: codes (uint8) of 8 or 4 bits, then an fp32 scale for each

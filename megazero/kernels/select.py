@@ -44,7 +44,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dropout": ("dropout_add", "dropout_backward"),
         "rotary": ("rotary",),
         "cross entropy": ("cross_entropy_parts_", "cross_entropy_backward_"),
-        "flat": ("sum_rows", "sums_of_squares", "accumulate_", "cast_"),
+        "flat": ("sum_rows_", "sums_of_squares", "accumulate_", "cast_"),
         "quantized": ("quantize_", "dequantize_"),
         "adamw": ("adamw_",),
     }

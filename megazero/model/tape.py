@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megazero.kernels.reference import sum_rows
+from megazero.kernels.reference import wide_dtype
 from megazero.model.contract import GradientSlot
 
 Owner = Mapping[str, Any]  # the parameters of a module by local name; one is "weight"
@@ -111,7 +111,7 @@ class ReturnedGradient:
 
     def add_sum(self, rows: Tensor) -> None:
         """Add the sum of rows."""
-        self.add(sum_rows(rows.reshape(len(rows), -1)).view(rows.shape[1:]))
+        self.add(rows.sum(0, dtype=wide_dtype(rows.dtype)))
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add a product."""

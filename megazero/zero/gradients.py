@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.kernels.operations import Operations
+from megazero.kernels.reference import wide_dtype
 
 
 @dataclass
@@ -133,8 +134,19 @@ class GradientAccumulator:
             self._defer(self.write, gradient)
 
     def add_sum(self, rows: Tensor) -> None:
-        """Deliver `rows` summed over dim 0."""
-        self.add(self._ops.sum_rows(rows.reshape(len(rows), -1)).view(rows.shape[1:]))
+        """Deliver `rows` summed over dim 0; in one pass if the buffer has the sum's dtype."""
+        shape = rows.shape[1:]
+        rows = rows if rows.dim() == 2 else rows.flatten(1)
+        if self.counter.deferred is None:
+            self.open()
+            if self.view.dtype == wide_dtype(rows.dtype):
+                self._ops.sum_rows_(self.view, rows, not self.fresh)
+                self.fresh = False
+                self.counter.delivered(self.name)
+                return
+        sums = rows.new_empty(rows.shape[1], dtype=wide_dtype(rows.dtype))
+        self._ops.sum_rows_(sums, rows, False)
+        self.add(sums.view(shape))
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Deliver the gradient left @ right."""

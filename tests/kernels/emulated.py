@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,7 +115,15 @@ class Emulated:
         library().configure(*map(ctypes.c_int64, numbers))
 
     def _norm(
-        self, rms: bool, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+        self,
+        rms: bool,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        offset: float = 0.0,
+        twice: bool = True,
     ) -> tuple[Tensor, ...]:
         columns = x.shape[-1]
         total = None if residual is None else Written(poisoned(*x.shape, dtype=x.dtype))
@@ -122,13 +131,21 @@ class Emulated:
         mean = None if rms else Written(poisoned(*x.shape[:-1], 1, dtype=torch.float32))
         rstd = Written(poisoned(*x.shape[:-1], 1, dtype=torch.float32))
         outputs = (total, y, mean, rstd)
+        sizes = (x.numel() // columns, columns)
         self.call(
-            "norm", _TYPES[x.dtype], int(rms), x, residual, weight, bias, *outputs, x.numel() // columns, columns, eps
+            "norm", _TYPES[x.dtype], int(rms), x, residual, weight, bias, *outputs, *sizes, eps, offset, int(twice)
         )
         return tuple(output.tensor for output in outputs if output)
 
     def _norm_backward(
-        self, grad: Tensor, other: Tensor | None, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor
+        self,
+        grad: Tensor,
+        other: Tensor | None,
+        x: Tensor,
+        mean: Tensor | None,
+        rstd: Tensor,
+        weight: Tensor,
+        offset: float = 0.0,
     ) -> tuple[Tensor, ...]:
         columns, dtype, rms = x.shape[-1], x.dtype, mean is None
         rows = x.numel() // columns
@@ -138,34 +155,32 @@ class Emulated:
         dbias = None if rms else Written(poisoned(columns, dtype=torch.float32))
         partial = Own(poisoned(2 - rms, blocks, columns, dtype=torch.float32))
         inputs = (grad, other, x, mean, rstd, weight, dx)
-        self.call("norm_backward", _TYPES[dtype], int(rms), *inputs, partial, dweight, dbias, rows, columns)
+        self.call("norm_backward", _TYPES[dtype], int(rms), *inputs, partial, dweight, dbias, rows, columns, offset)
         return tuple(output.tensor for output in (dx, dweight, dbias) if output)
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, ...]:
-        return self._norm(False, x, None, weight, bias, eps)
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, *numbers: float) -> tuple[Tensor, ...]:
+        return self._norm(False, x, None, weight, bias, *numbers)
 
-    def layer_norm_backward(self, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor):
-        return self._norm_backward(grad, None, x, mean, rstd, weight)
+    def layer_norm_backward(self, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        return self._norm_backward(grad, None, *rest)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
-        return self._norm(True, x, None, weight, None, eps)
+    def rms_norm(self, x: Tensor, weight: Tensor, *numbers: Any) -> tuple[Tensor, ...]:
+        return self._norm(True, x, None, weight, None, *numbers)
 
-    def rms_norm_backward(self, grad: Tensor, x: Tensor, rrms: Tensor, weight: Tensor):
-        return self._norm_backward(grad, None, x, None, rrms, weight)
+    def rms_norm_backward(self, grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        return self._norm_backward(grad, None, x, None, *rest)
 
-    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float):
-        return self._norm(False, x, residual, weight, bias, eps)
+    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *numbers: float):
+        return self._norm(False, x, residual, weight, bias, *numbers)
 
-    def add_layer_norm_backward(
-        self, grad: Tensor, grad_total: Tensor, total: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
-    ):
-        return self._norm_backward(grad, grad_total, total, mean, rstd, weight)
+    def add_layer_norm_backward(self, *given: Any) -> tuple[Tensor, ...]:
+        return self._norm_backward(*given)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
-        return self._norm(True, x, residual, weight, None, eps)
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, *numbers: Any) -> tuple[Tensor, ...]:
+        return self._norm(True, x, residual, weight, None, *numbers)
 
-    def add_rms_norm_backward(self, grad: Tensor, grad_total: Tensor, total: Tensor, rrms: Tensor, weight: Tensor):
-        return self._norm_backward(grad, grad_total, total, None, rrms, weight)
+    def add_rms_norm_backward(self, grad: Tensor, grad_total: Tensor, total: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        return self._norm_backward(grad, grad_total, total, None, *rest)
 
     def bias_gelu(self, x: Tensor, bias: Tensor | None) -> Tensor:
         y = Written(poisoned(*x.shape, dtype=x.dtype))
@@ -178,11 +193,10 @@ class Emulated:
         self.call("bias_gelu_backward", _TYPES[x.dtype], grad, x, bias, dx, self._partial(x, columns), dbias, *sizes)
         return dx.tensor, dbias.tensor
 
-    def sum_rows(self, x: Tensor) -> Tensor:
+    def sum_rows_(self, into: Tensor, x: Tensor, add: bool) -> None:
         columns = x.shape[-1]
-        out = Written(poisoned(columns, dtype=torch.float32))
-        self.call("sum_rows", _TYPES[x.dtype], x, self._partial(x, columns), out, x.numel() // columns, columns)
-        return out.tensor
+        sizes = (x.numel() // columns, columns, int(add))
+        self.call("sum_rows_", _TYPES[x.dtype], x, self._partial(x, columns), Written(into), *sizes)
 
     def _partial(self, x: Tensor, columns: int) -> Own:
         self.configure()

@@ -89,11 +89,14 @@ int mistake(int64_t which, Memory out) {
 }
 
 int norm(int64_t type, int64_t rms, Memory x, Memory residual, Memory weight, Memory bias, Memory total, Memory y,
-         Memory mean, Memory rstd, int64_t rows, int64_t columns, double eps) {
+         Memory mean, Memory rstd, int64_t rows, int64_t columns, double eps, double offset, int64_t twice) {
   return caught([&] {
     for_type(type, [&](auto t) {
       using T = decltype(t);
-      const NormForward<T> a{x, residual, weight, bias, total, y, mean, rstd, rows, columns, static_cast<float>(eps)};
+      const NormForward<T> a{x,    residual, weight,  bias,
+                             total, y,       mean,    rstd,
+                             rows,  columns, static_cast<float>(eps), static_cast<float>(offset),
+                             twice != 0};
       rms ? launch_norm_forward<T, true>(launch, a) : launch_norm_forward<T, false>(launch, a);
     });
   });
@@ -109,11 +112,12 @@ int64_t norm_blocks(int64_t type, int64_t rows, int64_t columns) {
 
 int norm_backward(int64_t type, int64_t rms, Memory grad, Memory grad_total, Memory x, Memory mean, Memory rstd,
                   Memory weight, Memory dx, Memory partial, Memory dweight, Memory dbias, int64_t rows,
-                  int64_t columns) {
+                  int64_t columns, double offset) {
   return caught([&] {
     for_type(type, [&](auto t) {
       using T = decltype(t);
-      const NormBackward<T> a{grad, grad_total, x, mean, rstd, weight, dx, partial, rows, columns};
+      const NormBackward<T> a{grad, grad_total, x,    mean,    rstd,
+                              weight, dx,     partial, rows, columns, static_cast<float>(offset)};
       rms ? launch_norm_backward<T, true>(launch, a, dweight, dbias)
           : launch_norm_backward<T, false>(launch, a, dweight, dbias);
     });
@@ -143,9 +147,9 @@ int bias_gelu_backward(int64_t type, Memory grad, Memory x, Memory bias, Memory 
   });
 }
 
-int sum_rows(int64_t type, Memory x, Memory partial, Memory out, int64_t rows, int64_t columns) {
+int sum_rows_(int64_t type, Memory x, Memory partial, Memory out, int64_t rows, int64_t columns, int64_t add) {
   return caught([&] {
-    for_type(type, [&](auto t) { launch_sum_rows<decltype(t)>(launch, x, partial, out, rows, columns); });
+    for_type(type, [&](auto t) { launch_sum_rows<decltype(t)>(launch, x, partial, out, rows, columns, add != 0); });
   });
 }
 

@@ -55,12 +55,16 @@ def norm(name: str) -> Callable[..., list[tuple[object, ...]]]:
         x, residual, grad, other = (draw(rows, columns) for _ in range(4))
         weights = [draw(columns), draw(columns)] if name == "layer_norm" else [draw(columns)]
         _, *statistics = getattr(fused, name)(x, *weights, 1e-5)
-        return [
-            (name, x, *weights, 1e-5),
-            (f"{name}_backward", grad, x, *statistics, weights[0]),
-            (f"add_{name}", x, residual, *weights, 1e-5),
-            (f"add_{name}_backward", grad, other, x, *statistics, weights[0]),
-        ]
+        found: list[tuple[object, ...]] = []
+        for moved in (0.0, 1.0):
+            numbers = (1e-5, moved) if name == "layer_norm" else (1e-5, moved, False)
+            found += [
+                (name, x, *weights, *numbers),
+                (f"{name}_backward", grad, x, *statistics, weights[0], moved),
+                (f"add_{name}", x, residual, *weights, *numbers),
+                (f"add_{name}_backward", grad, other, x, *statistics, weights[0], moved),
+            ]
+        return found
 
     return make
 
@@ -70,7 +74,8 @@ def activations(draw: Source, rows: int, columns: int) -> list[tuple[object, ...
     found: list[tuple[object, ...]] = [("swiglu", x, up), ("swiglu_backward", grad, x, up)]
     for each in (bias, None):
         found += [("bias_gelu", x, each), ("bias_gelu_backward", grad, x, each)]
-    return [*found, ("sum_rows", x)]
+    sums = draw(columns, dtype=torch.float32)
+    return [*found, ("sum_rows_", sums, x, False), ("sum_rows_", sums, x, True)]
 
 
 def dropout(draw: Source, rows: int, columns: int) -> list[tuple[object, ...]]:
@@ -149,6 +154,18 @@ def test_against_the_specification(
         )
         for mine, theirs in zip(found, run(reference, str(name), tuple(exact)), strict=True):
             assert mine.is_contiguous() and close(mine, theirs), name
+
+
+@DTYPES
+def test_an_rms_norm_rounds_twice(dtype: torch.dtype) -> None:
+    """As in Llama: the normed numbers, then their product with the weight."""
+    x, residual, weight = (Source(dtype, seed, 0, 1.0)(*shape) for seed, shape in enumerate([(7, 77), (7, 77), (77,)]))
+    for offset in (0.0, 1.0):
+        z, _ = fused.rms_norm(x, torch.ones_like(weight), 1e-5, 0.0, False)
+        expected = (z.float() * (weight.float() + offset)).to(dtype)
+        assert torch.equal(fused.rms_norm(x, weight, 1e-5, offset, True)[0], expected)
+        total, y, _ = fused.add_rms_norm(x, residual, weight, 1e-5, offset, True)
+        assert torch.equal(y, fused.rms_norm(total, weight, 1e-5, offset, True)[0])
 
 
 @DTYPES
@@ -239,7 +256,7 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
 def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, bad: float) -> None:
     """Rows without it are as before, and a NaN is never lost."""
     for name, *arguments in large(dtype):
-        if name in ("sums_of_squares", "sum_rows", "accumulate_", "rotary"):
+        if name in ("sums_of_squares", "sum_rows_", "accumulate_", "rotary"):
             continue
         clean = run(fused, str(name), tuple(arguments))
         spoilt = [each.clone() if isinstance(each, Tensor) else each for each in arguments]
@@ -260,7 +277,7 @@ def test_no_nan_of_bfloat16_is_rounded_away(bits: int) -> None:
         if name == "sums_of_squares":
             continue
         spoilt = [each.clone() if isinstance(each, Tensor) else each for each in arguments]
-        position = 1 if name == "accumulate_" else 0
+        position = 1 if name in ("accumulate_", "sum_rows_") else 0
         spoilt[position].view(-1, arguments[position].shape[-1])[-1, 2] = bad  # type: ignore[union-attr]
         assert any(each.isnan().any() for each in run(fused, str(name), tuple(spoilt))), name
 

@@ -46,9 +46,9 @@ def forgotten_row(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return grad_x, grad_weight, grad_bias - grad.reshape(-1, grad.shape[-1])[-1]
 
 
-def padded_mean(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def padded_mean(x: Tensor, weight: Tensor, *numbers: float) -> tuple[Tensor, Tensor]:
     """As a mean over the padded row."""
-    return fused.rms_norm(x, weight * (-(-x.shape[-1] // 8) * 8 / x.shape[-1]) ** 0.5, eps)
+    return fused.rms_norm(x, weight * (-(-x.shape[-1] // 8) * 8 / x.shape[-1]) ** 0.5, *numbers)
 
 
 def without_bias(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -115,9 +115,12 @@ PLANTED = {
     "a tail": ("layer_norm", forgotten_tail),
     "a row": ("layer_norm_backward", forgotten_row),
     "a padded mean": ("rms_norm", padded_mean),
+    "no offset": ("add_rms_norm", lambda x, more, weight, eps, *_: fused.add_rms_norm(x, more, weight, eps)),
+    "no offset backward": ("layer_norm_backward", lambda *given: fused.layer_norm_backward(*given[:5])),
     "the other GELU": ("bias_gelu", lambda x, bias: F.gelu(x if bias is None else x + bias)),
     "no bias": ("bias_gelu_backward", without_bias),
-    "rows of one block": ("sum_rows", lambda x: fused.sum_rows(x[:4])),
+    "rows of one block": ("sum_rows_", lambda into, x, add: fused.sum_rows_(into, x[:4], add)),
+    "never added": ("sum_rows_", lambda into, x, add: fused.sum_rows_(into, x, False)),
     "a derivative": ("swiglu_backward", linear_gate),
     "no scale": ("dropout_backward", lambda *given: fused.dropout_backward(*given) * 0.9),
     "another mask": ("dropout_add", on_its_own),

@@ -57,16 +57,15 @@ Two bias_gelu_backward(const Tensor& grad, const Tensor& x, const std::optional<
   return out;
 }
 
-Tensor sum_rows(const Tensor& x) {
+void sum_rows_(const Tensor& into, const Tensor& x, bool add) {
   const Rows rows(x);
-  Tensor out = sums_like(x, rows.n);
   with_type(x.scalar_type(), [&]<typename T>(T*) {
     const T* px = input<T>(x, x.numel());
-    sum_columns<T>(rows.count, rows.n, {output<float>(out, rows.n)}, [&](int64_t begin, int64_t end, float* sums) {
+    const auto work = [&](int64_t begin, int64_t end, float* sums) {
       sum_rows_loop(px + begin * rows.n, end - begin, rows.n, sums);
-    });
+    };
+    sum_columns<T>(rows.count, rows.n, {output<float>(into, rows.n)}, work, add);
   });
-  return out;
 }
 
 Tensor swiglu(const Tensor& gate, const Tensor& up) {
@@ -334,7 +333,7 @@ STABLE_TORCH_LIBRARY_IMPL(megazero, CPU, m) {
   IMPLEMENT(add_rms_norm_backward);
   IMPLEMENT(bias_gelu);
   IMPLEMENT(bias_gelu_backward);
-  IMPLEMENT(sum_rows);
+  IMPLEMENT(sum_rows_);
   IMPLEMENT(swiglu);
   IMPLEMENT(swiglu_backward);
   IMPLEMENT(dropout_add);

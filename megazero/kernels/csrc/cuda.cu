@@ -39,7 +39,7 @@ struct Normed {
 // `total` is x itself if there is no residual, `mean` is x itself for RMSNorm.
 template <bool RMS>
 Normed norm(const Launch& launch, const Tensor& x, const std::optional<Tensor>& residual, const Tensor& weight,
-            const std::optional<Tensor>& bias, double eps) {
+            const std::optional<Tensor>& bias, double eps, double offset, bool twice) {
   const Rows shape(launch, x, "x");
   Normed out{residual ? empty_like(x) : x, empty_like(x), RMS ? x : statistic(x), statistic(x)};
   for_type_of(launch, x, "x", [&](auto type) {
@@ -56,6 +56,8 @@ Normed norm(const Launch& launch, const Tensor& x, const std::optional<Tensor>& 
     a.rows = shape.rows;
     a.columns = shape.columns;
     a.eps = static_cast<float>(eps);
+    a.offset = static_cast<float>(offset);
+    a.twice = twice;
     launch_norm_forward<T, RMS>(launch, a);
   });
   return out;
@@ -68,7 +70,7 @@ struct NormGradients {
 template <bool RMS>
 NormGradients norm_gradients(const Launch& launch, const Tensor& grad, const std::optional<Tensor>& grad_total,
                              const Tensor& x, const std::optional<Tensor>& mean, const Tensor& rstd,
-                             const Tensor& weight) {
+                             const Tensor& weight, double offset) {
   const Rows shape(launch, x, "x");
   const int64_t n = shape.columns;
   NormGradients out{empty_like(x), make<float>(x, {n}), RMS ? weight : make<float>(x, {n})};
@@ -87,6 +89,7 @@ NormGradients norm_gradients(const Launch& launch, const Tensor& grad, const std
     a.partial = launch.write<float>(partial, partial.numel(), "partial");
     a.rows = shape.rows;
     a.columns = shape.columns;
+    a.offset = static_cast<float>(offset);
     float* dweight = launch.write<float>(out.dweight, n, "dweight");
     float* dbias = RMS ? nullptr : launch.write<float>(out.dbias, n, "dbias");
     launch_norm_backward<T, RMS>(launch, a, dweight, dbias);
@@ -94,54 +97,55 @@ NormGradients norm_gradients(const Launch& launch, const Tensor& grad, const std
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
-  const Normed n = norm<false>(Launch("layer_norm", x), x, std::nullopt, weight, bias, eps);
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps,
+                                              double offset) {
+  const Normed n = norm<false>(Launch("layer_norm", x), x, std::nullopt, weight, bias, eps, offset, false);
   return {n.y, n.mean, n.rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& mean,
-                                                       const Tensor& rstd, const Tensor& weight) {
+                                                       const Tensor& rstd, const Tensor& weight, double offset) {
   const NormGradients n =
-      norm_gradients<false>(Launch("layer_norm_backward", x), grad, std::nullopt, x, mean, rstd, weight);
+      norm_gradients<false>(Launch("layer_norm_backward", x), grad, std::nullopt, x, mean, rstd, weight, offset);
   return {n.dx, n.dweight, n.dbias};
 }
 
-std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  const Normed n = norm<true>(Launch("rms_norm", x), x, std::nullopt, weight, std::nullopt, eps);
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps, double offset, bool twice) {
+  const Normed n = norm<true>(Launch("rms_norm", x), x, std::nullopt, weight, std::nullopt, eps, offset, twice);
   return {n.y, n.rstd};
 }
 
 std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& rrms,
-                                             const Tensor& weight) {
+                                             const Tensor& weight, double offset) {
   const NormGradients n =
-      norm_gradients<true>(Launch("rms_norm_backward", x), grad, std::nullopt, x, std::nullopt, rrms, weight);
+      norm_gradients<true>(Launch("rms_norm_backward", x), grad, std::nullopt, x, std::nullopt, rrms, weight, offset);
   return {n.dx, n.dweight};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual, const Tensor& weight,
-                                                          const Tensor& bias, double eps) {
-  const Normed n = norm<false>(Launch("add_layer_norm", x), x, residual, weight, bias, eps);
+                                                          const Tensor& bias, double eps, double offset) {
+  const Normed n = norm<false>(Launch("add_layer_norm", x), x, residual, weight, bias, eps, offset, false);
   return {n.total, n.y, n.mean, n.rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_layer_norm_backward(const Tensor& grad, const Tensor& grad_total,
                                                            const Tensor& total, const Tensor& mean, const Tensor& rstd,
-                                                           const Tensor& weight) {
-  const NormGradients n =
-      norm_gradients<false>(Launch("add_layer_norm_backward", total), grad, grad_total, total, mean, rstd, weight);
+                                                           const Tensor& weight, double offset) {
+  const NormGradients n = norm_gradients<false>(Launch("add_layer_norm_backward", total), grad, grad_total, total, mean,
+                                                rstd, weight, offset);
   return {n.dx, n.dweight, n.dbias};
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight,
-                                                double eps) {
-  const Normed n = norm<true>(Launch("add_rms_norm", x), x, residual, weight, std::nullopt, eps);
+                                                double eps, double offset, bool twice) {
+  const Normed n = norm<true>(Launch("add_rms_norm", x), x, residual, weight, std::nullopt, eps, offset, twice);
   return {n.total, n.y, n.rstd};
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm_backward(const Tensor& grad, const Tensor& grad_total, const Tensor& total,
-                                                 const Tensor& rrms, const Tensor& weight) {
-  const NormGradients n =
-      norm_gradients<true>(Launch("add_rms_norm_backward", total), grad, grad_total, total, std::nullopt, rrms, weight);
+                                                 const Tensor& rrms, const Tensor& weight, double offset) {
+  const NormGradients n = norm_gradients<true>(Launch("add_rms_norm_backward", total), grad, grad_total, total,
+                                               std::nullopt, rrms, weight, offset);
   return {n.dx, n.dweight};
 }
 
@@ -177,18 +181,16 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
   return {dx, dbias};
 }
 
-Tensor sum_rows(const Tensor& x) {
-  const Launch launch("sum_rows", x);
+void sum_rows_(const Tensor& into, const Tensor& x, bool add) {
+  const Launch launch("sum_rows_", x);
   const Rows shape(launch, x, "x");
-  Tensor out = make<float>(x, {shape.columns});
   for_type_of(launch, x, "x", [&](auto type) {
     using T = decltype(type);
     const int64_t lanes = sum_lanes<T>(shape.rows, shape.columns, launch.multiprocessors());
     Tensor partial = make<float>(x, {lanes, shape.columns});
     launch_sum_rows(launch, launch.read<T>(x, x.numel(), "x"), launch.write<float>(partial, partial.numel(), "partial"),
-                    launch.write<float>(out, shape.columns, "out"), shape.rows, shape.columns);
+                    launch.write<float>(into, shape.columns, "into"), shape.rows, shape.columns, add);
   });
-  return out;
 }
 
 Tensor swiglu(const Tensor& gate, const Tensor& up) {
@@ -413,7 +415,7 @@ STABLE_TORCH_LIBRARY_IMPL(megazero, CUDA, m) {
   m.impl("add_rms_norm_backward", TORCH_BOX(&add_rms_norm_backward));
   m.impl("bias_gelu", TORCH_BOX(&bias_gelu));
   m.impl("bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
-  m.impl("sum_rows", TORCH_BOX(&sum_rows));
+  m.impl("sum_rows_", TORCH_BOX(&sum_rows_));
   m.impl("swiglu", TORCH_BOX(&swiglu));
   m.impl("swiglu_backward", TORCH_BOX(&swiglu_backward));
   m.impl("dropout_add", TORCH_BOX(&dropout_add));

@@ -29,9 +29,10 @@ INLINE void sum_rows_block(const T* x, int64_t rows, int64_t n, float* __restric
   }
 }
 
-// out = the sum of the blocks' parts, added in block order.
+// out = the sum of the blocks' parts, added in block order; with `adds`, out += this sum.
 template <typename T>
-INLINE void sum_blocks(const float* parts, int64_t blocks, int64_t stride, float* __restrict out, int64_t n) {
+INLINE void sum_blocks(const float* parts, int64_t blocks, int64_t stride, float* __restrict out, int64_t n,
+                       bool adds) {
   constexpr int64_t kWidth = 256;
   double sums[kWidth];
   for (int64_t i = 0; i < n; i += kWidth) {
@@ -41,7 +42,10 @@ INLINE void sum_blocks(const float* parts, int64_t blocks, int64_t stride, float
       const float* __restrict part = parts + b * stride + i;
       for (int64_t j = 0; j < width; ++j) sums[j] += part[j];
     }
-    for (int64_t j = 0; j < width; ++j) out[element_at<T>(i + j, n)] = static_cast<float>(sums[j]);
+    for (int64_t j = 0; j < width; ++j) {
+      float& at = out[element_at<T>(i + j, n)];
+      at = static_cast<float>(sums[j]) + (adds ? at : 0.0f);
+    }
   }
 }
 
@@ -50,16 +54,16 @@ INLINE void sum_blocks(const float* parts, int64_t blocks, int64_t stride, float
     sum_rows_block(x, rows, n, sums);                                                                                \
   }                                                                                                                  \
   FOR_EVERY_CPU void sum_blocks_loop(const T*, const float* parts, int64_t blocks, int64_t stride, float* out,       \
-                                     int64_t n) {                                                                    \
-    sum_blocks<T>(parts, blocks, stride, out, n);                                                                    \
+                                     int64_t n, bool adds) {                                                         \
+    sum_blocks<T>(parts, blocks, stride, out, n, adds);                                                              \
   }
 FOR_EVERY_TYPE(COLUMNS)
 #undef COLUMNS
 
-// Writes the sums of one vector of n elements for each of `outs`. work(begin, end, sums) adds these rows to the partial
-// sums of all vectors, one after the other.
+// Writes the sums of one vector of n elements for each of `outs`, or adds them there. work(begin, end, sums) adds these
+// rows to the partial sums of all vectors, one after the other.
 template <typename T, typename F>
-void sum_columns(int64_t rows, int64_t n, const std::vector<float*>& outs, F work) {
+void sum_columns(int64_t rows, int64_t n, const std::vector<float*>& outs, F work, bool adds = false) {
   const int64_t blocks = (rows + kRowsPerSum - 1) / kRowsPerSum, stride = n * static_cast<int64_t>(outs.size());
   const auto parts = std::make_unique<float[]>(blocks * stride);
   parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
@@ -67,7 +71,7 @@ void sum_columns(int64_t rows, int64_t n, const std::vector<float*>& outs, F wor
       work(b * kRowsPerSum, std::min(rows, (b + 1) * kRowsPerSum), parts.get() + b * stride);
   });
   for (size_t k = 0; k < outs.size(); ++k)
-    sum_blocks_loop(static_cast<const T*>(nullptr), parts.get() + k * n, blocks, stride, outs[k], n);
+    sum_blocks_loop(static_cast<const T*>(nullptr), parts.get() + k * n, blocks, stride, outs[k], n, adds);
 }
 
 }  // namespace

@@ -16,6 +16,7 @@ struct Norm {
   const T *x, *residual;
   const float *weight, *bias;  // in fp32, widened once for all rows, in the order of `place`
   float eps;
+  bool twice;  // RMSNorm: round z to T before the product
   T *total, *y;
   float *mean, *rstd;
   int64_t n;
@@ -24,6 +25,7 @@ struct Norm {
 template <typename T, bool kCentred, bool kAdds>
 INLINE void norm_rows(const Norm<T>& a, int64_t begin, int64_t end) {
   const int64_t n = a.n;
+  const bool twice = a.twice;
   for (int64_t r = begin; r < end; ++r) {
     const T* row = a.x + r * n;
     if (kAdds) {
@@ -39,8 +41,9 @@ INLINE void norm_rows(const Norm<T>& a, int64_t begin, int64_t end) {
     const float rstd = 1.0f / std::sqrt(squares / n + a.eps);
     const float *weight = a.weight, *bias = a.bias;
     map(n, a.y + r * n, [&](auto at) {
-      const float z = (wide(row, at) - mean) * rstd * weight[place<T>(at, n)];
-      return kCentred ? z + bias[place<T>(at, n)] : z;
+      const float z = (wide(row, at) - mean) * rstd;
+      const float y = (!kCentred && twice ? wide(narrow<T>(z)) : z) * weight[place<T>(at, n)];
+      return kCentred ? y + bias[place<T>(at, n)] : y;
     });
     if (kCentred) a.mean[r] = mean;
     a.rstd[r] = rstd;

@@ -11,10 +11,12 @@ namespace megazero {
 
 constexpr int kSumColumns = 32, kSumLanes = 32;
 
-// Sums partial [vectors, blocks, columns] over the blocks: a thread adds every 32nd block, a warp the 32 sums.
+// Sums partial [vectors, blocks, columns] over the blocks: a thread adds every 32nd block, a warp the 32 sums. Writes
+// the sums, or adds them to what is there.
 // Static: not a template, so each translation unit needs its own copy.
 static __global__ void __launch_bounds__(kSumColumns* kSumLanes)
-    sum_partials(const float* __restrict__ partial, int64_t blocks, int64_t columns, float* first, float* second) {
+    sum_partials(const float* __restrict__ partial, int64_t blocks, int64_t columns, float* first, float* second,
+                 bool adds) {
   const int x = threadIdx.x % kSumColumns, y = threadIdx.x / kSumColumns;
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kSumColumns + x;
   const float* from = partial + blockIdx.y * blocks * columns + column;
@@ -25,15 +27,18 @@ static __global__ void __launch_bounds__(kSumColumns* kSumLanes)
   __syncthreads();
   sum = reduce_warp<Sum>(scratch[x * (kSumColumns + 1) + y]);  // here x is the lane, y the column
   const int64_t target = static_cast<int64_t>(blockIdx.x) * kSumColumns + y;
-  if (x == 0 && target < columns) (blockIdx.y ? second : first)[target] = sum;
+  if (x == 0 && target < columns) {
+    float* out = blockIdx.y ? second : first;
+    out[target] = adds ? out[target] + sum : sum;
+  }
 }
 constexpr int kSumScratch = kSumLanes * (kSumColumns + 1) * static_cast<int>(sizeof(float));
 
 template <typename Launch>
 __host__ void launch_sum_partials(const Launch& launch, const float* partial, int64_t blocks, int64_t columns,
-                                  float* first, float* second) {
+                                  float* first, float* second, bool adds = false) {
   launch.grid(sum_partials, divide_up<int64_t>(columns, kSumColumns), second ? 2 : 1, kSumColumns * kSumLanes,
-              kSumScratch, partial, blocks, columns, first, second);
+              kSumScratch, partial, blocks, columns, first, second, adds);
 }
 
 // A block takes kTileThreads packs of columns, and every `lanes`-th group of kTileRows rows. So `lanes` blocks share
@@ -91,7 +96,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks) sum_rows(const T* x
 // `partial` has room for sum_lanes() rows of sums.
 template <typename T, typename Launch>
 __host__ void launch_sum_rows(const Launch& launch, const T* x, float* partial, float* out, int64_t rows,
-                              int64_t columns) {
+                              int64_t columns, bool adds) {
   constexpr int N = kPack<T>;
   const int64_t lanes = sum_lanes<T>(rows, columns, launch.multiprocessors());
   auto start = [&](auto kernel, int pack) {
@@ -102,7 +107,7 @@ __host__ void launch_sum_rows(const Launch& launch, const T* x, float* partial, 
     start(sum_rows<T, N>, N);
   else
     start(sum_rows<T, 1>, 1);
-  launch_sum_partials(launch, partial, lanes, columns, out, static_cast<float*>(nullptr));
+  launch_sum_partials(launch, partial, lanes, columns, out, static_cast<float*>(nullptr), adds);
 }
 
 }  // namespace megazero

@@ -26,8 +26,15 @@ struct NormForward {
   float* mean;  // null for RMSNorm
   float* rstd;
   int64_t rows, columns;
-  float eps;
+  float eps, offset;  // the offset is added to the weight
+  bool twice;         // RMSNorm: round z to T before the product
 };
+
+// Returns z w, with z rounded first where RMSNorm asks for it.
+template <typename T, bool RMS>
+__device__ __forceinline__ float weighted(const NormForward<T>& a, float z, T weight) {
+  return (RMS && a.twice ? wide(narrow<T>(z)) : z) * (wide(weight) + a.offset);
+}
 
 // The part of a row that one thread holds: PACKS packs, blockDim.x packs apart.
 template <typename T, int PACKS>
@@ -107,7 +114,7 @@ __global__ void __launch_bounds__(kNormThreads, 1) norm_forward(const NormForwar
       const Pack<T, N> shift = RMS ? Pack<T, N>{} : load<N>(a.bias + column);
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const float z = (wide(x.at[p].at[k]) - mean) * rstd * wide(scale.at[k]);
+        const float z = weighted<T, RMS>(a, (wide(x.at[p].at[k]) - mean) * rstd, scale.at[k]);
         y.at[k] = narrow<T>(RMS ? z : z + wide(shift.at[k]));
       }
       store(a.y + start + column, y);
@@ -143,7 +150,7 @@ __global__ void __launch_bounds__(kNormThreads, 1) norm_forward_any(const NormFo
       if (!RMS) a.mean[row] = mean;
     }
     for (int64_t c = threadIdx.x; c < a.columns; c += blockDim.x) {
-      const float z = (wide(x[c]) - mean) * rstd * wide(a.weight[c]);
+      const float z = weighted<T, RMS>(a, (wide(x[c]) - mean) * rstd, a.weight[c]);
       a.y[start + c] = narrow<T>(RMS ? z : z + wide(a.bias[c]));
     }
   }

@@ -21,6 +21,7 @@ struct NormBackward {
   T* dx;
   float* partial;  // [2 or 1, blocks, columns]: sums of dweight, then of dbias
   int64_t rows, columns;
+  float offset;  // of the weight
 };
 
 // Computes dx and the block's sums of dweight and dbias. AHEAD reads the next row while this one is reduced, and keeps
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(kNormThreads, 1) norm_backward(const NormBackw
       const Pack<T, N> scale = AHEAD ? weight.at[p] : load<N>(a.weight + Row::column(p));
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const float g = wide(grad_pack.at[k]), z = (wide(x_pack.at[k]) - mean) * rstd, h = g * wide(scale.at[k]);
+        const float g = wide(grad_pack.at[k]), z = (wide(x_pack.at[k]) - mean) * rstd, h = g * (wide(scale.at[k]) + a.offset);
         along += h * z;
         dweight[p][k] += g * z;
         if (!RMS) {
@@ -106,7 +107,8 @@ __global__ void __launch_bounds__(kNormThreads, 1) norm_backward(const NormBackw
       if (a.grad_total) other = load_fixed<N>(a.grad_total + start + column);
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const float z = (wide(x_pack.at[k]) - mean) * rstd, h = wide(grad_pack.at[k]) * wide(scale.at[k]);
+        const float z = (wide(x_pack.at[k]) - mean) * rstd;
+        const float h = wide(grad_pack.at[k]) * (wide(scale.at[k]) + a.offset);
         const float d = (h - level - z * along) * rstd;
         dx.at[k] = narrow<T>(a.grad_total ? d + wide(other.at[k]) : d);
       }
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(kNormThreads, 1) norm_backward_any(const NormB
     const float mean = RMS ? 0.0f : a.mean[row], rstd = a.rstd[row];
     float along = 0.0f, level = 0.0f;
     for (int64_t c = threadIdx.x; c < a.columns; c += blockDim.x) {
-      const float h = wide(a.grad[start + c]) * wide(a.weight[c]);
+      const float h = wide(a.grad[start + c]) * (wide(a.weight[c]) + a.offset);
       along += h * (wide(a.x[start + c]) - mean) * rstd;
       if (!RMS) level += h;
     }
@@ -156,7 +158,7 @@ __global__ void __launch_bounds__(kNormThreads, 1) norm_backward_any(const NormB
     along *= inverse, level *= inverse;
     for (int64_t c = threadIdx.x; c < a.columns; c += blockDim.x) {
       const float g = wide(a.grad[start + c]), z = (wide(a.x[start + c]) - mean) * rstd;
-      const float d = (g * wide(a.weight[c]) - level - z * along) * rstd;
+      const float d = (g * (wide(a.weight[c]) + a.offset) - level - z * along) * rstd;
       a.dx[start + c] = narrow<T>(a.grad_total ? d + wide(a.grad_total[start + c]) : d);
       dweight[c] += g * z;
       if (!RMS) dbias[c] += g;
