@@ -27,8 +27,27 @@ PUBLISHED = {
     "llama8b": 8_030_261_248,
     "quickstart": 1_049_216,
     "sft": 134_515_008,
+    # computed by transformers 5.23 on meta
+    "qwen3_0.6b": 596_049_920,
+    "gemma3_1b": 999_885_952,
+    "gemma2_2b": 2_614_341_888,
+    "starcoder2_3b": 3_030_371_328,
+    "smollm3_3b": 3_075_098_624,
+    "pythia_6.9b": 6_857_302_016,
+    "mistral_7b": 7_248_023_552,
+    "olmo2_7b": 7_298_617_344,
+    "qwen2.5_7b": 7_615_616_512,
+    "command_r7b": 8_028_033_024,
+    "granite3_8b": 8_170_864_640,
+    "qwen3_8b": 8_190_735_360,
+    "glm4_9b": 9_400_279_040,
+    "nemotron4_15b": 15_628_775_424,
+    "olmo3_32b": 32_233_522_176,
+    "qwen3_32b": 32_762_123_264,
+    "seed_oss_36b": 36_151_104_512,
+    "llama3_70b": 70_553_706_496,
 }
-NAMES = [*GPT, "llama8b", "quickstart", "sft"]
+NAMES = [*{**GPT, **PUBLISHED}]
 
 
 def closed_count(name: str) -> int:
