@@ -6,8 +6,7 @@ function: `planted_calls.py` has the helpers, and the objects whose methods are 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -23,70 +22,34 @@ from megazero.memory.recompute import Recomputed
 from megazero.model.block import Block
 from megazero.optim.adamw import AdamW
 from megazero.plan.job import Job
+from megazero.plan.states import units_of
+from megazero.tools.certify.fault import (
+    ALONE,
+    CHUNKS,
+    CODES,
+    DATA,
+    DELAYED,
+    DISK_INPUTS,
+    FED_BACK,
+    NEAR,
+    OFFLOADED,
+    ON_DISKS,
+    PIPELINE,
+    QUANTISED,
+    SEQUENCE,
+    SHARDED,
+    TENSOR,
+    Fault,
+    in_three_chunks,
+)
 from megazero.tools.certify.planted_calls import Where, after, before, block, changed, in_codes, instead, itself, units
 from megazero.tools.certify.tolerances import DECAY
 from megazero.tools.certify.training import Plant, Rig
 from megazero.zero.unit import Unit
 from megazero.zero.unit_gradients import UnitGradients
 
-DTYPES = ("fp64", "fp32", "bf16", "fp16")
 _ADAM, _QUANTIZE = "built.engine.optimizer", "gradients.summing._quantize"
 _UPDATE = f"{_ADAM}.update"
-Variant = Callable[[Job], Job]  # makes a layout of a job on one process
-ALONE: Variant = replace  # for faults that one process has too, which only the reference can find
-DATA: Variant = partial(replace, data=2, stage=1)
-SHARDED: Variant = partial(replace, data=2, stage=3)
-PIPELINE: Variant = partial(replace, pipeline=2)
-TENSOR: Variant = partial(replace, tensor=2)
-SEQUENCE: Variant = partial(replace, tensor=2, sequence=True)
-CHUNKS: Variant = partial(replace, tensor=2, sequence=True, tensor_chunks=2)
-OFFLOADED: Variant = partial(replace, data=2, stage=2, offload_optimizer="cpu")
-ON_DISKS: Variant = partial(replace, data=2, stage=2, offload_optimizer="nvme")
-DISK_INPUTS: Variant = partial(replace, tensor=2, recompute="full", partition=True, offload="nvme")
-QUANTISED: Variant = partial(replace, data=2, stage=3, quantize_parameters="int8", quantize_gradients="int8")
-CODES: Variant = partial(replace, data=2, stage=2, quantize_gradients="int4")
-FED_BACK: Variant = partial(replace, data=2, stage=2, quantize_gradients="int8", error_feedback=True)
-NEAR: Variant = partial(replace, data=2, stage=3, secondary_ranks=2)
-DELAYED: Variant = partial(replace, data=2, stage=1, offload_optimizer="cpu", delayed=True)
-
-
-def in_three_chunks(job: Job) -> Job:
-    """Return the layout in which the loss is computed in two equal chunks and a short one."""
-    return replace(job, data=2, stage=1, loss_chunk=job.tokens // 2 - 1)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One fault to plant.
-
-    Attributes:
-        what: what is wrong, in a few words.
-        layout: returns the layout that it is planted into, for the job on one process.
-        least: factor by which some measure has to exceed its tolerance.
-        overflows: it needs gradients that overflow, as in fp16.
-        tails: it needs parameters that are whole on all tensor ranks but have partial gradients there.
-    """
-
-    name: str
-    what: str
-    layout: Variant
-    plant: Plant
-    least: float = 1.0
-    overflows: bool = False
-    tails: bool = False
-
-    def can_be(self, alone: Job, dtype: str, *, summed: bool) -> bool:
-        """Return whether the fault can be planted into a config in a precision.
-
-        Args:
-            alone: the config's job on one process.
-            summed: `zero.reduce_dtype` is set, which quantised gradients do not support.
-        """
-        layout = self.layout(alone)
-        refused = (layout.error_feedback and dtype == "fp16") or (layout.gradient_bits and summed)
-        if self.tails and all(unit.summed_from(sequence=layout.sequence) is None for unit in layout.units()):
-            return False
-        return not refused and (dtype == "fp16" or not self.overflows)
 
 
 def _of_one_rank(plant: Plant) -> Plant:
@@ -176,7 +139,7 @@ def _dropouts(rig: Rig) -> list[Any]:
 def _regions(rig: Rig) -> list[Any]:
     layer = rig.built.model.blocks[0]
     assert isinstance(layer, Block)
-    return [layer.mlp.down.product.region]
+    return [layer.attention.qkv.product.region]
 
 
 def _arenas(rig: Rig) -> list[Any]:
@@ -204,6 +167,11 @@ def _truncate(quantize_: Callable[..., None], codes: Tensor, x: Tensor, bits: in
 def _enlarge_scales(quantize_: Callable[..., None], codes: Tensor, x: Tensor, bits: int) -> None:
     quantize_(codes, x, bits)
     scales_of(codes, len(x), bits).mul_(1.02)
+
+
+def _has_tails(job: Job) -> bool:
+    """Return whether parameters that are whole on all tensor ranks have partial gradients there."""
+    return any(unit.summed_from(sequence=job.sequence) is not None for unit in units_of(job))
 
 
 def _of_chunk(factor: float) -> Plant:
@@ -321,7 +289,7 @@ FAULTS = (
     Fault("other-masks", "a layer uses the dropout masks of another layer", PIPELINE, _OTHER_MASKS),
     Fault("untied", "the tied weight's two gradients are not added", PIPELINE, _UNTIED),
     Fault("partial-tails", "gradients of norms include only a rank's own tokens", SEQUENCE, _TAILS),
-    Fault("partial-heads", "gradients of head norms include only a rank's own heads", TENSOR, _HEADS, tails=True),
+    Fault("partial-heads", "gradients of head norms include only a rank's own heads", TENSOR, _HEADS, needs=_has_tails),
     Fault("lost-chunk", "a chunk of the loss gives no gradient", in_three_chunks, _of_chunk(0.0)),
     Fault("doubled-chunk", "a chunk of the loss gives its gradient twice", in_three_chunks, _of_chunk(2.0)),
     Fault("swapped-chunks", "one rank sums its chunks of rows in another order", CHUNKS, _SWAPPED),

@@ -1,4 +1,4 @@
-"""Test that the certificate finds planted faults: every fault of `planted_faults.py` in every precision.
+"""Test that the certificate finds planted faults: every fault that its config can have, in every precision.
 
 The faults are planted into a model of the config's shape with dropout and tied embeddings, on a batch of four
 micro-batches. A fault is found if a measure exceeds its tolerance; faults for which the certificate's settings were
@@ -14,12 +14,15 @@ from megazero.base.errors import UserError
 from megazero.builders.job import changed
 from megazero.config.schema import Config
 from megazero.tools.certify.certify import Certificate, Row
+from megazero.tools.certify.fault import DTYPES, Fault
 from megazero.tools.certify.layouts import admission, alone_of
-from megazero.tools.certify.planted_faults import DTYPES, FAULTS, Fault
+from megazero.tools.certify.planted_faults import FAULTS
+from megazero.tools.certify.planted_options import OPTION_FAULTS
 
 # Dropout, a tied head and documents, and four micro-batches.
 _SUITED = {"model.tie_embeddings": True, "batch.global_": 4, "batch.micro": 1, "data.mask_eod": True}
 NOTHING = "nothing"
+ALL = (*FAULTS, *OPTION_FAULTS)
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,11 @@ class Planted:
 
 def names() -> list[str]:
     """Return the names of everything that can be planted."""
-    return [NOTHING, *(fault.name for fault in FAULTS)]
+    return [NOTHING, *(fault.name for fault in ALL)]
 
 
 def plant(
-    config: Config, chosen: Sequence[str], steps: int, dtypes: Sequence[str] = DTYPES, faults: Sequence[Fault] = FAULTS
+    config: Config, chosen: Sequence[str], steps: int, dtypes: Sequence[str] = DTYPES, faults: Sequence[Fault] = ALL
 ) -> Iterator[Planted]:
     """Yield the finding of every chosen fault in every precision.
 

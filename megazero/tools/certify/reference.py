@@ -1,21 +1,20 @@
 """Compute a few training steps independently of the package, as a reference for one process.
 
 Every layout and the one process run the same model, optimizer, clipping and quantisation, so a fault in these is equal
-on both sides of a comparison. This file imports nothing of them. It is plain torch in fp64: forward and AdamW
-written from the papers (`torch.optim` would import a compiler in every rank), autograd, and torch's clipping. It shares
-the random numbers (`kernels/counter.py`, with vectors in docs/numerics.md) and the text, which it reads as tokens with
-each token's document number.
+on both sides of a comparison. This file imports nothing of them. It is plain torch in fp64: forward (`plain_model.py`)
+and AdamW written from the papers (`torch.optim` would import a compiler in every rank), autograd, and torch's clipping.
+It shares the random numbers (`kernels/counter.py`, with vectors in docs/numerics.md) and the text, which it reads as
+tokens with each token's document number.
 
     follow          trains the config's model
     reduced_sums    sums gradients that are sent as integers, from each rank's gradients before (docs/zero.md)
     codes_meaning   quantises values and dequantises their codes
 
-Shapes: B samples, S sequence, D hidden, G key-value heads, Q query heads of each, d head dim, V vocabulary.
+Shapes: B samples, S sequence.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from megazero.config.schema import Config
 from megazero.data.mixture import Mixture
 from megazero.kernels import counter
+from megazero.tools.certify.plain_model import Text, initial, losses
 from megazero.tools.certify.rank import OVERFLOW, SCALE, Results, digest_of
 from megazero.tools.certify.tolerances import BETAS, CLIP, DECAY, LR, VECTORS
 
@@ -32,18 +32,7 @@ _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16,
 _BLOCK = 256  # values that share a scale
 
 
-class _Text(NamedTuple):
-    """Samples: ids [B]; tokens, targets, validity and positions in documents [B, S]; attention mask [B, S, S]."""
-
-    ids: Tensor
-    tokens: Tensor
-    targets: Tensor
-    valid: Tensor
-    positions: Tensor
-    sees: Tensor
-
-
-def _read(mixture: Mixture, ids: np.ndarray, documents: bool) -> _Text:
+def _read(mixture: Mixture, ids: np.ndarray, documents: bool) -> Text:
     """Read samples; with `documents`, a token's attention, position and target stay within its document."""
     reads = [mixture.sources[k].windows.read(int(window)) for k, window in zip(*mixture.locate(ids), strict=True)]
     tokens = torch.tensor(np.stack([read.tokens for read in reads]))
@@ -54,96 +43,7 @@ def _read(mixture: Mixture, ids: np.ndarray, documents: bool) -> _Text:
     of = of[:, :-1]
     same = of[:, :, None] == of[:, None, :]
     positions = torch.arange(of.shape[1]) - same.int().argmax(-1)  # minus the position of the document's first token
-    return _Text(torch.tensor(ids), tokens[:, :-1], tokens[:, 1:], valid, positions, same.tril())
-
-
-def _initial(config: Config) -> dict[str, Tensor]:
-    """Return the initial weights in fp64: normal with GPT-2's deviations, ones for norms, zeros for biases."""
-    m = config.model
-    assert m.kv_heads is not None and m.ffn is not None, "a resolved config"
-    wide, head = m.hidden, m.hidden // m.heads
-    norm = {"weight": (wide,)} | ({"bias": (wide,)} if m.norm == "layernorm" else {})
-    biased, gated, qkv = m.norm == "layernorm", m.activation == "swiglu", (m.heads + 2 * m.kv_heads) * head
-    inward = {f"mlp.{name}.weight": (m.ffn, wide) for name in (("gate", "up") if gated else ("up",))}
-    bias = {"attention.qkv.bias": (qkv,), "attention.out.bias": (wide,), "mlp.down.bias": (wide,)}
-    bias |= {f"mlp.{name}": (m.ffn,) for name in (("gate.bias", "up.bias") if gated else ("up_bias",))}
-    block = {"attention.qkv.weight": (qkv, wide), "attention.out.weight": (wide, wide), **inward}
-    block |= {"mlp.down.weight": (m.ffn, wide)} | (bias if biased else {})
-    block |= {f"attention.{name}_norm.weight": (head,) for name in ("q", "k") if m.qk_norm == "head"}
-    block |= {f"{place}_norm.{name}": shape for place in ("attention", "mlp") for name, shape in norm.items()}
-    shapes: dict[str, tuple[int, ...]] = {"embedding.tokens.weight": (m.vocab, wide)}
-    shapes |= {"embedding.positions.weight": (m.seq_len, wide)} if m.position == "learned" else {}
-    shapes |= {f"blocks.{i}.{name}": shape for i in range(m.layers) for name, shape in block.items()}
-    shapes |= {f"head.norm.{name}": shape for name, shape in norm.items()}
-    shapes |= {} if m.tie_embeddings else {"head.weight": (m.vocab, wide)}
-    found = {}
-    for name, shape in shapes.items():
-        std = 0.02 / math.sqrt(2 * m.layers) if name.endswith(("attention.out.weight", "mlp.down.weight")) else 0.02
-        values = counter.normal(config.run.seed, name, 0, math.prod(shape)) * std
-        constant = len(shape) == 1
-        found[name] = torch.full(shape, float("norm.weight" in name)).double() if constant else values.view(shape)
-    return found
-
-
-def _losses(w: Mapping[str, Tensor], m: Any, text: _Text, dropped: Callable[[Tensor, int, int], Tensor]) -> Tensor:
-    """Return -log softmax(logits)[target], [B, S], of GPT-2 (Radford et al. 2019) or Llama (Touvron et al. 2023).
-
-    Args:
-        m: the config's section `model`.
-        dropped: (x, layer, site) -> x with dropout.
-    """
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        if m.norm == "layernorm":
-            return F.layer_norm(x, (m.hidden,), w[f"{name}.weight"], w[f"{name}.bias"], m.norm_eps)
-        return F.rms_norm(x, (m.hidden,), w[f"{name}.weight"], m.norm_eps)
-
-    def into(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
-
-    def out_of(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, w[f"{name}.weight"].T, w.get(f"{name}.bias"))
-
-    x = w["embedding.tokens.weight"][text.tokens]
-    if m.position == "learned":
-        x = x + w["embedding.positions.weight"][text.positions]
-    x = dropped(x, m.layers, 0)
-    for layer in range(m.layers):
-        at = f"blocks.{layer}"
-        norms = [w.get(f"{at}.attention.{name}_norm.weight") for name in ("q", "k")]
-        seen = _attention(into(norm(x, f"{at}.attention_norm"), f"{at}.attention.qkv"), m, text, norms)
-        x = x + dropped(out_of(seen, f"{at}.attention.out"), layer, 0)
-        y = norm(x, f"{at}.mlp_norm")
-        if m.activation == "gelu":
-            y = F.gelu(into(y, f"{at}.mlp.up") + w.get(f"{at}.mlp.up_bias", 0.0), approximate="tanh")
-        else:
-            y = F.silu(into(y, f"{at}.mlp.gate")) * into(y, f"{at}.mlp.up")
-        x = x + dropped(out_of(y, f"{at}.mlp.down"), layer, 1)
-    logits = F.linear(norm(x, "head.norm"), w.get("head.weight", w["embedding.tokens.weight"]))
-    return -logits.log_softmax(-1).gather(-1, text.targets[..., None]).squeeze(-1)
-
-
-def _attention(qkv: Tensor, m: Any, text: _Text, norms: Sequence[Tensor | None]) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v over the tokens that each token attends to: [B, S, D].
-
-    Args:
-        norms: weights [d] of the RMS norms of queries and of keys; None: no norm.
-    """
-    size = m.hidden // m.heads
-    parts = qkv.unflatten(-1, (m.kv_heads, m.heads // m.kv_heads + 2, size))  # [B, S, G, Q + 2, d]
-    q, k, v = parts[..., :-2, :], parts[..., -2, :], parts[..., -1, :]
-    q, k = (x if w is None else F.rms_norm(x, (size,), w, m.norm_eps) for x, w in zip((q, k), norms, strict=True))
-    if m.position == "rotary":
-        angle = text.positions[..., None] * m.rope_theta ** (-torch.arange(0, size, 2).double() / size)
-        cos, sin = (each[:, :, None].tile(1, 1, 1, 2) for each in (angle.cos(), angle.sin()))
-
-        def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            return x * cos + torch.cat((-x[..., size // 2 :], x[..., : size // 2]), -1) * sin
-
-        q, k = turned(q, cos[..., None, :], sin[..., None, :]), turned(k, cos, sin)
-    scores = torch.einsum("bigqd,bjgd->bgqij", q, k) / math.sqrt(size)
-    shares = scores.masked_fill(~text.sees[:, None, None], -torch.inf).softmax(-1)
-    return torch.einsum("bgqij,bjgd->bigqd", shares, v).flatten(2)
+    return Text(torch.tensor(ids), tokens[:, :-1], tokens[:, 1:], valid, positions, same.tril())
 
 
 def follow(config: Config, mixture: Mixture, steps: int, *, late: bool) -> Results:
@@ -157,7 +57,7 @@ def follow(config: Config, mixture: Mixture, steps: int, *, late: bool) -> Resul
     """
     dtype, size = _DTYPES[config.precision.dtype], config.batch.global_
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    masters = {name: value.to(wide).double() for name, value in _initial(config).items()}
+    masters = {name: value.to(wide).double() for name, value in initial(config).items()}
     first = {name: value.clone().flatten() for name, value in masters.items()}
     results = Results([], [], {}, {}, shapes={name: list(value.shape) for name, value in masters.items()})
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in masters.items()}
@@ -225,11 +125,11 @@ def _adamw(weight: Tensor, first: Tensor, second: Tensor, updates: int, eps: flo
     weight -= rate * first / (1 - BETAS[0] ** updates) / size
 
 
-def _backward(seen: Mapping[str, Tensor], config: Config, text: _Text, step: int) -> float:
+def _backward(seen: Mapping[str, Tensor], config: Config, text: Text, step: int) -> float:
     """Accumulate the gradients of the mean loss over valid targets in the weights `seen`; return the mean loss."""
     m, total, positions = config.model, 0.0, torch.arange(text.tokens.shape[1])
     for rows in torch.arange(len(text.ids)).split(config.batch.micro or 1):
-        part = _Text(*(each[rows] for each in text))
+        part = Text(*(each[rows] for each in text))
 
         def dropped(x: Tensor, layer: int, site: int, ids: Tensor = part.ids) -> Tensor:
             if not m.dropout:
@@ -238,7 +138,7 @@ def _backward(seen: Mapping[str, Tensor], config: Config, text: _Text, step: int
             keep = counter.keep_mask(key, ids, positions, torch.arange(m.hidden), m.dropout)
             return x * keep.transpose(0, 1) / (1 - m.dropout)
 
-        loss = (_losses(seen, m, part, dropped) * part.valid).sum() / text.valid.sum()
+        loss = (losses(seen, m, part, dropped) * part.valid).sum() / text.valid.sum()
         loss.backward()
         total += loss.item()
     return total

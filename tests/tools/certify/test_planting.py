@@ -9,7 +9,7 @@ from megazero.__main__ import main
 from megazero.builders.job import job_of
 from megazero.tools.certify import planting
 from megazero.tools.certify.planted_faults import DATA, FAULTS, Fault
-from megazero.tools.certify.planting import DTYPES, NOTHING, names, plant, table
+from megazero.tools.certify.planting import ALL, DTYPES, NOTHING, names, plant, table
 from megazero.tools.certify.training import Rig
 from tests.layouts import job_on
 from tests.tiny_run import TinyData
@@ -110,7 +110,7 @@ def test_what_cannot_be_planted_is_refused(tiny_data: TinyData, capsys: pytest.C
 
 
 def test_names_are_distinct_and_in_the_table() -> None:
-    assert len(set(names())) == len(names()) == len(FAULTS) + 1
+    assert len(set(names())) == len(names()) == len(ALL) + 1
     layouts = {fault.name: str(fault.layout(job_on(stage=1))) for fault in FAULTS}
     rows = [planting.Planted(f.name, f.what, layouts[f.name], "fp32", "update", 20, True) for f in FAULTS]
     assert all(f"| {f.what} | {layouts[f.name]} |  | update, 20 |" in table(rows, 4) for f in FAULTS)
