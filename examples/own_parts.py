@@ -115,7 +115,7 @@ def build(grid: Grid, stage: ZeroStage, dtype: torch.dtype = torch.float32) -> t
     """Return a model of gated blocks, and the engine that owns its parameters."""
     sizes = {"layers": 2, "hidden": WIDTH, "heads": 2, "kv_heads": 2, "ffn": 32, "vocab": VOCAB, "seq_len": LENGTH}
     kinds = {"position": "learned", "norm": "layernorm", "activation": "gelu", "dropout": 0.0, "tie_embeddings": True}
-    shape = Shape(**sizes, **kinds, norm_eps=1e-5, rope_theta=1e4)  # type: ignore[arg-type]
+    shape = Shape(**sizes, **kinds, norm_eps=1e-5)  # type: ignore[arg-type]
     model = Transformer(shape, seed=0, tensor=Axis("tensor"), sequence=False, ops=REFERENCE)
     model.blocks = nn.ModuleList(GatedBlock(block) for block in model.blocks)
     model.layers[1:-1] = list(model.blocks)

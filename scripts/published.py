@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megazero.plan.compute import Compute
-from megazero.plan.job import Job
+from megazero.plan.job import Bytes, Job
 from megazero.plan.machines import Machine
 from megazero.plan.model import Shape
-from megazero.plan.states import Bytes
 from megazero.plan.systems import SYSTEMS, System
 from megazero.plan.time import StepTime, step_time
 

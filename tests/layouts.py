@@ -1,8 +1,8 @@
 """The same few steps on any grid, and the logical tensors put together from all ranks."""
 
 import tempfile
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megazero.comm.context import BUCKET
 from megazero.comm.grid import Grid
 from megazero.comm.home import PagedHome
 from megazero.comm.host import Host
+from megazero.config.model import Model
 from megazero.config.schema import Config, resolved
 from megazero.data.sampler import index_of
 from megazero.kernels.operations import REFERENCE
@@ -23,9 +24,8 @@ from megazero.model.batch_context import BatchContext
 from megazero.model.parameter import declarations_by_name
 from megazero.model.transformer import Transformer
 from megazero.pipeline.stage import Stage
-from megazero.plan.job import Job
-from megazero.plan.model import Shape
-from megazero.plan.states import Bytes
+from megazero.plan.job import Bytes, Job
+from megazero.plan.model import Rope, Shape
 from megazero.tools.certify.rank import reduced_gradients
 from megazero.zero.engine import StepResult
 from megazero.zero.placement import Precision
@@ -82,11 +82,35 @@ def job_on(
     return replace(_NO_MODEL, **sizes, sequence=sequence, stage=stage, **how)
 
 
+def model_options(shape: Shape) -> dict[str, Any]:
+    """Return the section `model` of a shape's config."""
+
+    def given(value: Any, fields: Sequence[Field]) -> dict[str, Any]:
+        return {each.name: each_ for each in fields if (each_ := getattr(value, each.name)) != each.default}
+
+    rope = None if len(shape.kinds) > 1 or shape.kinds[0].window else shape.kinds[0].rope
+    kinds = None
+    if rope is None or rope != Rope(rope.theta):
+        kinds = {
+            f"kind{i}": {"window": kind.window, "rope": kind.rope and given(kind.rope, fields(kind.rope))}
+            for i, kind in enumerate(shape.kinds)
+        }
+    own = {name: value for name, value in vars(shape).items() if name in Model.model_fields}
+    places = shape.biases or frozenset()
+    biases = {} if shape.biases is None else {place: place in places for place in ("qkv", "out", "mlp")}
+    own |= {"norm_bias": None if shape.biases is None else "norm" in places}
+    if shape.query_scale is not None:
+        own["query_scale"] = dict(zip(("beta", "original"), shape.query_scale, strict=True))
+    caps = {"attention": shape.attention_cap, "logits": shape.logit_cap}
+    own |= {"rope_theta": 10000.0 if rope is None else rope.theta}
+    return own | {"head_dim": shape.head_size, "bias": biases, "softcap": caps, "layer_kinds": kinds}
+
+
 def config_of(job: Job, shape: Shape, precision: Precision) -> Config:
     """Return the config of a job of a model; its host is apart, as beside a GPU."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     options = {
-        "model": asdict(shape),
+        "model": model_options(shape),
         "zero": {
             "grad_dtype": "fp32" if precision.gradients == torch.float32 else "param",
             "reduce_dtype": None if precision.reduced is None else names[precision.reduced],

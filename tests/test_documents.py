@@ -11,6 +11,9 @@ from megazero.config.changes import CHANGEABLE, FREE
 from megazero.config.file import CONFIGS, load
 from megazero.config.flat import option_keys
 from megazero.config.rules import EXCLUSIONS, RELATIONS
+from megazero.config.schema import Config
+from megazero.plan.machines import MACHINES
+from megazero.tools.planning.job import plan
 from scripts.site_links import on_page_markdown
 from tests.tiny_run import ROOT
 
@@ -20,15 +23,24 @@ def shown(value: object) -> str:
 
 
 def shipped() -> Iterator[str]:
-    yield "| config | parameters | layers x hidden, heads | vocabulary | sequence |"
-    yield "|---|---|---|---|---|"
+    yield "| config | parameters | layers x hidden, heads | vocabulary | sequence | H100s |"
+    yield "|---|---|---|---|---|---|"
     rows = []
     for path in CONFIGS.glob("*.yaml"):
         config = load(path.stem)
         count, m = sum(parameter.numel() for parameter in build_model(config).parameters()), config.model
-        row = f"| `{path.stem}` | {count:,} | {m.layers} x {m.hidden:,}, {m.heads} | {m.vocab:,} | {m.seq_len:,} |"
+        row = f"| `{path.stem}` | {count:,} | {m.layers} x {m.hidden:,}, {m.heads} | {m.vocab:,} | {m.seq_len:,} "
+        row += f"| {fitting(config)} |"
         rows.append((count, row))
     yield from (row for _, row in sorted(rows))
+
+
+def fitting(config: Config) -> int:
+    """The fewest H100s with 80 GB that a config fits on as it is."""
+    machine, split = MACHINES["h100-80gb"], config.parallel.tensor * config.parallel.pipeline
+    most = config.batch.global_
+    sizes = (split * data for data in range(1, most + 1) if most % data == 0)
+    return next(size for size in sizes if plan(config, size, machine).fits)
 
 
 def relations() -> Iterator[str]:

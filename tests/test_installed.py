@@ -98,7 +98,7 @@ def test_from_text_to_a_sample_anywhere(site: Path, tmp_path: Path) -> None:
             ["train", "--config", "tiny", "data.tokenizer=null"],
             "make token files from your text with `megazero preprocess`",
         ),
-        (["explain", "--config", "gpt13b"], "shipped configs, for --config: gpt100b, "),
+        (["explain", "--config", "gpt13b"], "shipped configs, for --config: command_r7b, "),
         (["plan", "--config", "gpt100b", "c4.yaml", "--gpus", "32", "--hardware", "h200"], "fits"),
         (["preprocess", "--input", "x"], "see `megazero preprocess --help`"),
     ],

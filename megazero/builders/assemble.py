@@ -194,8 +194,9 @@ def build(
         update_ops=ops if offload.optimizer is None else host_ops or ops,
         recomputed=recomputed,
     )
-    if model.rotary is not None:
-        grid.comm.ledger.hold("angles", model.rotary.table_bytes(precision.parameters))
+    for rotary in {model.rotaries[i] for parts in stages.values() for i in job.block_indices(parts)}:
+        if rotary is not None:
+            grid.comm.ledger.hold("angles", rotary.table_bytes(precision.parameters))
     local = job.local(config.model.seq_len)
     chunks = {}
     for (index, parts), gradients in zip(stages.items(), engine.stages, strict=True):

@@ -7,8 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from megazero.builders.pipeline import model_shape
-from megazero.plan.job import Job
-from megazero.plan.states import Bytes
+from megazero.plan.job import Bytes, Job
 
 if TYPE_CHECKING:
     from megazero.config.schema import Config

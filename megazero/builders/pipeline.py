@@ -2,15 +2,16 @@
 
 from __future__ import annotations  # no import of the config package: its types are only named here
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megazero.base.errors import UserError
 from megazero.comm.sizes import shards_and_replicas
-from megazero.plan.layers import head_in_blocks
-from megazero.plan.model import Shape
+from megazero.plan.flops import block_costs
+from megazero.plan.model import Kind, Rope, Shape
 from megazero.schedules.layers import Layers, cut
 
 if TYPE_CHECKING:
+    from megazero.config.model import Model
     from megazero.config.schema import Config
 
 
@@ -62,11 +63,29 @@ def _divisible(config: Config, sequences: int, micro: int, data: int, given: str
 
 def model_shape(config: Config) -> Shape:
     """Return the shape of a config's model, from its section `model` with all options resolved."""
-    return Shape(**{name: value for name, value in config.model if name != "loss_chunk"})
+    model = config.model
+    fields: dict[str, Any] = {name: value for name, value in model if name in Shape.__dataclass_fields__}
+    given = {"qkv": model.bias.qkv, "out": model.bias.out, "mlp": model.bias.mlp, "norm": model.norm_bias}
+    biases = (place for place, value in given.items() if (model.norm == "layernorm" if value is None else value))
+    fields |= {"head_size": model.head_dim, "biases": frozenset(biases), "kinds": _kinds(model)}
+    fields |= {"attention_cap": model.softcap.attention, "logit_cap": model.softcap.logits}
+    if model.query_scale is not None:
+        fields["query_scale"] = model.query_scale.beta, model.query_scale.original
+    return Shape(**fields)
+
+
+def _kinds(model: Model) -> tuple[Kind, ...]:
+    """Return the kinds of a model's first blocks; they repeat."""
+    if model.layer_kinds is None:
+        return (Kind(rope=Rope(model.rope_theta)),)
+    theta: dict[str, Any] = {"theta": model.rope_theta}
+    ropes = {name: kind.rope and Rope(**theta | kind.rope.given()) for name, kind in model.layer_kinds.items()}
+    named = {name: Kind(kind.window, ropes[name]) for name, kind in model.layer_kinds.items()}
+    return tuple(named[name] for name in model.layer_pattern or named)
 
 
 def layers_of(config: Config) -> Layers:
     """Return the assignment of a config's layers to pipeline stages."""
     name, ranks, chunks = config.pipeline.schedule, config.parallel.pipeline, config.pipeline.chunks
     assert chunks is not None, "a resolved config"
-    return cut(name, ranks, chunks, config.model.layers, head_in_blocks(model_shape(config)))
+    return cut(name, ranks, chunks, *block_costs(model_shape(config)))

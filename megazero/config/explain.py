@@ -98,6 +98,8 @@ def _name(annotation: Any) -> str:
         return " or ".join(_name(part) for part in get_args(annotation))
     if get_origin(annotation) is tuple:
         return f"[{', '.join('...' if part is ... else _name(part) for part in get_args(annotation))}]"
+    if get_origin(annotation) is dict:
+        return f"{{NAME: {_name(get_args(annotation)[1])}}}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"{{{', '.join(annotation.model_fields)}}}"
     names = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null"}

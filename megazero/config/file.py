@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,12 +26,18 @@ from megazero.base.reading import exists, looked_up, read_file
 from megazero.base.yaml_text import MOST_BYTES, parse_yaml
 from megazero.config import changes, rules
 from megazero.config.flat import flatten, option_keys, spelt
+from megazero.config.model import LayerKind, QueryScale, Rope
 from megazero.config.nearest import nearest, sections_of
 from megazero.config.schema import Config, resolved
+from megazero.config.sections import Section
 from megazero.config.stages import effective
 
 # Removed options, with advice. A run's config.yaml from an earlier version may have them, unset.
 _GONE = {"tile_mb": "split large weights over ranks with parallel.tensor", "grows": "name a folder of finished shards"}
+# Options whose values are mappings: the sections that these consist of.
+_MAPPINGS: Mapping[str, tuple[type[Section], ...]] = MappingProxyType(
+    {"model.layer_kinds": (LayerKind, Rope), "model.query_scale": (QueryScale,)}
+)
 _COMMAND_LINE = "command line"  # the place of an override
 _DEEPEST = 5  # dots in a key; options have at most two
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # in a checkout, a link to the top-level folder
@@ -203,7 +210,8 @@ def _faults(error: ValidationError, source: _Source) -> dict[str, UserError]:
         parts = [str(part) for part in item["loc"]]
         length = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in known), len(parts))
         key = ".".join(parts[:length])
-        place, where = _place_in_list(key, item["loc"][length:]), source.locate(key)
+        place = _place_inside(key, item["loc"][length:])
+        where = source.locate(place if key in _MAPPINGS else key)
         if item["type"] == "extra_forbidden" and key == "stages":
             faults[place] = changes.refusal(place, ".".join(parts[2:]), known, where)
         elif item["type"] == "extra_forbidden":
@@ -225,6 +233,10 @@ def _unknown(place: str, value: Any, known: list[str], source: _Source) -> dict[
     if isinstance(value, Mapping) and value:
         inside = (_unknown(f"{place}.{key}", inner, known, source) for key, inner in value.items())
         return {key: error for errors in inside for key, error in errors.items()}
+    option = next((option for option in _MAPPINGS if place.startswith(f"{option}.")), None)
+    if option is not None:  # its own keys, at the depth of this one
+        above = place.rpartition(".")[0]
+        known = [f"{above}.{name}" for section in _MAPPINGS[option] for name in section.model_fields]
     do = "" if "[" in place else nearest(place, known)
     if place in known:
         do = "nest the key in its section: dots are for the command line"
@@ -232,9 +244,12 @@ def _unknown(place: str, value: Any, known: list[str], source: _Source) -> dict[
     return {place: UserError(104, f"unknown key {place}", do, where=source.locate(place))}
 
 
-def _place_in_list(key: str, inside: Sequence[int | str]) -> str:
-    """Return the place of a fault inside a list of sections, `data.sources[1].weight`; else the option's key."""
-    if not inside or not isinstance(inside[0], int):
+def _place_inside(key: str, inside: Sequence[int | str]) -> str:
+    """Return the place of a fault inside a list of sections, `data.sources[1].weight`, or inside a mapping.
+
+    Else, return the option's key.
+    """
+    if not inside or not (isinstance(inside[0], int) or key in _MAPPINGS):
         return key
     return key + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inside)
 

@@ -15,7 +15,7 @@ from megazero.config.schema import Config
 
 def flatten(config: BaseModel) -> dict[str, Any]:
     """Return the value of every option by its "section.key", as users write it."""
-    return dict(_flatten(config.model_dump(by_alias=True), ""))
+    return dict(_flatten(config, ""))
 
 
 def plain(config: BaseModel) -> dict[str, Any]:
@@ -56,12 +56,14 @@ def dump(config: Config, path: Path) -> None:
         raise UserError(401, f"cannot be written: {error.strerror}", "choose another run.dir", where=path) from None
 
 
-def _flatten(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+def _flatten(section: BaseModel, prefix: str) -> Iterator[tuple[str, Any]]:
+    values = section.model_dump(by_alias=True)
+    for name, field in type(section).model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        if isinstance(field.default, BaseModel):
+            yield from _flatten(getattr(section, name), f"{key}.")
         else:
-            yield f"{prefix}{key}", value
+            yield key, values[field.alias or name]
 
 
 def _in_json(value: Any) -> Any:

@@ -3,54 +3,19 @@
 - `RELATIONS`: conditions, mostly equations between sizes.
 - `EXCLUSIONS`: options that require or exclude each other.
 
-Rules receive a resolved config (`config.resolved`) as `Values`, which maps "section.key" to its value.
+Rules receive a resolved config (`config.resolved`) as `Values` (`relation.py`).
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from megazero.config.flat import spelt
+from megazero.config.model_rules import MODEL_RELATIONS
+from megazero.config.relation import Relation, Values, divides
 from megazero.config.stages import ends_of, values_of_stages
 from megazero.config.weights import MOST_PERIOD, whole_weights
-
-Values = Mapping[str, Any]
-
-
-_OPTION = re.compile(r"[a-z_]+(?:\.[a-z_]+)+|\bstages\b")
-
-
-@dataclass(frozen=True)
-class Relation:
-    """A condition between options, mostly an equation of sizes. A broken one is error 106.
-
-    Attributes:
-        equation: as printed; contains the names of its options.
-        holds: returns True if the equation holds.
-        do: advice on what to change.
-        got: returns the values for the message; None: list the value of each option.
-    """
-
-    code = 106
-    equation: str
-    holds: Callable[[Values], bool]
-    do: str
-    got: Callable[[Values], str] | None = None
-
-    @property
-    def options(self) -> list[str]:
-        """Return the options in the equation."""
-        return _OPTION.findall(self.equation)
-
-    def broken(self, values: Values) -> str:
-        """Return a message: the equation and the values that break it."""
-        got = self.got(values) if self.got else ", ".join(f"{key} {values[key]}" for key in self.options)
-        return f"{self.equation} is broken: {got}"
-
-    def __str__(self) -> str:
-        return f"needs {self.equation}"
 
 
 @dataclass(frozen=True)
@@ -99,18 +64,6 @@ def _either(values: Sequence[Any]) -> str:
     return " or ".join(map(spelt, values))
 
 
-def _divides(small: str, large: str, do: str, condition: str = "") -> Relation:
-    """Return the relation "`small` divides `large`"; if `condition` names an option, only where that is true."""
-
-    def holds(v: Values) -> bool:
-        return (bool(condition) and not v[condition]) or v[small] is None or v[large] % v[small] == 0
-
-    given = f" with {condition}" if condition else ""
-    return Relation(
-        f"{large} % {small} == 0{given}", holds, do, lambda v: f"{v[large]} % {v[small]} = {v[large] % v[small]}"
-    )
-
-
 def _homes(v: Values) -> tuple[str, str, str]:
     return v["zero.offload.optimizer"], v["zero.offload.parameters"], v["memory.offload"]
 
@@ -150,18 +103,11 @@ def _period(v: Values) -> int:
 
 
 RELATIONS: tuple[Relation, ...] = (
-    _divides("model.heads", "model.hidden", "change model.heads or model.hidden"),
-    _divides("model.kv_heads", "model.heads", "change model.kv_heads or model.heads"),
-    _divides("parallel.tensor", "model.kv_heads", "lower parallel.tensor: a key-value head is never split"),
-    _divides("parallel.tensor", "model.ffn", "change parallel.tensor or model.ffn"),
-    _divides("batch.micro", "batch.global", "change batch.global or batch.micro"),
-    Relation(
-        "(model.hidden / model.heads) % 2 == 0 with model.position rotary",
-        lambda v: v["model.position"] != "rotary" or v["model.hidden"] // v["model.heads"] % 2 == 0,
-        "change model.heads or model.hidden",
-        lambda v: f"{v['model.hidden']} / {v['model.heads']} = {v['model.hidden'] // v['model.heads']}",
-    ),
-    _divides("parallel.tensor", "model.seq_len", "change model.seq_len or parallel.tensor", "parallel.sequence"),
+    *MODEL_RELATIONS,
+    divides("parallel.tensor", "model.kv_heads", "lower parallel.tensor: a key-value head is never split"),
+    divides("parallel.tensor", "model.ffn", "change parallel.tensor or model.ffn"),
+    divides("batch.micro", "batch.global", "change batch.global or batch.micro"),
+    divides("parallel.tensor", "model.seq_len", "change model.seq_len or parallel.tensor", "parallel.sequence"),
     Relation(
         "parallel.tensor_chunks <= model.seq_len / parallel.tensor",
         lambda v: v["parallel.tensor_chunks"] <= max(1, v["model.seq_len"] // v["parallel.tensor"]),

@@ -11,13 +11,16 @@ Only `config/`, `builders/`, `run/` and `tools/` use the config; lower packages 
 `config/file.py` reads files; `config/rules.py` has the rules between options.
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, GetPydanticSchema, create_model
 from pydantic_core import PydanticCustomError
 
 from megazero.config.changes import row_of
+from megazero.config.model import Model
 from megazero.config.sections import (
+    Above0,
+    Decay,
     Layers,
     NonNegative,
     Positive,
@@ -27,21 +30,13 @@ from megazero.config.sections import (
     Sources,
     Text,
     TokenFiles,
-    Tokens,
+    option,
 )
 
-T = TypeVar("T")
 Share = Annotated[float, Field(gt=0, lt=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]  # decay rate of a running mean, or dropout rate
-Above0 = Annotated[float, Field(gt=0)]
 AtLeast0 = Annotated[float, Field(ge=0)]
 Neighbours = Annotated[int, Field(ge=2, le=2**14)]
 Tier = Literal["none", "cpu", "nvme"]
-
-
-def option(default: T, description: str, *, alias: str | None = None, strict: bool | None = None) -> T:
-    """Return the field of an option; the arguments are those of pydantic's `Field`."""
-    return Field(default=default, alias=alias, description=description, strict=strict)
 
 
 class Run(Section):
@@ -50,29 +45,6 @@ class Run(Section):
     seed: NonNegative = option(0, "Seed of initial weights, dropout masks and the order of samples.")
     time_limit: Positive | None = option(None, "Seconds after which the run saves and exits with code 75.")
     deterministic: bool = option(False, "Use deterministic GPU operations: slower, but bitwise reproducible.")
-
-
-class Model(Section):
-    layers: Layers = option(12, "Transformer blocks, L.")
-    hidden: Positive = option(768, "Hidden size, h.")
-    heads: Positive = option(12, "Query heads, a.")
-    kv_heads: Positive | None = option(None, "Key-value heads (grouped queries); null: heads.")
-    ffn: Positive | None = option(
-        None, "Feed-forward size; null: for gelu 4 * hidden; for swiglu 8/3 * hidden, rounded up to a multiple of 256."
-    )
-    vocab: Positive = option(50257, "Vocabulary size, V.")
-    seq_len: Tokens = option(1024, "Sequence length in tokens, s.")
-    position: Literal["learned", "rotary"] = option("learned", "Position embedding.")
-    norm: Literal["layernorm", "rmsnorm"] = option(
-        "layernorm", "layernorm (linear layers have biases) or rmsnorm (no biases)."
-    )
-    activation: Literal["gelu", "swiglu"] = option("gelu", "gelu (its tanh form) or swiglu.")
-    dropout: Decay = option(0.0, "Dropout of embeddings and residuals, not of attention.")
-    tie_embeddings: bool = option(True, "Share one weight between token embedding and output.")
-    norm_eps: Above0 = option(1e-5, "Added to the variance in norms.")
-    rope_theta: Annotated[float, Field(ge=1)] = option(10000.0, "Base of the rotary angles.")
-    qk_norm: Literal["none", "head"] = option("none", "head: RMS norm of each head of queries and keys, before rotary.")
-    loss_chunk: NonNegative | None = option(None, "Tokens whose logits exist at a time; 0: all; null: all if they fit.")
 
 
 class Parallel(Section):
@@ -326,4 +298,4 @@ def default_ffn(hidden: int, activation: str) -> int:
 
     Both give about as many parameters.
     """
-    return 4 * hidden if activation == "gelu" else -(-(8 * hidden) // (3 * 256)) * 256
+    return -(-(8 * hidden) // (3 * 256)) * 256 if activation in ("swiglu", "geglu") else 4 * hidden

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import PurePath
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -15,6 +15,16 @@ Ranks = Annotated[int, Field(ge=1, le=16_384)]
 Sequences = Annotated[int, Field(ge=1, le=2**20)]
 Tokens = Annotated[int, Field(ge=1, le=2**24)]
 Text = Annotated[str, Field(max_length=4096, pattern=r"^[^\p{Cc}\u{2028}\u{2029}]*$")]  # of one line: paths, names
+
+
+Above0 = Annotated[float, Field(gt=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]  # decay rate of a running mean, or dropout rate
+T = TypeVar("T")
+
+
+def option(default: T, description: str, *, alias: str | None = None, strict: bool | None = None) -> T:
+    """Return the field of an option; the arguments are those of pydantic's `Field`."""
+    return Field(default=default, alias=alias, description=description, strict=strict)
 
 
 class Section(BaseModel):

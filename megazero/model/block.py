@@ -1,7 +1,12 @@
 """One transformer block: the unit of sharding, recomputation, pipeline stages and profiling.
 
-    x = x + dropout(attention(norm(x)))
-    x = x + dropout(mlp(norm(x)))
+    serial            x = x + attention(norm(x))                      Radford et al. 2019 (GPT-2)
+                      x = x + mlp(norm(x))
+    parallel          x = x + attention(norm(x)) + mlp(norm'(x))      Wang and Komatsuzaki 2021 (GPT-J)
+    parallel_shared   the same with one norm for both
+
+`norm_place` puts the norms of a serial block before each branch (pre), after it (post, as in OLMo 2), or both
+(sandwich, as in Gemma 2). A branch is multiplied by `residual_scale` and passes dropout before it is added.
 
 A block is a `Layer` (`contract.py`), independent of its neighbours and its caller. The part before the core of
 attention is one autograd function, the part after it another (`tape.py`).
@@ -9,18 +14,19 @@ attention is one autograd function, the part after it another (`tape.py`).
 Shapes: S sequence, B batch, D hidden; n rows of this rank's part of the residual stream, N of the whole sequence.
 """
 
-from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
 from megazero.comm.regions import Region
 from megazero.kernels.operations import Operations
-from megazero.model.attention import Attention, Rotary
+from megazero.model.attention import Attention
 from megazero.model.batch_context import BatchContext
 from megazero.model.dropout import Dropout
-from megazero.model.linear import ColumnProducts, RowProduct
+from megazero.model.linear import ColumnProducts, RowProducts
 from megazero.model.mlp import Mlp
 from megazero.model.norm import Norm
+from megazero.model.rotary import Rotary
 from megazero.model.tape import Tape, apply
 from megazero.plan.model import Shape
 
@@ -30,77 +36,165 @@ class Block(nn.Module):
 
     Args:
         layer: the block's index, from 0; dropout masks depend on it.
-        rotary: None with learned positions.
+        rotary: None in a block without rotary positions.
         seed: of dropout masks.
     """
 
     def __init__(self, shape: Shape, layer: int, rotary: Rotary | None, *, seed: int, region: Region, ops: Operations):
         super().__init__()
-        self.attention_norm = Norm(shape.norm, shape.hidden, shape.norm_eps, ops)
-        self.attention = Attention(shape, rotary=rotary, region=region, ops=ops)
-        self.mlp_norm = Norm(shape.norm, shape.hidden, shape.norm_eps, ops)
+        norm = partial(Norm, shape, shape.hidden, ops)
+        before, after = shape.norm_place != "post", shape.norm_place != "pre"
+        shared = shape.residual == "parallel_shared"
+        self.attention_norm = norm() if before else None
+        self.attention = Attention(shape, shape.kind(layer), rotary=rotary, region=region, ops=ops)
+        self.attention_post_norm = norm() if after else None
+        self.mlp_norm = norm() if before and not shared else None
         self.mlp = Mlp(shape, region=region, ops=ops)
+        self.mlp_post_norm = norm() if after else None
         dropouts = [Dropout(shape.dropout, seed=seed, layer=layer, site=site, ops=ops) for site in (0, 1)]
         self.attention_dropout, self.mlp_dropout = dropouts
-        self._before = _BeforeCore(self.attention_norm, self.attention.qkv.product)
-        self._behind = _BehindCore(self.attention.out.product, self.mlp_norm, self.mlp, dropouts)
+        joins = [_Join(dropout, shape.residual_scale) for dropout in dropouts]
+        out, down = self.attention.out.owner, self.mlp.down.owner
+        self._before = _BeforeCore(self.attention_norm, self.attention.qkv.product, shared=shared)
+        if shape.residual == "serial":
+            first = _End(RowProducts(region, out), self.attention_post_norm, joins[0])
+            second = _End(RowProducts(region, down), self.mlp_post_norm, joins[1])
+            self._after = _Serial(first, self.mlp_norm, self.mlp, second)
+        else:
+            self._after = _Parallel(self.mlp_norm, self.mlp, _End(RowProducts(region, out, down), None, joins[0]))
 
     def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
         """Return the output of the block, [S, B, D]."""
-        qkv, residual_SBD = apply(self._before, x_SBD)
-        return apply(self._behind, self.attention.core(qkv, step), residual_SBD, step)
+        qkv, *streams = apply(self._before, x_SBD)
+        return apply(self._after, self.attention.core(qkv, step), step, *streams)
 
 
 class _BeforeCore:
     """The part before the core of attention: return the projection of norm(x), and x itself as the residual stream.
 
     x is passed through so that the norm's backward adds its two gradients, from the norm and from the residual stream.
+
+    Args:
+        shared: the MLP uses norm(x) too: return it as the third result.
     """
 
-    def __init__(self, norm: Norm, qkv: ColumnProducts):
-        self._norm, self._qkv, self.owners = norm, qkv, (*norm.owners, *qkv.owners)
+    def __init__(self, norm: Norm | None, qkv: ColumnProducts, *, shared: bool):
+        self._norm, self._qkv, self._shared = norm, qkv, shared
+        self.owners = (*qkv.owners, *(norm.owners if norm is not None else ()))
 
-    def run(self, tape: Tape, x_SBD: Tensor) -> tuple[Tensor, Tensor]:
-        (qkv_NP,) = self._qkv.run(tape, self._norm.run(tape, _rows(x_SBD)))
-        return _shaped(qkv_NP, x_SBD), x_SBD.view_as(x_SBD)
+    def run(self, tape: Tape, x_SBD: Tensor) -> tuple[Tensor, ...]:
+        x_nD = _rows(x_SBD)
+        normed_nD = x_nD if self._norm is None else self._norm.run(tape, x_nD)
+        (qkv_NP,) = self._qkv.run(tape, normed_nD)
+        found = _shaped(qkv_NP, x_SBD), x_SBD.view_as(x_SBD)
+        return (*found, _shaped(normed_nD, x_SBD)) if self._shared else found
 
-    def back(self, tape: Tape, grad: Tensor, grad_SBD: Tensor) -> Tensor:
-        normed = self._qkv.back(tape, grad.reshape(-1, grad.shape[-1]))
-        return _shaped(self._norm.back_of_sum(tape, normed, _rows(grad_SBD)), grad_SBD)
+    def back(self, tape: Tape, grad: Tensor, grad_SBD: Tensor, *grads_normed: Tensor) -> Tensor:
+        grad_nD = self._qkv.back(tape, grad.reshape(-1, grad.shape[-1]))
+        for each in grads_normed:
+            grad_nD += _rows(each)
+        if self._norm is None:
+            return _shaped(grad_nD.add_(_rows(grad_SBD)), grad_SBD)
+        return _shaped(self._norm.back_of_sum(tape, grad_nD, _rows(grad_SBD)), grad_SBD)
 
 
-class _BehindCore:
-    """The part after the core of attention: from the heads' output and the residual stream to the block's output."""
+class _Join:
+    """The addition of a branch to the residual stream: residual + scale dropout(branch)."""
 
-    def __init__(self, out: RowProduct, norm: Norm, mlp: Mlp, dropouts: Sequence[Dropout]):
-        self._out, self._norm, self._mlp = out, norm, mlp
-        self._first, self._second = dropouts
-        self.owners = (*out.owners, *norm.owners, *mlp.owners)
+    def __init__(self, dropout: Dropout, scale: float):
+        self._dropout, self._scale = dropout, scale
 
-    def run(self, tape: Tape, attended: Tensor, x_SBD: Tensor, step: BatchContext) -> Tensor:
-        y_nD = self._out.run(tape, attended.reshape(-1, attended.shape[-1]))
-        if self._first.acts(step):
-            total_nD = _rows(self._first.added(_shaped(y_nD, x_SBD), x_SBD, step))
-            y_nD = self._norm.run(tape, total_nD)
-        else:  # compute the sum and its norm in one pass
+    def is_plain(self, step: BatchContext) -> bool:
+        """Return True for a plain sum."""
+        return self._scale == 1 and not self._dropout.acts(step)
+
+    def run(self, y_nD: Tensor, residual_SBD: Tensor, step: BatchContext) -> Tensor:
+        """Return the sum, [S, B, D]."""
+        y_SBD = _shaped(y_nD if self._scale == 1 else y_nD * self._scale, residual_SBD)
+        return self._dropout.added(y_SBD, residual_SBD, step) if self._dropout.acts(step) else residual_SBD + y_SBD
+
+    def back(self, grad_SBD: Tensor, step: BatchContext) -> Tensor:
+        """Return the gradient of the branch, [n, D], from that of the sum, which is also the residual's."""
+        grad_nD = _rows(self._dropout.masked(grad_SBD, step) if self._dropout.acts(step) else grad_SBD)
+        return grad_nD if self._scale == 1 else grad_nD * self._scale
+
+
+class _End:
+    """The end of a branch: products back to the residual stream, a norm if the block has one there, and the sum."""
+
+    def __init__(self, products: RowProducts, norm: Norm | None, join: _Join):
+        self._products, self._norm, self.join = products, norm, join
+        self.owners = (*products.owners, *(norm.owners if norm is not None else ()))
+
+    def run(self, tape: Tape, *xs: Tensor, skip_output: bool = False) -> Tensor:
+        """Return the branch, [n, D]; for `skip_output` see `RowProducts`."""
+        y_nD = self._products.run(tape, *xs, skip_output=skip_output and self._norm is None)
+        return y_nD if self._norm is None else self._norm.run(tape, y_nD)
+
+    def back(self, tape: Tape, grad_nD: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of the products' inputs."""
+        return self._products.back(tape, grad_nD if self._norm is None else self._norm.back(tape, grad_nD))
+
+
+class _Serial:
+    """The part after the core of a serial block: from the heads' output and the residual stream to the output."""
+
+    def __init__(self, first: _End, norm: Norm | None, mlp: Mlp, second: _End):
+        self._first, self._norm, self._mlp, self._second = first, norm, mlp, second
+        norms = norm.owners if norm is not None else ()
+        self.owners = (*first.owners, *norms, *mlp.owners, *second.owners)
+
+    def run(self, tape: Tape, attended: Tensor, step: BatchContext, x_SBD: Tensor) -> Tensor:
+        y_nD = self._first.run(tape, attended.reshape(-1, attended.shape[-1]))
+        if self._norm is not None and self._first.join.is_plain(step):  # compute the sum and its norm in one pass
             total_nD, y_nD = self._norm.run_of_sum(tape, y_nD, _rows(x_SBD))
-        y_nD = self._mlp.run(tape, y_nD, skip_output=step.recomputing)
+        else:
+            total_nD = _rows(self._first.join.run(y_nD, x_SBD, step))
+            y_nD = total_nD if self._norm is None else self._norm.run(tape, total_nD)
+        y_nD = self._second.run(tape, self._mlp.run(tape, y_nD), skip_output=step.recomputing)
         tape.keep((step,))
         if step.recomputing:
             return x_SBD.new_zeros(()).expand(x_SBD.shape)
-        if self._second.acts(step):
-            return self._second.added(_shaped(y_nD, x_SBD), _shaped(total_nD, x_SBD), step)
-        return _shaped(total_nD + y_nD, x_SBD)
+        return self._second.join.run(y_nD, _shaped(total_nD, x_SBD), step)
 
-    def back(self, tape: Tape, grad_SBD: Tensor) -> tuple[Tensor, Tensor, None]:
+    def back(self, tape: Tape, grad_SBD: Tensor) -> tuple[Tensor, None, Tensor]:
         (step,) = tape.take()
-        grad_nD = _rows(grad_SBD)
-        drops = self._second.acts(step)  # no name holds the masked gradient, so it is freed after the MLP's backward
-        grad = self._mlp.back(tape, _rows(self._second.masked(grad_SBD, step)) if drops else grad_nD)
-        grad = grad_x = self._norm.back_of_sum(tape, grad, grad_nD)
-        if self._first.acts(step):
-            grad = _rows(self._first.masked(_shaped(grad_x, grad_SBD), step))
-        return _shaped(self._out.back(tape, grad), grad_SBD), _shaped(grad_x, grad_SBD), None
+        grads = [*self._second.back(tape, self._second.join.back(grad_SBD, step))]
+        grad_nD = self._mlp.back(tape, grads.pop())  # no name holds this gradient, so that it is freed there
+        if self._norm is None:
+            grad_x = _shaped(grad_nD.add_(_rows(grad_SBD)), grad_SBD)
+        else:
+            grad_x = _shaped(self._norm.back_of_sum(tape, grad_nD, _rows(grad_SBD)), grad_SBD)
+        del grad_nD
+        (grad_attended,) = self._first.back(tape, self._first.join.back(grad_x, step))
+        return _shaped(grad_attended, grad_SBD), None, grad_x
+
+
+class _Parallel:
+    """The part after the core of a parallel block; one sum over the tensor axis ends both branches."""
+
+    def __init__(self, norm: Norm | None, mlp: Mlp, end: _End):
+        self._norm, self._mlp, self._end = norm, mlp, end
+        self.owners = (*mlp.owners, *(norm.owners if norm is not None else ()), *end.owners)
+
+    def run(self, tape: Tape, attended: Tensor, step: BatchContext, x_SBD: Tensor, *normed_SBD: Tensor) -> Tensor:
+        normed_nD = _rows(normed_SBD[0]) if self._norm is None else self._norm.run(tape, _rows(x_SBD))
+        inner = self._mlp.run(tape, normed_nD)
+        y_nD = self._end.run(tape, attended.reshape(-1, attended.shape[-1]), inner, skip_output=step.recomputing)
+        tape.keep((step,))
+        if step.recomputing:
+            return x_SBD.new_zeros(()).expand(x_SBD.shape)
+        return self._end.join.run(y_nD, x_SBD, step)
+
+    def back(self, tape: Tape, grad_SBD: Tensor) -> tuple[Tensor | None, ...]:
+        (step,) = tape.take()
+        grads = [*self._end.back(tape, self._end.join.back(grad_SBD, step))]
+        grad_nD = self._mlp.back(tape, grads.pop())
+        (grad_attended,) = grads
+        if self._norm is None:
+            return _shaped(grad_attended, grad_SBD), None, grad_SBD, _shaped(grad_nD, grad_SBD)
+        grad_nD = self._norm.back_of_sum(tape, grad_nD, _rows(grad_SBD))
+        return _shaped(grad_attended, grad_SBD), None, _shaped(grad_nD, grad_SBD)
 
 
 def _rows(x: Tensor) -> Tensor:

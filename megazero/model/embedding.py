@@ -7,7 +7,7 @@ rows are zero, their logits are -inf, and they are never saved, counted or expor
 from torch import Tensor, nn
 
 from megazero.comm.regions import Region, leave
-from megazero.model.parameter import INITIAL_STD, declare
+from megazero.model.parameter import declare
 from megazero.model.tape import Owner, Tape, apply
 
 
@@ -50,9 +50,9 @@ class TokenEmbedding(nn.Module):
     A rank looks up only ids of its own rows; the sum over the tensor axis combines the ranks' results.
     """
 
-    def __init__(self, vocab: int, hidden: int, *, region: Region):
+    def __init__(self, vocab: int, hidden: int, *, std: float, region: Region):
         super().__init__()
-        self.weight = declare((vocab, hidden), std=INITIAL_STD, decay=True, axis=region.axis)
+        self.weight = declare((vocab, hidden), std=std, decay=True, axis=region.axis)
         self.region = region
         self._lookup = Lookup(self._parameters)
 
@@ -68,9 +68,9 @@ class TokenEmbedding(nn.Module):
 class PositionEmbedding(nn.Module):
     """Learned positions (GPT-2): weight [seq_len, hidden], replicated on all ranks, without weight decay."""
 
-    def __init__(self, seq_len: int, hidden: int):
+    def __init__(self, seq_len: int, hidden: int, *, std: float):
         super().__init__()
-        self.weight = declare((seq_len, hidden), std=INITIAL_STD)
+        self.weight = declare((seq_len, hidden), std=std)
         self._lookup = Lookup(self._parameters)
 
     def forward(self, positions: Tensor) -> Tensor:

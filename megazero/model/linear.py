@@ -68,44 +68,47 @@ class ColumnProducts:
         return grad_x if summing is None else summing.wait()
 
 
-class RowProduct:
-    """A product whose input is split over the tensor axis.
+class RowProducts:
+    """Products whose inputs are split over the tensor axis, and whose sum is one result, with one sum over the ranks.
 
     Args:
-        owner: has the weight [I, O] and the bias [O].
+        owners: one for each product, with its weight [I, O] and bias [O].
     """
 
-    def __init__(self, region: Region, owner: Owner):
-        self.region, self.owners, self._alone = region, (owner,), region.axis.size == 1
+    def __init__(self, region: Region, *owners: Owner):
+        self.region, self.owners, self._alone = region, owners, region.axis.size == 1
 
-    def run(self, tape: Tape, x_NI: Tensor, *, skip_output: bool = False) -> Tensor:
-        """Return sum(x weight) + bias, [n, O].
+    def run(self, tape: Tape, *xs_NI: Tensor, skip_output: bool = False) -> Tensor:
+        """Return sum(x weight + bias), [n, O].
 
         Args:
             skip_output: only backward is needed: compute and send nothing, and return zeros of the result's shape.
         """
-        (owner,) = self.owners
-        weight_IO, bias_O = owner["weight"], owner.get("bias")
-        tape.keep((x_NI, tape.use(weight_IO), tape.use(bias_O)), weight_IO)
+        pairs = [(owner["weight"], owner.get("bias")) for owner in self.owners]
+        slots = [(tape.use(weight), tape.use(bias)) for weight, bias in pairs]
+        tape.keep((xs_NI, slots), *(weight for weight, _ in pairs))
         axis = self.region.axis
         if skip_output:
-            rows = len(x_NI) // (axis.size if self.region.sequence else 1)
-            return x_NI.new_zeros(()).expand(rows, weight_IO.shape[1])
+            rows = len(xs_NI[0]) // (axis.size if self.region.sequence else 1)
+            return xs_NI[0].new_zeros(()).expand(rows, pairs[0][0].shape[1])
         if self._alone:
-            return _product(x_NI, weight_IO, bias_O)
-        # The first rank adds the bias to its partial sum, which saves a pass over the sum.
-        return _summed_product(x_NI, self.region, weight_IO, None if axis.rank else bias_O)
+            return _products(xs_NI, pairs)
+        # The first rank adds the biases to its partial sum, which saves a pass over the sum.
+        return _summed_products(xs_NI, self.region, [(weight, None if axis.rank else bias) for weight, bias in pairs])
 
-    def back(self, tape: Tape, grad_nO: Tensor) -> Tensor:
-        """Return the gradient of x from the contiguous gradient of the result."""
-        x_NI, weight_slot, bias_slot = tape.take()
+    def back(self, tape: Tape, grad_nO: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradient of each x from the contiguous gradient of the result."""
+        xs_NI, slots = tape.take()
         gathering = None if self._alone else self.region.gather(grad_nO, "backward")
-        if bias_slot is not None:
-            bias_slot.add_sum(grad_nO)
+        for _, bias_slot in slots:
+            if bias_slot is not None:
+                bias_slot.add_sum(grad_nO)
         grad_NO = grad_nO if gathering is None else gathering.wait()
-        grad_x = F.linear(grad_NO, tape.weights.pop())
-        weight_slot.add_product(x_NI.T, grad_NO)
-        return grad_x
+        weights = reversed([tape.weights.pop() for _ in slots])
+        grads = tuple([F.linear(grad_NO, weight_IO) for weight_IO in weights])
+        for x_NI, (weight_slot, _) in zip(xs_NI, slots, strict=True):
+            weight_slot.add_product(x_NI.T, grad_NO)
+        return grads
 
 
 def gathered_products(
@@ -126,21 +129,32 @@ def gathered_products(
     return found
 
 
-def _summed_product(x_NI: Tensor, region: Region, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Return sum(x weight + bias), [n, O]."""
-    stream = x_NI.view(region.axis.size, -1, x_NI.shape[1]) if region.sequence else x_NI  # [t, n, I] or [n, I]
-    cuts = region.cut(stream.shape[-2])
+def _summed_products(xs_NI: Sequence[Tensor], region: Region, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """Return the sum over pairs and ranks of x weight + bias, [n, O]."""
+    streams = [x.view(region.axis.size, -1, x.shape[1]) if region.sequence else x for x in xs_NI]  # [t, n, I] or [n, I]
+    length = streams[0].shape[-2]
+    cuts = region.cut(length)
     if len(cuts) == 1:
-        return region.sum(_product(x_NI, weight_IO, bias_O), "forward").wait()
-    y_nO = x_NI.new_empty(stream.shape[-2], weight_IO.shape[1])
+        return region.sum(_products(xs_NI, pairs), "forward").wait()
+    y_nO = xs_NI[0].new_empty(length, pairs[0][0].shape[1])
     summing = []
     for rows in cuts:
         y_mO = y_nO[rows]
-        partial = _product(stream[..., rows, :], weight_IO, bias_O, None if region.sequence else y_mO)
+        partial = _products([stream[..., rows, :] for stream in streams], pairs, None if region.sequence else y_mO)
         summing.append(region.sum(partial.flatten(0, -2), "forward", y_mO))
     for pending in summing:
         pending.wait()
     return y_nO
+
+
+def _products(xs: Sequence[Tensor], pairs: Sequence[tuple[Tensor, Tensor | None]], out: Tensor | None = None) -> Tensor:
+    """Return the sum over pairs of x weight + bias; for x and `out` see `_product`."""
+    found = _product(xs[0], *pairs[0], out)
+    for x, (matrix_IO, bias_O) in zip(xs[1:], pairs[1:], strict=True):
+        found.addmm_(x, matrix_IO) if x.dim() == 2 else found.baddbmm_(x, matrix_IO.expand(len(x), -1, -1))
+        if bias_O is not None:
+            found += bias_O
+    return found
 
 
 def _product(x: Tensor, matrix_IO: Tensor, bias_O: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -171,4 +185,8 @@ class RowLinear(nn.Module):
         super().__init__()
         self.weight = declare((inputs, outputs), std=std, decay=True, axis=region.axis)
         self.bias = declare((outputs,)) if bias else None
-        self.product = RowProduct(region, self._parameters)
+
+    @property
+    def owner(self) -> Owner:
+        """Return the weight and the bias, for the block's products."""
+        return self._parameters

@@ -11,6 +11,9 @@ rank M = max m, S = sum of s exp(m - M), and the loss log S + M - target's logit
 A rank need not have the logits of all tokens either. With `chunk`, the projection and the loss are computed for so many
 tokens at a time. Forward keeps the logits of the last chunk alone; backward begins there, and computes those of each
 other chunk again: with n chunks (n - 1) / n of one more product. One chunk is the ordinary loss.
+
+Logits can be scaled, then capped: y = c tanh(x / c). The slope of the cap, 1 - (y / c)^2, cannot be read off the
+exponentials that forward leaves, so with a cap backward computes all logits again.
 """
 
 import torch
@@ -22,6 +25,7 @@ from megazero.kernels import reference
 from megazero.kernels.operations import Operations
 from megazero.model.linear import gathered_products
 from megazero.model.tape import Owner, Tape
+from megazero.plan.model import Shape
 
 
 class HeadLoss:
@@ -29,19 +33,20 @@ class HeadLoss:
 
     Args:
         owner: has the weight [V, D] of this rank's part of the vocabulary, padding included.
-        vocab: size of the whole vocabulary; logits beyond it are padding.
+        shape: gives the size of the whole vocabulary, and how logits are scaled and capped.
         chunk: the number of tokens whose logits exist at a time; 0: all.
         ops: the kernels to use.
     """
 
-    def __init__(self, region: Region, owner: Owner, *, vocab: int, chunk: int, ops: Operations):
+    def __init__(self, region: Region, owner: Owner, *, shape: Shape, chunk: int, ops: Operations):
         self.region, self.owners, self._chunk, self.ops = region, (owner,), chunk, ops
-        self._vocab = vocab
+        self._vocab, self._scale, self._cap = shape.vocab, shape.logit_scale, shape.logit_cap
 
-    def run(self, tape: Tape, x_nD: Tensor, targets_N: Tensor, valid_N: Tensor) -> Tensor:
+    def run(self, tape: Tape, x_nD: Tensor, targets_N: Tensor, valid_N: Tensor, z_loss: float) -> Tensor:
         """Return -log softmax(logits)[target] in nats, 0 where not valid: [N], fp32 (fp64 for fp64 inputs).
 
         Args:
+            z_loss: adds z_loss * log(sum of exp(logits))^2 (Chowdhery et al. 2022, arXiv 2204.02311, section 5).
             x_nD: the last norm's output; with sequence parallelism, of this rank's part of the tokens.
             targets_N: those of invalid positions may hold anything.
         """
@@ -58,39 +63,77 @@ class HeadLoss:
             chunks = ((x_ND[rows], targets_N[rows]) for rows in cuts)
             parts_3N = torch.cat([self._parts(_product(x, weight_VD, logits_MV), targets) for x, targets in chunks], 1)
         losses_N, log_sums_N = reference.cross_entropy_merge(all_gather(parts_3N[None], region.axis, "loss"))
-        tape.keep((x_nD, slots, targets_N, parts_3N[0], log_sums_N, valid_N, logits_MV), weight_VD)
+        kept_MV = logits_MV if self._cap is None else None
+        tape.keep((x_nD, slots, targets_N, parts_3N[0], log_sums_N, valid_N, kept_MV, z_loss), weight_VD)
+        if z_loss:
+            losses_N = losses_N + z_loss * log_sums_N.square()
         return losses_N.masked_fill_(~valid_N, 0.0)
 
-    def back(self, tape: Tape, grads_N: Tensor) -> tuple[Tensor, None, None]:
+    def back(self, tape: Tape, grads_N: Tensor) -> tuple[Tensor, None, None, None]:
         """Return the gradient of x, and deliver the weight's, one product a chunk."""
-        x_nD, slots, targets_N, maxima_N, log_sums_N, valid_N, logits_MV = tape.take()
+        x_nD, slots, targets_N, maxima_N, log_sums_N, valid_N, logits_MV, z_loss = tape.take()
         weight_VD, grads_N = tape.weights.pop(), torch.where(valid_N, grads_N, 0.0)
         gathering = self.region.gather(x_nD, "again")
-        grad_ND, x_ND = x_nD.new_empty(len(targets_N), x_nD.shape[1]), None
-        for rows, slot in zip(reversed(self._cuts(len(targets_N))), slots, strict=True):
+        grad_ND, x_ND, slope_MV = x_nD.new_empty(len(targets_N), x_nD.shape[1]), None, None
+        cuts = self._cuts(len(targets_N))
+        if logits_MV is None:
+            logits_MV, slope_MV = (x_nD.new_empty(cuts[0].stop, len(weight_VD)) for _ in range(2))
+            x_ND = gathering.wait()
+        for rows, slot in zip(reversed(cuts), slots, strict=True):
             chunk_MV = logits_MV[: rows.stop - rows.start]
+            slopes = () if slope_MV is None else (slope_MV[: len(chunk_MV)],)
             if x_ND is not None:  # not the last chunk, whose logits forward has left
-                self._parts(_product(x_ND[rows], weight_VD, logits_MV), targets_N[rows])
-            each = (each_N[rows] for each_N in (maxima_N, log_sums_N, targets_N, grads_N))
-            self.ops.cross_entropy_backward_(chunk_MV, *each)
+                self._parts(_product(x_ND[rows], weight_VD, logits_MV), targets_N[rows], *slopes)
+            each = (maxima_N, log_sums_N, targets_N, grads_N)
+            maxima_M, log_sums_M, targets_M, grads_M = (values_N[rows] for values_N in each)
+            more_M = 2 * z_loss * log_sums_M * grads_M if z_loss else None
+            factor_M = grads_M if more_M is None else grads_M + more_M
+            self.ops.cross_entropy_backward_(chunk_MV, maxima_M, log_sums_M, targets_M, factor_M)
+            if more_M is not None:  # the target's -1 does not have the factor
+                _add_at(chunk_MV, targets_M, more_M)
+            for factor in (*slopes, *((self._scale,) if self._scale != 1 else ())):
+                chunk_MV *= factor
             torch.mm(chunk_MV, weight_VD, out=grad_ND[rows])
             if rows.start == 0:  # the sum overlaps with the weight's gradient
                 summing = self.region.sum(grad_ND, "backward")
             if x_ND is None:
                 x_ND = gathering.wait()
             slot.add_product(chunk_MV.T, x_ND[rows])
-        return summing.wait(), None, None
+        return summing.wait(), None, None, None
 
     def _cuts(self, tokens: int) -> list[slice]:
         """Cut the tokens into chunks, in order; only the last one may be shorter."""
         chunk = self._chunk or tokens
         return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
 
-    def _parts(self, logits_MV: Tensor, targets_M: Tensor) -> Tensor:
-        """Return the statistics of some rows, [3, M]; see `reference.cross_entropy_parts_`. Overwrites the logits."""
+    def shaped(self, logits_MV: Tensor, slope_MV: Tensor | None = None) -> Tensor:
+        """Scale and cap logits in place, and return them; write the slope of the cap to `slope_MV` if given."""
+        if self._scale != 1:
+            logits_MV *= self._scale
+        if self._cap is not None:
+            logits_MV.div_(self._cap).tanh_()
+            if slope_MV is not None:
+                torch.square(logits_MV, out=slope_MV).neg_().add_(1)
+            logits_MV *= self._cap
+        return logits_MV
+
+    def _parts(self, logits_MV: Tensor, targets_M: Tensor, slope_MV: Tensor | None = None) -> Tensor:
+        """Return the statistics of some rows, [3, M]; see `reference.cross_entropy_parts_`. Overwrites the logits.
+
+        Args:
+            slope_MV: receives the slope of the cap.
+        """
+        self.shaped(logits_MV, slope_MV)
         first = self.region.axis.rank * logits_MV.shape[1]
         logits_MV[:, max(self._vocab - first, 0) :] = -torch.inf  # padding
         return self.ops.cross_entropy_parts_(logits_MV, targets_M)
+
+
+def _add_at(logits_MV: Tensor, targets_M: Tensor, values_M: Tensor) -> None:
+    """Add a value to each row at its target, if the target is in this rank's part of the vocabulary."""
+    absent = (targets_M < 0) | (targets_M >= logits_MV.shape[1])
+    values = values_M.masked_fill(absent, 0.0).to(logits_MV.dtype)
+    logits_MV.scatter_add_(1, targets_M.masked_fill(absent, 0)[:, None], values[:, None])
 
 
 def _product(x_MD: Tensor, weight_VD: Tensor, into: Tensor) -> Tensor:

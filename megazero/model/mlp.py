@@ -1,7 +1,7 @@
-"""The feed-forward part of a block: GELU (GPT) or SwiGLU (Llama).
+"""The feed-forward part of a block, such as GELU (GPT) or SwiGLU (Llama).
 
-Gate and up are two parameters, so that each is split over the tensor axis by whole rows. The last product is also the
-last of the block, so it is omitted if the block's output is not used.
+Gate and up are two parameters, so that each is split over the tensor axis by whole rows. The block runs the last
+product, `down`, which may share its sum over the tensor axis with attention's.
 
 Shapes: n rows of this rank's part of the residual stream, N of the whole sequence, D hidden, F feed-forward.
 """
@@ -9,50 +9,50 @@ Shapes: n rows of this rank's part of the residual stream, N of the whole sequen
 from torch import Tensor, nn
 
 from megazero.comm.regions import Region
+from megazero.kernels.activations import activation
 from megazero.kernels.operations import Operations
 from megazero.model.linear import ColumnLinear, ColumnProducts, RowLinear
-from megazero.model.parameter import INITIAL_STD, declare, residual_std
+from megazero.model.parameter import declare
 from megazero.model.tape import Tape
 from megazero.plan.model import Shape
 
 
 class Mlp(nn.Module):
-    """The MLP down(gelu(up(x))), or down(silu(gate(x)) * up(x)) (Shazeer 2020).
+    """The MLP down(f(up(x))), or down(f(gate(x)) * up(x)) (Shazeer 2020), with the activation f.
 
     Without a gate, the first bias is added inside the activation, which saves a pass over its input. With a gate, gate
-    and up share one gather of their input, and backward recomputes silu(gate).
+    and up share one gather of their input, and backward recomputes f(gate).
     """
 
     def __init__(self, shape: Shape, *, region: Region, ops: Operations):
         super().__init__()
-        self._ops, self._gated, bias = ops, shape.activation == "swiglu", shape.layernorm
+        self._gated, bias = shape.gated, shape.biased("mlp")
+        self._activation, self._activation_backward = activation(ops, shape.activation)
         inward = []
         for name in ("gate", "up") if self._gated else ("up",):
-            layer = ColumnLinear(shape.hidden, shape.ffn, bias=bias and self._gated, std=INITIAL_STD, region=region)
+            layer = ColumnLinear(shape.hidden, shape.ffn, bias=bias and self._gated, std=shape.init_std, region=region)
             setattr(self, name, layer)
             inward.append(layer._parameters)
         if bias and not self._gated:
             self.up_bias = declare((shape.ffn,), axis=region.axis)
-        self.down = RowLinear(shape.ffn, shape.hidden, bias=bias, std=residual_std(shape.layers), region=region)
-        self._inward, self._outward = ColumnProducts(region, *inward), self.down.product
-        self.owners = (*inward, self._parameters, *self._outward.owners)
+        self.down = RowLinear(shape.ffn, shape.hidden, bias=bias, std=shape.residual_std, region=region)
+        self._inward = ColumnProducts(region, *inward)
+        self.owners = (*inward, self._parameters)
 
-    def run(self, tape: Tape, x_nD: Tensor, *, skip_output: bool = False) -> Tensor:
-        """Return the result, [n, D]; for `skip_output` see `RowProduct`."""
+    def run(self, tape: Tape, x_nD: Tensor) -> Tensor:
+        """Return the input of the last product, [N, F]."""
         inner, bias_F = self._inward.run(tape, x_nD), self._parameters.get("up_bias")
         tape.keep((inner, tape.use(bias_F)), *(() if bias_F is None else (bias_F,)))
-        y_NF = self._ops.swiglu(*inner) if self._gated else self._ops.bias_gelu(*inner, bias_F)
-        return self._outward.run(tape, y_NF, skip_output=skip_output)
+        return self._activation(*inner) if self._gated else self._activation(*inner, bias_F)
 
     def back(self, tape: Tape, grad: Tensor) -> Tensor:
-        """Return the gradient of x from the contiguous gradient of the result."""
-        grad = self._outward.back(tape, grad)
+        """Return the gradient of x, [n, D], from that of the last product's input."""
         inner, slot = tape.take()
         if self._gated:
-            grads = self._ops.swiglu_backward(grad, *inner)
+            grads = self._activation_backward(grad, *inner)
         else:
             bias_F = None if slot is None else tape.weights.pop()
-            *grads, grad_bias = self._ops.bias_gelu_backward(grad, *inner, bias_F)
+            *grads, grad_bias = self._activation_backward(grad, *inner, bias_F)
             if slot is not None:
                 slot.add(grad_bias)
         del grad, inner  # free them: each is as large as one of `grads`

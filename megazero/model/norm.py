@@ -4,45 +4,55 @@ The norm of a sum computes the sum in the same pass. In backward, `back_of_sum` 
 norm's input through the residual stream, also for a plain norm. So neither direction has a pass only for an addition.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megazero.kernels.operations import Operations
 from megazero.model.parameter import declare
 from megazero.model.tape import Owner, Tape
+from megazero.plan.model import Shape
 
 
 class Norm(nn.Module):
     """LayerNorm with weight and bias (Ba et al. 2016), or RMSNorm with a weight alone (Zhang and Sennrich 2019).
 
     Args:
-        kind: "layernorm" or "rmsnorm".
+        shape: gives the kind of norm and its options.
+        size: number of channels.
         ops: the kernels to use.
-        partial: the norm acts on heads that are split over the tensor axis.
+        heads: an RMSNorm of queries or keys; of single heads, which the tensor axis splits, or of all.
     """
 
-    def __init__(self, kind: str, hidden: int, eps: float, ops: Operations, *, partial: bool = False):
+    def __init__(self, shape: Shape, size: int, ops: Operations, *, heads: bool = False):
         super().__init__()
-        self.weight = declare((hidden,), mean=1.0, partial=partial)
-        if kind == "layernorm":
-            self.bias = declare((hidden,), partial=partial)
+        partial = heads and shape.qk_norm == "head"
+        self.weight = declare((size,), mean=1.0 - shape.norm_offset, partial=partial)
+        centred = shape.layernorm and not heads
+        if centred and shape.biased("norm"):
+            self.bias = declare((size,))
         self.owners: tuple[Owner, ...] = (self._parameters,)
-        name = {"layernorm": "layer_norm", "rmsnorm": "rms_norm"}[kind]
+        name = "layer_norm" if centred else "rms_norm"
         pairs = [(getattr(ops, each), getattr(ops, f"{each}_backward")) for each in (name, f"add_{name}")]
-        self._eps, (self._plain, self._of_sum) = eps, pairs
+        self._plain, self._of_sum = pairs
+        self._lacks_bias = centred and not shape.biased("norm")
+        self._offset = () if shape.norm_offset == 0 else (float(shape.norm_offset),)
+        self._numbers: tuple[float, ...] = (shape.norm_eps, *self._offset)
+        if not centred and shape.norm_cast == "after":
+            self._numbers = (shape.norm_eps, float(shape.norm_offset), False)
 
     def run(self, tape: Tape, x: Tensor) -> Tensor:
         """Return the norm of x."""
         x = x.contiguous()
-        y, *statistics = self._plain[0](x, *self._parameters.values(), self._eps)
+        y, *statistics = self._plain[0](x, *self._vectors(), *self._numbers)
         self._keep(tape, x, statistics)
         return y
 
     def run_of_sum(self, tape: Tape, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + residual and its norm, both contiguous."""
-        total, y, *statistics = self._of_sum[0](x, residual, *self._parameters.values(), self._eps)
+        total, y, *statistics = self._of_sum[0](x, residual, *self._vectors(), *self._numbers)
         self._keep(tape, total, statistics)
         return total, y
 
@@ -59,12 +69,16 @@ class Norm(nn.Module):
         """
         return self._delivered(tape, self._of_sum[1], grad, grad_total)
 
+    def _vectors(self) -> Iterable[Tensor | None]:
+        """Return the weight, and the bias of a LayerNorm: zeros if it has none."""
+        return (self.weight, torch.zeros_like(self.weight)) if self._lacks_bias else self._parameters.values()
+
     def _keep(self, tape: Tape, x: Tensor, statistics: Sequence[Tensor]) -> None:
         tape.keep((x, statistics, [tape.use(each) for each in self._parameters.values()]), self.owners[0]["weight"])
 
     def _delivered(self, tape: Tape, operation: Callable[..., Any], *grads: Tensor) -> Tensor:
         x, statistics, slots = tape.take()
-        grad_x, *gradients_D = operation(*grads, x, *statistics, tape.weights.pop())
-        for slot, gradient_D in zip(slots, gradients_D, strict=True):
+        grad_x, *gradients_D = operation(*grads, x, *statistics, tape.weights.pop(), *self._offset)
+        for slot, gradient_D in zip(slots, gradients_D[: len(slots)], strict=True):
             slot.add(gradient_D)
         return grad_x

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from megazero.comm.grid import Axis
 from megazero.kernels import counter
 
-INITIAL_STD = 0.02  # of every weight matrix and embedding, as in GPT-2
-
 
 @dataclass(frozen=True)
 class Declaration:
@@ -93,14 +91,6 @@ def declare(
     declaration = Declaration(shape, std, mean, decay, axis is not None, first_row, local_shape, partial)
     parameter.declaration = declaration  # type: ignore[attr-defined]
     return parameter
-
-
-def residual_std(layers: int) -> float:
-    """Return the initial std of a block's output projections: INITIAL_STD / sqrt(number of residual additions).
-
-    As in GPT-2 (section 2.3); each block has two additions.
-    """
-    return INITIAL_STD / (2 * layers) ** 0.5
 
 
 def declaration_of(parameter: nn.Parameter) -> Declaration:

@@ -1,8 +1,7 @@
 """The model: embedding, a for-loop over blocks, head.
 
-The configuration selects and mixes features of GPT-2/3 (learned positions, LayerNorm, GELU, biases, tied embeddings,
-dropout) and Llama (rotary positions, RMSNorm, SwiGLU, grouped queries, untied, no biases). Linear layers have biases
-exactly if the norm is LayerNorm. The model is built on torch's meta device: nothing is allocated before `zero/` gives
+The options of `Shape` select and mix the features of today's dense models; a family, such as GPT-2 or Llama, is a set
+of options. The model is built on torch's meta device: nothing is allocated before `zero/` gives
 each unit its memory.
 
 Shapes: S sequence, B batch, D hidden, V vocabulary of this rank. Activations are sequence first.
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from megazero.comm.grid import Axis
 from megazero.comm.regions import Region
 from megazero.kernels.operations import Operations
-from megazero.model.attention import Rotary
 from megazero.model.batch_context import BatchContext
 from megazero.model.block import Block
 from megazero.model.contract import TIED, Layer, UnitDeclaration
@@ -24,7 +22,8 @@ from megazero.model.embedding import PositionEmbedding, TokenEmbedding
 from megazero.model.linear import ColumnProducts
 from megazero.model.loss import HeadLoss
 from megazero.model.norm import Norm
-from megazero.model.parameter import INITIAL_STD, declaration_of, declare
+from megazero.model.parameter import declaration_of, declare
+from megazero.model.rotary import Rotary
 from megazero.model.tape import apply
 from megazero.plan.model import Shape
 
@@ -34,13 +33,18 @@ class Embedding(nn.Module):
 
     def __init__(self, shape: Shape, *, seed: int, region: Region, ops: Operations):
         super().__init__()
-        self.tokens = TokenEmbedding(shape.vocab, shape.hidden, region=region)
-        self.positions = PositionEmbedding(shape.seq_len, shape.hidden) if shape.position == "learned" else None
+        std = shape.init_std
+        self.tokens = TokenEmbedding(shape.vocab, shape.hidden, std=std, region=region)
+        learned = shape.position == "learned"
+        self.positions = PositionEmbedding(shape.seq_len, shape.hidden, std=std) if learned else None
+        self._scale = shape.embedding_scale
         self.dropout = Dropout(shape.dropout, seed=seed, layer=shape.layers, site=0, ops=ops)
 
     def forward(self, tokens_SB: Tensor, step: BatchContext) -> Tensor:
         """Return the embedded tokens, [S, B, D]."""
         x_SBD = self.tokens(tokens_SB)
+        if self._scale != 1:
+            x_SBD = x_SBD * self._scale
         if self.positions is not None:
             x_SBD = x_SBD + self.positions(step.document_positions(len(x_SBD)))
         return self.dropout(x_SBD, step)
@@ -50,23 +54,27 @@ class Head(nn.Module):
     """The final norm and the output projection, whose weight is the token embedding's if tied.
 
     Args:
-        chunk: see `HeadLoss`.
+        shape, chunk: see `HeadLoss`.
     """
 
-    def __init__(self, norm: Norm, weight_VD: nn.Parameter, region: Region, *, vocab: int, chunk: int, ops: Operations):
+    def __init__(
+        self, norm: Norm, weight_VD: nn.Parameter, region: Region, *, shape: Shape, chunk: int, ops: Operations
+    ):
         super().__init__()
         self.norm = norm
         self.weight = weight_VD
-        self._product = ColumnProducts(region, self._parameters)
-        self.loss = HeadLoss(region, self._parameters, vocab=vocab, chunk=chunk, ops=ops)
+        self._product, self._z_loss = ColumnProducts(region, self._parameters), shape.z_loss
+        self.loss = HeadLoss(region, self._parameters, shape=shape, chunk=chunk, ops=ops)
 
     def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
         """Return token losses [S, B]; without targets, logits [S, B, V] of this rank's part of the vocabulary."""
         x_ND = apply(self.norm, x_SBD).flatten(0, 1)
         if step.targets_SB is None or step.valid_SB is None:
             (logits_NV,) = apply(self._product, x_ND)
+            logits_NV = self.loss.shaped(logits_NV)
             return logits_NV.view(-1, x_SBD.shape[1], logits_NV.shape[-1])
-        losses_N = apply(self.loss, x_ND, step.targets_SB.reshape(-1), step.valid_SB.reshape(-1))
+        z_loss = self._z_loss if step.training else 0.0
+        losses_N = apply(self.loss, x_ND, step.targets_SB.reshape(-1), step.valid_SB.reshape(-1), z_loss)
         return losses_N.view_as(step.targets_SB)
 
 
@@ -83,7 +91,7 @@ class Transformer(nn.Module):
         ops: the kernels to use.
 
     Attributes:
-        rotary: the rotary positions that all blocks share; None with learned positions.
+        rotaries: the rotary positions of each block; blocks with equal ones share them. None: the block has none.
         layers: embedding, blocks, head; forward calls them only through this list, as the builder replaces entries.
     """
 
@@ -100,21 +108,21 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.shape, self.tensor = shape, tensor
-        self.rotary = None
-        if shape.position == "rotary":
-            self.rotary = Rotary(shape.hidden // shape.heads, shape.rope_theta, shape.seq_len)
+        ropes = [shape.rope_of(shape.kind(i)) for i in range(shape.layers)]
+        made = {rope: Rotary(rope, shape.head_dim, shape.seq_len) for rope in ropes if rope is not None}
+        self.rotaries = [None if rope is None else made[rope] for rope in ropes]
         embedding, block, head = (Region(tensor, sequence, name, chunks) for name in ("embedding", "block", "head"))
         self.embedding = Embedding(shape, seed=seed, region=embedding, ops=ops)
-        blocks = (Block(shape, i, self.rotary, seed=seed, region=block, ops=ops) for i in range(shape.layers))
+        blocks = (Block(shape, i, each, seed=seed, region=block, ops=ops) for i, each in enumerate(self.rotaries))
         self.blocks = nn.ModuleList(blocks)
-        norm, weight = Norm(shape.norm, shape.hidden, shape.norm_eps, ops), self._head_weight()
-        self.head = Head(norm, weight, head, vocab=shape.vocab, chunk=loss_chunk, ops=ops)
+        norm, weight = Norm(shape, shape.hidden, ops), self._head_weight()
+        self.head = Head(norm, weight, head, shape=shape, chunk=loss_chunk, ops=ops)
         self.layers: list[Layer] = [self.embedding, *self.blocks, self.head]
 
     def _head_weight(self) -> nn.Parameter:
         if self.shape.tie_embeddings:
             return self.embedding.tokens.weight
-        return declare((self.shape.vocab, self.shape.hidden), std=INITIAL_STD, decay=True, axis=self.tensor)
+        return declare((self.shape.vocab, self.shape.hidden), std=self.shape.init_std, decay=True, axis=self.tensor)
 
     def forward(self, tokens_SB: Tensor, step: BatchContext) -> Tensor:
         """Return next-token logits [S, B, V] over this rank's part of the vocabulary."""

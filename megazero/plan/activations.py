@@ -11,15 +11,31 @@ documents and rotary add. Full recompute keeps only the block's input, T' h e, o
 """
 
 from megazero.plan.job import Job
-from megazero.plan.layers import Layer, Width
+from megazero.plan.layers import Layer, Width, of_job
+from megazero.plan.model import Kind
 
 
-def kept_by_block(job: Job, recompute: str = "none") -> int:
-    """Return the bytes that one block keeps for one micro-batch under `recompute`, with Pa if the job has it."""
-    if recompute == "full":
-        return job.stream // (job.tensor if job.partition and not job.sequence else 1)
-    spared = sum(spared_by_layer(job, layer) for layer in job.block) if recompute == "selective" else 0
-    return sum(kept_by_layer(job, layer) for layer in job.block) - spared
+def kept_by_blocks(job: Job, parts: range) -> int:
+    """Return the bytes that the blocks among these parts keep for one micro-batch under the job's recompute.
+
+    Inputs of full recompute are not among them (`kept_input`).
+    """
+    if job.recompute == "full":
+        return 0
+    selective = job.recompute == "selective"
+    return sum(count * kept_by_block(job, kind, selective=selective) for kind, count in job.kinds(parts).items())
+
+
+def kept_by_block(job: Job, kind: Kind, *, selective: bool = False) -> int:
+    """Return the bytes that one block of a kind keeps for one micro-batch, with or without selective recompute."""
+    layers = of_job(job, kind)
+    spared = sum(spared_by_layer(job, layer) for layer in layers) if selective else 0
+    return sum(kept_by_layer(job, layer) for layer in layers) - spared
+
+
+def kept_input(job: Job) -> int:
+    """Return the bytes of a block's input that full recompute keeps for one micro-batch, with Pa if the job has it."""
+    return job.stream // (job.tensor if job.partition and not job.sequence else 1)
 
 
 def kept_by_layer(job: Job, layer: Layer) -> int:
@@ -37,12 +53,18 @@ def spared_by_layer(job: Job, layer: Layer) -> int:
 
 def bytes_of(job: Job, width: Width, item: int) -> int:
     """Return the bytes on one rank of `width` elements for each token of a micro-batch, `item` bytes each."""
-    return (job.local(job.tokens) * width.stream + job.tokens * width.split // job.tensor) * item
+    of_rank = job.local(job.tokens) * width.stream + job.tokens * width.split // job.tensor
+    return (of_rank + job.tokens * width.whole) * item
 
 
 def wide(item: int) -> int:
     """Return the bytes of an element in fp32, or in the dtype of `item` bytes if that is wider."""
     return max(item, 4)
+
+
+def kept_logits(job: Job) -> int:
+    """Return the bytes of the logits that are kept for backward; with a cap backward computes them again."""
+    return 0 if job.shape.logit_cap is not None else logits(job)
 
 
 def logits(job: Job) -> int:

@@ -13,6 +13,7 @@ critical path; for 2 (p - 1) in gpipe, 2 (p v - 1) in interleaved, 4 (p - 1) in 
 """
 
 from megazero.plan.compute import PassTimes
+from megazero.plan.flops import block_costs
 from megazero.plan.job import Job
 from megazero.plan.links import Links
 from megazero.plan.systems import System
@@ -44,7 +45,9 @@ def waits(job: Job, mean: PassTimes) -> float:
         return bubble_of(job.schedule, p, job.chunks, mean)
     shown = m if m <= 4 * p else 4 * p + m % p
     schedule = make(job.schedule, p, shown, job.chunks)
-    shares = [job.blocks(parts) * p / job.shape.layers for parts in job.layers.parts]
+    blocks, _ = block_costs(job.shape)
+    whole = sum(blocks)
+    shares = [sum(blocks[max(parts.start, 1) - 1 : parts.stop - 1]) * p / whole for parts in job.layers.parts]
     costs = [Costs(s * mean.forward, s * (mean.input + mean.again), s * mean.weight) for s in shares]
     timeline = simulate(schedule, costs)
     return timeline.makespan - max(timeline.work)

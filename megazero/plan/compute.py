@@ -33,12 +33,14 @@ A pass is one kernel for each rank's part. Second shards (`zero.secondary_ranks`
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megazero.base.quantized import BLOCK
+from megazero.plan.flops import all_attention_flops, attention_flops, flops_per_token
 from megazero.plan.job import Job
-from megazero.plan.layers import Width, attention_flops, flops_per_token
+from megazero.plan.layers import Width, of_job, products
 from megazero.plan.machines import Machine
+from megazero.plan.model import Kind
 from megazero.plan.systems import OURS, System
 from megazero.plan.traffic import Flow
 
@@ -52,14 +54,14 @@ class PassTimes:
     """Seconds of one micro-batch: forward, gradient of the input, gradients of the weights, recomputation.
 
     Attributes:
-        columns: weight gradients of the two column products, which can hide a sum over tensor ranks.
+        columns: weight gradients of the column products, which can hide a sum over tensor ranks.
     """
 
     forward: float
     input: float
     weight: float
     again: float = 0.0
-    columns: tuple[float, float] = (0.0, 0.0)
+    columns: tuple[float, ...] = ()
 
     @property
     def backward(self) -> float:
@@ -100,19 +102,30 @@ class Compute:
         return size / self._bandwidth + kernels * self.launch
 
     def block(self) -> PassTimes:
-        """Return the times of one block for one micro-batch."""
-        products = self.products()
+        """Return the times of one block for one micro-batch, the mean over all blocks."""
+        first, *others = self.shape.counted().items()
+        times = self._block(first[0])
+        if not others:
+            return times
+        mean = times.times(first[1] / self.shape.layers)
+        for kind, count in others:
+            mean = mean.plus(self._block(kind).times(count / self.shape.layers))
+        return replace(mean, columns=times.columns)
+
+    def _block(self, kind: Kind) -> PassTimes:
+        forward_products = self.products()
         weights = [self._product(*sizes, self.tokens, grows=True) for sizes in self._sizes()]
-        core, core_backward = self._attention()
-        light, light_backward, biases = self._light()
-        forward = sum(products) + core + light
-        left_out = 0.0 if self.system.replays_all else products[3] + light / 4
+        columns = [w for w, layer in zip(weights, products(self.job), strict=True) if layer.product == "column"]
+        core, core_backward = self._attention(kind)
+        light, light_backward, biases = self._light(kind)
+        forward = sum(forward_products) + core + light
+        left_out = forward_products[-1] + light / 4 if self.omits_last else 0.0
         again = {"none": 0.0, "selective": core, "full": forward - left_out}[self.job.recompute]
-        backward = sum(products) + core_backward + light_backward
-        return PassTimes(forward, backward, sum(weights) + biases, again, (weights[0], weights[2]))
+        backward = sum(forward_products) + core_backward + light_backward
+        return PassTimes(forward, backward, sum(weights) + biases, again, tuple(columns))
 
     def products(self, chunks: int = 1) -> list[float]:
-        """Return the seconds of a block's forward products, for 1 / `chunks` of the tokens: qkv, out, up, down."""
+        """Return the seconds of a block's forward products, in forward order, for 1 / `chunks` of the tokens."""
         return [self._product(self.tokens / chunks, *sizes) for sizes in self._sizes()]
 
     def head(self) -> PassTimes:
@@ -161,19 +174,23 @@ class Compute:
     def flops(self) -> tuple[float, float]:
         """Return the FLOPs of a token: the model's, and those that the device executes, recompute included."""
         shape = self.shape
-        model, core = flops_per_token(shape), attention_flops(shape)
-        again = {"none": 0.0, "selective": shape.layers * core, "full": (model - 6 * shape.vocab * shape.hidden) / 3}
-        left_out = self.job.recompute == "full" and not self.system.replays_all
-        last_products = 2 * shape.layers * shape.hidden * shape.ffn * left_out
+        model, cores = flops_per_token(shape), all_attention_flops(shape)
+        again = {"none": 0.0, "selective": cores, "full": (model - 6 * shape.vocab * shape.hidden) / 3}
+        left_out = self.job.recompute == "full" and self.omits_last
+        last_products = 2 * shape.layers * products(self.job)[-1].matrix * left_out
         return model, model + (again[self.job.recompute] - last_products)
 
+    @property
+    def omits_last(self) -> bool:
+        """True if a replayed block leaves out its last product."""
+        return self.job.omits_last and not self.system.replays_all
+
     def _sizes(self) -> list[tuple[float, float]]:
-        """Return (outputs, inputs) of each product of a block on one tensor rank: qkv, out, up, down."""
+        """Return (outputs, inputs) of each product of a block on one tensor rank, in forward order."""
         t, found = self.t, []
-        for layer in self.job.block:
-            if layer.product is not None:
-                column = layer.product == "column"
-                found.append((layer.outputs / (t if column else 1), layer.inputs / (1 if column else t)))
+        for layer in products(self.job):
+            column = layer.product == "column"
+            found.append((layer.outputs / (t if column else 1), layer.inputs / (1 if column else t)))
         return found
 
     def _product(self, m: float, n: float, k: float, *, grows: bool = False) -> float:
@@ -181,22 +198,22 @@ class Compute:
         size += 2 * self.job.bytes.gradient * m * n if grows else self.item * m * n
         return 2 * m * n * k / self._rate + self.moved(size)
 
-    def _attention(self) -> tuple[float, float]:
+    def _attention(self, kind: Kind) -> tuple[float, float]:
         """Return the seconds of the layers between the projections, forward and backward."""
         shape, T, t = self.shape, self.tokens, self.t
-        flops = T * attention_flops(shape) / t
+        flops = T * attention_flops(shape, kind) / t
         if not self.system.stored_scores:
             forward = flops / 2 / self._fused + self.launch
-            light = [layer for layer in self.job.block if layer.core and layer.forward != Width()]
+            light = [layer for layer in of_job(self.job, kind) if layer.core and layer.forward != Width()]
             passes = [sum(self.moved(self._passed(getattr(layer, way))) for layer in light) for way in _WAYS]
             return forward + passes[0], 2.5 * forward + passes[1]
         scores = T * shape.seq_len * shape.heads / t
         forward = flops / self._rate + self.moved(scores * _STORED_FORWARD)
         return forward, 2 * flops / self._rate + self.moved(scores * _STORED_BACKWARD)
 
-    def _light(self) -> tuple[float, float, float]:
+    def _light(self, kind: Kind) -> tuple[float, float, float]:
         """Return the seconds of norms, sums and activation: forward, backward, and the sums of biases' gradients."""
-        layers = [layer for layer in self.job.block if not layer.core]
+        layers = [layer for layer in of_job(self.job, kind) if not layer.core]
         masks = self.stream * sum(layer.masks for layer in layers)
         kernels = [sum(layer.kernels[way] for layer in layers) for way in (0, 1)]
         passes = [sum(self._passed(getattr(layer, way)) for layer in layers) + masks for way in _WAYS]

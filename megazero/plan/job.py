@@ -4,19 +4,47 @@ Fields that are options have the names of the config's options: `offload_optimiz
 `builders/job.py` converts a config to a job, and a job to options.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from megazero.base.quantized import BITS, BLOCK
-from megazero.plan.layers import Layer, block, head_in_blocks
-from megazero.plan.model import Shape
+from megazero.plan.flops import block_costs
+from megazero.plan.model import Kind, Shape
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, ZeroStage
-from megazero.plan.states import Bytes, UnitSize, units
 from megazero.schedules.layers import Layers, cut
 
 Home = Literal["none", "cpu", "nvme"]  # the tiers of offload: on the device, on the host, on disks
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The bytes of one element.
+
+    Attributes:
+        reduced: of a gradient while it is summed over the data axis and copies of a tied weight; None: `gradient`.
+    """
+
+    parameter: int
+    gradient: int
+    master: int
+    reduced: int | None = None
+
+    @property
+    def summed(self) -> int:
+        """Return the bytes of a gradient while it is summed over ranks."""
+        return self.gradient if self.reduced is None else self.reduced
+
+    @property
+    def optimizer(self) -> int:
+        """Return the bytes of both moments, and of the master where it is not the parameter itself."""
+        return (2 if self.master == self.parameter else 3) * self.master
+
+    @property
+    def moved_by_update(self) -> int:
+        """Return the bytes that an update moves for one element: moments and master in and out, gradient, parameter."""
+        return 6 * self.master + self.gradient + (0 if self.master == self.parameter else self.parameter)
 
 
 @dataclass(frozen=True)
@@ -125,13 +153,27 @@ class Job:
         """Return the alignment of parameters in elements: ALIGNMENT, or a quantisation block if any are quantised."""
         return ALIGNMENT if self.parameter_bits is None and self.gradient_bits is None else BLOCK
 
-    def units(self, parts: Sequence[range] | None = None) -> Sequence[UnitSize]:
-        """Return the units of some parts of the model's path, on a tensor rank; see `states.units`."""
-        return units(self.shape, self.tensor, None if parts is None else tuple(parts), self.alignment)
-
     def blocks(self, parts: range) -> int:
         """Return how many of these parts are blocks: part 0 is the embedding, the last one the head."""
-        return sum(1 <= part <= self.shape.layers for part in parts)
+        return len(self.block_indices(parts))
+
+    def kinds(self, parts: range) -> Mapping[Kind, int]:
+        """Return how many blocks of each kind are among these parts."""
+        return self.shape.counted(self.block_indices(parts))
+
+    def lasts(self, parts: range) -> list[int]:
+        """Return the last part of each kind of block among these parts."""
+        recent = self.block_indices(parts)[-len(self.shape.kinds) :]
+        return [*{self.shape.kind(i): i + 1 for i in recent}.values()]
+
+    def firsts(self, parts: range) -> list[int]:
+        """Return the first part of each kind of block among these parts."""
+        early = self.block_indices(parts)[: len(self.shape.kinds)]
+        return [*{self.shape.kind(i): i + 1 for i in reversed(early)}.values()]
+
+    def block_indices(self, parts: range) -> range:
+        """Return the indices, from 0, of the blocks among these parts."""
+        return range(max(parts.start, 1) - 1, min(parts.stop - 1, self.shape.layers))
 
     @property
     def shard(self) -> int:
@@ -229,12 +271,12 @@ class Job:
         same = {"micro_batch": self.micro_batch, "global_batch": self.global_batch, "mask_eod": self.mask_eod}
         return Job(self.shape, self.bytes, **same)
 
-    @cached_property
-    def block(self) -> tuple[Layer, ...]:
-        """Return the layers of one block, with the cost of each."""
-        return block(self.shape, documents=self.mask_eod)
+    @property
+    def omits_last(self) -> bool:
+        """True if a replayed block leaves out its last product, whose result only a norm's backward would need."""
+        return self.shape.norm_place == "pre"
 
     @cached_property
     def layers(self) -> Layers:
         """Return how the model is cut into stages."""
-        return cut(self.schedule, self.pipeline, self.chunks, self.shape.layers, head_in_blocks(self.shape))
+        return cut(self.schedule, self.pipeline, self.chunks, *block_costs(self.shape))

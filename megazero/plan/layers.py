@@ -3,31 +3,33 @@
 The formulas of this package sum these costs. A dry run and the ledger of a run measure them, for comparison. A new kind
 of layer needs one `Layer` here, besides the module in `model/` that computes it.
 
-h is the hidden size, d the size of a head, kv the width of keys and of values, f the width of the MLP. A block, in
-forward order:
+h is the hidden size, d the size of a head, q the width of all queries, kv that of keys and of values, f the width of
+the MLP. A serial block with norms before its branches, in forward order:
 
     layer        parameters            kept for backward                            moved forward, backward
     norm         h (LayerNorm: 2 h)    its input, h; statistics, 1 (2)              2 h, 3 h
-    qkv          (h + 2 kv) h          its input, h
-    qk norm      2 d                   its input, h + kv; statistics, 1 a head      2 (h + kv), 3 (h + kv)
-    rotary                                                                          2 (h + kv), 2 (h + kv)
-    attention                          the projection, h + 2 kv; softmax sums, 1 a head; normed or rotated queries and
-                                       keys, h + kv; with documents its output in their order, h
-    out          h h                   its input, h                                 the residual sum: 3 h, 2 h
+    qkv          (q + 2 kv) h          its input, h
+    qk norm      2 d                   its input, q + kv; statistics, 1 a head      2 (q + kv), 3 (q + kv)
+    rotary                                                                          2 (q + kv), 2 (q + kv)
+    attention                          the projection, q + 2 kv; softmax sums, 1 a head; normed or rotated queries and
+                                       keys, q + kv; with documents its output in their order, q
+    out          q h                   its input, q                                 the residual sum: 3 h, 2 h
     norm         h (LayerNorm: 2 h)    its input, h; statistics                     2 h, 3 h
     up           f h (gated: 2 f h)    its input, h
-    gelu         (gated: silu x up)    its input, f (gated: 2 f)                    2 f, 3 f (gated: 3 f, 5 f)
-    down         h f                   its input, f                                 the residual sum: 3 h, 2 h
+    activation                         its input, f (gated: 2 f)                    2 f, 3 f (gated: 3 f, 5 f)
+    down         f h                   its input, f                                 the residual sum: 3 h, 2 h
 
-With LayerNorm, products have biases.
+Norms after a branch are further layers of the first kind. In a parallel block one product, of q + f inputs, ends both
+branches; its norms have one input, and a shared norm is also the input of `up`. Attention in blocks (windows, soft
+caps) keeps no softmax sums.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
-from megazero.plan.model import Shape
+from megazero.plan.job import Job
+from megazero.plan.model import Kind, Shape
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,12 @@ class Width:
     Attributes:
         stream: in the residual stream's layout: under sequence parallelism a rank holds them for 1/t of the tokens.
         split: split over the tensor ranks.
+        whole: on every tensor rank, for all tokens.
     """
 
     stream: int = 0
     split: int = 0
+    whole: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,9 @@ class Layer:
         masks: bytes of dropout masks read and written, for each token of the residual stream.
         kernels: kernel launches for `forward` and `masks`, and for `backward` and `masks`.
         biases: elements read to sum the gradients of biases.
+        working: elements that its backward holds, besides the gradients of its product.
+        passed: elements that are held from the end of its backward on, for layers before it in the block; negative:
+            elements that layers after it have passed, and that are freed here.
     """
 
     name: str
@@ -102,6 +109,8 @@ class Layer:
     masks: int = 0
     kernels: tuple[int, int] = (0, 0)
     biases: Width = Width()
+    working: Width = Width()
+    passed: Width = Width()
 
     @property
     def matrix(self) -> int:
@@ -120,13 +129,30 @@ class Layer:
 
 
 @cache  # a search asks for equal models thousands of times
-def block(shape: Shape, *, documents: bool = False) -> tuple[Layer, ...]:
-    """Return the layers of one block, in forward order.
+def block(shape: Shape, kind: Kind, *, documents: bool = False, replays_core: bool = False) -> tuple[Layer, ...]:
+    """Return the layers of one block of a kind, in forward order.
 
     Args:
         documents: attention does not cross the ends of documents.
+        replays_core: selective recompute.
     """
-    return (*_attention(shape, documents), *_mlp(shape))
+    before, after = shape.norm_place != "post", shape.norm_place != "pre"
+    norm, post = (_norm(shape, "norm"),) * before, (_norm(shape, "post norm"),) * after
+    rows = (shape.width + 2 * shape.kv_width,)
+    attention = (_column(shape, "qkv", rows, biased="qkv"), *_core(shape, kind, documents))
+    if shape.residual == "serial":
+        out, down = (_row(shape, "out", "out", shape.width), *post), (_row(shape, "down", "mlp", shape.ffn), *post)
+        return (*norm, *attention, *out, *norm, *_mlp(shape), *down)
+    # The gradient of attention's output waits for the MLP's backward, and so does this output where attention keeps it.
+    keeps = not (documents or replays_core or _is_blocked(shape, kind))
+    waits = (1 + keeps) * shape.width
+    end = replace(_row(shape, "out and down", "out", shape.width, shape.ffn), passed=Width(split=waits))
+    attention = (*attention[:-1], replace(attention[-1], passed=Width(split=-waits)))
+    up, activation = _mlp(shape)
+    if shape.residual == "parallel_shared":  # the norm's output is kept once, and the gradient of `up` waits for qkv's
+        up = replace(up, kept=Width(), passed=Width(stream=shape.hidden))
+        return (*norm, *attention, up, activation, end)
+    return (*norm, *attention, replace(_norm(shape, "norm"), kept=Width()), up, activation, end)  # of the same input
 
 
 def head(shape: Shape) -> tuple[Layer, ...]:
@@ -140,73 +166,68 @@ def parameters(shape: Shape) -> int:
     """Return the parameters of the whole model, each counted once (a tied head is the embedding)."""
     positions = shape.seq_len * shape.hidden if shape.learned_positions else 0
     ends = sum(layer.parameters for layer in head(shape))
-    return shape.vocab * shape.hidden + positions + shape.layers * block_parameters(shape) + ends
+    blocks = sum(count * block_parameters(shape, kind) for kind, count in shape.counted().items())
+    return shape.vocab * shape.hidden + positions + blocks + ends
 
 
-def block_parameters(shape: Shape) -> int:
-    """Return the parameters of one block."""
-    return sum(layer.parameters for layer in block(shape))
+def block_parameters(shape: Shape, kind: Kind) -> int:
+    """Return the parameters of one block of a kind."""
+    return sum(layer.parameters for layer in block(shape, kind))
 
 
-def matmul_parameters(shape: Shape) -> int:
-    """Return the parameters that take part in matrix products: the blocks' and the head."""
-    return shape.layers * _matrices(block(shape)) + _matrices(head(shape))
+def of_job(job: Job, kind: Kind) -> tuple[Layer, ...]:
+    """Return the layers of one block of a kind, as a job runs it."""
+    return block(job.shape, kind, documents=job.mask_eod, replays_core=job.recompute == "selective")
 
 
-def flops_per_token(shape: Shape) -> int:
-    """Return the model FLOPs of one training token, forward and backward, in a sequence of seq_len tokens.
-
-    A product by a matrix of n elements costs 2 n FLOPs per token forward and twice that backward; the two products of
-    attention, scores and values, cost 2 s x width each. So one training token costs
-
-        6 N + 12 L heads head_dim s            Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, appendix B
-
-    where N counts the parameters that take part in matrix products: the head once, tied or not, the lookup never. For
-    the GPT choices a batch of B sequences then costs 72 B L s h^2 (1 + s / (6 h) + V / (12 h L)), the *model FLOPs* of
-    Korthikanti et al. 2022, arXiv 2205.05198, appendix A. Both papers count causal attention in full, and so do we;
-    recompute is not counted: it is work the machine does, not work the model needs (MFU, not HFU).
-    """
-    return 6 * matmul_parameters(shape) + 3 * shape.layers * attention_flops(shape)
+def products(job: Job) -> tuple[Layer, ...]:
+    """Return the layers of a block that have a matrix product; all kinds have equal ones."""
+    return tuple(layer for layer in of_job(job, job.shape.kinds[0]) if layer.product is not None)
 
 
-def attention_flops(shape: Shape) -> int:
-    """Return the forward FLOPs of one token in the scores and values of one block, causal attention in full."""
-    return 4 * shape.seq_len * shape.heads * shape.head_dim
-
-
-def head_in_blocks(shape: Shape) -> float:
-    """Return the FLOPs of the output projection divided by a block's (equal in forward and backward)."""
-    return 2 * _matrices(head(shape)) / (2 * _matrices(block(shape)) + attention_flops(shape))
-
-
-def _matrices(layers: Sequence[Layer]) -> int:
-    return sum(layer.matrix for layer in layers)
-
-
-def _attention(shape: Shape, documents: bool) -> tuple[Layer, ...]:
-    h, kv = shape.hidden, shape.kv_width
-    normed, rotated = shape.qk_norm == "head", not shape.learned_positions
+def _core(shape: Shape, kind: Kind, documents: bool) -> tuple[Layer, ...]:
+    """Return the layers between the projections of attention."""
+    q, kv = shape.width, shape.kv_width
+    normed, rotated = shape.qk_norm != "none", shape.rope_of(kind) is not None
     core = Layer(
         "attention",
-        kept=Width(split=h + 2 * kv),
-        spared=Width(split=(h + kv) * (normed or rotated) + h * documents),
-        statistics=Width(split=shape.heads),
+        kept=Width(split=q + 2 * kv),
+        spared=Width(split=(q + kv) * (normed or rotated) + q * documents, whole=int(shape.query_scale is not None)),
+        statistics=Width(split=0 if _is_blocked(shape, kind) else shape.heads),
         core=True,
+        moments=(_blocks_moment(shape, kind),) if _is_blocked(shape, kind) else (),
     )
-    own = (_head_norms(shape),) * normed + (_rotary(shape),) * rotated
-    return _norm(shape, "norm"), _column(shape, "qkv", (h + 2 * kv,)), *own, core, _row(shape, "out", h)
+    norms = _head_norms(shape) if shape.qk_norm == "head" else _full_norms(shape)
+    own = [norms] * normed + [_rotary(shape)] * rotated
+    return (*(own if shape.qk_norm_at == "before" else reversed(own)), core)
+
+
+def _is_blocked(shape: Shape, kind: Kind) -> bool:
+    """Return whether attention runs in blocks of queries, of which it keeps only queries, keys and values."""
+    return shape.window_of(kind) is not None or shape.attention_cap is not None
+
+
+def _blocks_moment(shape: Shape, kind: Kind) -> Moment:
+    """Return the moment in which attention in blocks computes a block again, with its scores if they are capped."""
+    q, kv, s, window = shape.width, shape.kv_width, shape.seq_len, shape.window_of(kind)
+    queries = min(s, shape.block_length(window))
+    keys = s if window is None else min(s, queries + window - 1)
+    scores = -(-shape.heads * queries * keys // s) if shape.attention_cap is not None else 0
+    repeated = 3 * q * keys // s if shape.attention_cap is not None and q != kv else 0
+    gradients = 2 * q + 2 * kv + repeated + (0 if scores else (2 * q * queries + 2 * kv * keys) // s)
+    return Moment("attention", Width(split=gradients + 5 * scores // 4), wide=Width(split=3 * scores))
 
 
 def _rotary(shape: Shape) -> Layer:
-    passed = Width(split=2 * (shape.hidden + shape.kv_width))
+    passed = Width(split=2 * (shape.width + shape.kv_width))
     return Layer("rotary", core=True, forward=passed, backward=passed)
 
 
 def _head_norms(shape: Shape) -> Layer:
     """Return the RMS norms of queries and keys."""
-    width = shape.hidden + shape.kv_width
-    gradients = width + shape.kv_width + shape.hidden  # of queries, keys and values, and a contiguous copy of one
-    copies = Moment("qk norm", Width(split=gradients), wide=Width(split=4 * shape.hidden), reference=True)
+    width = shape.width + shape.kv_width
+    gradients = width + shape.kv_width + shape.width  # of queries, keys and values, and a contiguous copy of one
+    copies = Moment("qk norm", Width(split=gradients), wide=Width(split=4 * shape.width), reference=True)
     return Layer(
         "qk norm",
         partial=(shape.head_dim, shape.head_dim),
@@ -219,12 +240,28 @@ def _head_norms(shape: Shape) -> Layer:
     )
 
 
+def _full_norms(shape: Shape) -> Layer:
+    """Return the RMS norms of all queries and of all keys, whose statistics tensor ranks sum."""
+    width = shape.width + shape.kv_width
+    return Layer(
+        "qk norm",
+        split=((shape.width, 1), (shape.kv_width, 1)),
+        spared=Width(split=width),
+        statistics=Width(whole=2),
+        core=True,
+        forward=Width(split=2 * width),
+        backward=Width(split=3 * width),
+    )
+
+
 def _mlp(shape: Shape) -> tuple[Layer, ...]:
+    """Return the layers of the MLP but its last product."""
     f, inputs = shape.ffn, shape.num_mlp_inputs
-    name = "silu x up" if shape.gated else "gelu"
+    name = f"{shape.activation} x up" if shape.gated else shape.activation
     moments = [Moment(name, Width(split=(1 + inputs) * f))]  # the incoming gradient and those of the inputs
-    if shape.layernorm and not shape.gated:
-        moments.append(Moment(name, Width(split=3 * f), reference=True))  # adds the bias again
+    if shape.biased("mlp") and not shape.gated:
+        plain = shape.activation == "gelu"  # others have no kernel that adds the bias again
+        moments.append(Moment(name, Width(split=3 * f), reference=plain))
     activation = Layer(
         name,
         kept=Width(split=inputs * f),
@@ -233,18 +270,18 @@ def _mlp(shape: Shape) -> tuple[Layer, ...]:
         backward=Width(split=(1 + 2 * inputs) * f),
         kernels=(1, 1),
     )
-    return _norm(shape, "norm"), _column(shape, "up", (f,) * inputs), activation, _row(shape, "down", f)
+    return _column(shape, "up", (f,) * inputs, biased="mlp"), activation
 
 
 def _norm(shape: Shape, name: str) -> Layer:
     """Return a norm of the residual stream; an RMSNorm that is not fused makes four wide copies in backward."""
-    h, parameters = shape.hidden, 2 if shape.layernorm else 1
+    h, statistics = shape.hidden, 2 if shape.layernorm else 1
     copies = Moment(name, Width(stream=h), wide=Width(stream=4 * h), reference=True)
     return Layer(
         name,
-        whole=(h,) * parameters,
+        whole=(h,) * (1 + (shape.layernorm and shape.biased("norm"))),
         kept=Width(stream=h),
-        statistics=Width(stream=parameters),
+        statistics=Width(stream=statistics),
         moments=() if shape.layernorm else (copies,),
         forward=Width(stream=2 * h),
         backward=Width(stream=3 * h),
@@ -252,30 +289,37 @@ def _norm(shape: Shape, name: str) -> Layer:
     )
 
 
-def _column(shape: Shape, name: str, rows: tuple[int, ...]) -> Layer:
-    """Return a product from the residual stream, with one weight of `rows[i]` rows for each i."""
-    h, biased = shape.hidden, shape.layernorm
-    split = (*((each, h) for each in rows), *((each, 1) for each in rows if biased))
-    biases = Width(split=sum(rows) if biased else 0)
+def _column(shape: Shape, name: str, rows: tuple[int, ...], *, biased: str) -> Layer:
+    """Return a product from the residual stream, with one weight of `rows[i]` rows for each i.
+
+    Args:
+        biased: the place of its biases.
+    """
+    h, has_bias = shape.hidden, shape.biased(biased)
+    split = (*((each, h) for each in rows), *((each, 1) for each in rows if has_bias))
+    biases = Width(split=sum(rows) if has_bias else 0)
     return Layer(name, split, product="column", inputs=h, outputs=sum(rows), kept=Width(h), biases=biases)
 
 
-def _row(shape: Shape, name: str, inputs: int) -> Layer:
-    """Return a product back to the residual stream, with dropout and the residual sum."""
-    h, dropped, biased = shape.hidden, shape.dropout > 0, shape.layernorm
+def _row(shape: Shape, name: str, biased: str, *inputs: int) -> Layer:
+    """Return a product, or the sum of two, back to the residual stream, with dropout, scale and the residual sum."""
+    h, dropped, scaled = shape.hidden, shape.dropout > 0, shape.residual_scale != 1
+    biases = sum(map(shape.biased, (biased, "mlp")[: len(inputs)]))
     mask = Moment("mask", words=Width(stream=2 * h), reference=True)  # the hash of a mask
+    copies = (dropped or scaled) + (shape.norm_place != "pre")  # of the branch's gradient
     return Layer(
         name,
-        ((inputs, h),),
-        (h,) * biased,
+        tuple((each, h) for each in inputs),
+        (h,) * biases,
         product="row",
-        inputs=inputs,
+        inputs=sum(inputs),
         outputs=h,
-        kept=Width(split=inputs),
+        kept=Width(split=sum(inputs)),
         moments=(mask,) if dropped else (),
-        forward=Width(stream=3 * h),
-        backward=Width(stream=2 * h),
+        forward=Width(stream=(5 if scaled else 3) * h),
+        backward=Width(stream=(4 if scaled else 2) * h),
         masks=h if dropped else 0,
-        kernels=(1, 1),
-        biases=Width(stream=h if biased else 0),
+        kernels=(1 + scaled, 1 + scaled),
+        biases=Width(stream=biases * h),
+        working=Width(stream=copies * h),
     )

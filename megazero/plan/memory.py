@@ -5,7 +5,7 @@
                   gradients before their reduce-scatter (stages 2 and 3), one in use and one in transfer (`pool.py`)
     secondary     1/n of all parameters in the format in which they are sent, where n neighbours keep second shards
     residuals     of error feedback: the quantisation errors of gradients, (N-1)/N of all gradients
-    angles        of rotary positions, one table for all blocks: 2 s d e (cos and sin, d channels of a head)
+    angles        of rotary positions, a table for each kind of them: 2 s d e (cos and sin, d channels of a head)
     inputs        of full recompute: blocks x micro-batches that the schedule keeps x n (the bytes of a block's input),
                   1/t of it with Pa, on the host with Pa+cpu, on disks with Pa+nvme; plus up to two whole inputs where
                   they are gathered or brought back, and n/t in transfer to a disk
@@ -29,12 +29,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megazero.base.quantized import sent_bytes
-from megazero.plan.activations import kept_by_block, logits
+from megazero.plan.activations import kept_by_blocks, kept_input, kept_logits, logits
 from megazero.plan.communicators import communicators
 from megazero.plan.job import Job
+from megazero.plan.layers import products
 from megazero.plan.liveness import Moment, liveness
 from megazero.plan.machines import Machine
-from megazero.plan.peak import moments
+from megazero.plan.peak import of_block, of_head
 from megazero.plan.pool import pool
 from megazero.plan.share import share_of
 from megazero.plan.states import states
@@ -85,8 +86,8 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
         held["secondary"] = job.shard // job.secondary_ranks * sum(sent)
     if job.error_feedback:
         held["residuals"] = (job.shard - 1) * share * job.bytes.gradient
-    if not job.shape.learned_positions:
-        held["angles"] = 2 * job.shape.seq_len * job.shape.head_dim * job.bytes.parameter
+    ropes = {job.shape.rope_of(kind) for parts in stages.values() for kind in job.kinds(parts)} - {None}
+    held["angles"] = len(ropes) * 2 * job.shape.seq_len * job.shape.head_dim * job.bytes.parameter
     backwards, most = liveness(job, rank)
     held |= _inputs(job, stages, most)
     if job.cuda_graphs:
@@ -120,7 +121,7 @@ def batch(job: Job) -> int:
 def _inputs(job: Job, stages: dict[int, range], most: dict[int, int]) -> dict[str, int]:
     if job.recompute != "full":
         return {}
-    each = kept_by_block(job, "full")
+    each = kept_input(job)
     slots = sum(most[stage] * job.blocks(parts) for stage, parts in stages.items())
     split = job.partition and not job.sequence and job.tensor > 1
     # One in use and one in transfer, both of one stage.
@@ -168,36 +169,41 @@ class _Walk:
 
     def __init__(self, job: Job, parts: range, fused: bool):
         self._job, self._fused = job, fused
-        self._blocks, self._head = job.blocks(parts), parts.stop == job.shape.layers + 2
-        shape = job.shape
-        each = kept_by_block(job, job.recompute) if job.recompute != "full" else 0
-        self.kept = self._blocks * each + (2 * job.stream + logits(job) if self._head else 0)
+        self._parts, self._head = parts, parts.stop == job.shape.layers + 2
+        self.kept = kept_by_blocks(job, parts) + (2 * job.stream + kept_logits(job) if self._head else 0)
         # Each product's input and output gradient. One of the two has the whole sequence on every rank.
-        products = [layer for layer in job.block if layer.product is not None]
-        widths = sum(layer.split_width + job.tensor * shape.hidden for layer in products)
+        widths = sum(layer.split_width + job.tensor * job.shape.hidden for layer in products(job))
         self._token = job.tokens * job.bytes.parameter  # bytes of one value for each token
         self._noted_by_block = self._token * widths // job.tensor
-        self._noted_by_head = self._token * shape.hidden + logits(job) if self._head else 0
-        self.noted = self._blocks * self._noted_by_block + self._noted_by_head
+        self._noted_by_head = self._token * job.shape.hidden + logits(job) if self._head else 0
+        self.noted = job.blocks(parts) * self._noted_by_block + self._noted_by_head
 
     @cached_property
     def peak(self) -> tuple[int, str]:
         """Return the peak in its backward, kept activations included, and its cause."""
-        return max(moments(self._job, self._blocks, head=self._head, fused=self._fused))
+        of_head_ = of_head(self._job, self._parts, fused=self._fused) if self._head else ()
+        return max([*of_head_, *map(self._peak_of, self._job.lasts(self._parts))])
+
+    def _peak_of(self, part: int) -> tuple[int, str]:
+        """Return the peak, and its cause, in the backward of the block that is this part."""
+        return max(of_block(self._job, range(self._parts.start, part + 1), fused=self._fused))
 
     @cached_property
     def peak_with_notes(self) -> tuple[int, str]:
         """Return the peak and its cause where weight gradients are computed later.
 
-        The peak is in the first block of backward, on top of what the head has noted, or in the last block, on top of
-        what the head and all other blocks have noted.
+        From block to block of a kind, the sum of kept and noted bytes changes by a constant. So the peak is in the last
+        or in the first block of a kind, on top of what the head and the blocks after it have noted.
         """
         job = self._job
-        down = job.block[-1]  # its input and its output's gradient are alive
-        still_there = self._token * (down.split_width // job.tensor + job.shape.hidden)
-        first, last = (max(moments(job, count, head=False, fused=self._fused)) for count in (self._blocks, 1))
-        others = self.noted - self._noted_by_block
-        return max((self._noted_by_head + first[0] + still_there, first[1]), (others + last[0] + still_there, last[1]))
+        down = products(job)[-1]  # its input and its output's gradient are alive
+        still_there = self._noted_by_head + self._token * (down.split_width // job.tensor + job.shape.hidden)
+        peaks = ((part, *self._peak_of(part)) for part in (*job.lasts(self._parts), *job.firsts(self._parts)))
+        return max((still_there + self._noted_after(part) + size, cause) for part, size, cause in peaks)
+
+    def _noted_after(self, part: int) -> int:
+        """Return the bytes that the blocks after a part have noted."""
+        return self._job.blocks(range(part + 1, self._parts.stop)) * self._noted_by_block
 
 
 def _offloaded(job: Job, share: int, held: dict[str, int]) -> dict[str, int]:

@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from megazero.base.quantized import quantized_bytes
 from megazero.plan.job import Job
-from megazero.plan.states import UnitSize
+from megazero.plan.states import UnitSize, units_of
 
 StageUnits = Sequence[UnitSize]
 
@@ -95,11 +95,11 @@ def _most(moments: Iterable[Sequence[int]]) -> int:
 
 
 def _path(job: Job, parts: range) -> list[StageUnits]:
-    """Return the units of each part of a stage; its first two blocks stand for any number of blocks."""
+    """Return the units of each part of a stage; so many first blocks stand for all that each pair of kinds occurs."""
     ends = (0, job.shape.layers + 1)
     blocks = [i for i in parts if i not in ends]
-    kept = [i for i in parts if i in ends or i in blocks[:2]]
-    return [job.units([range(i, i + 1)]) for i in kept]
+    kept = [i for i in parts if i in ends or i in blocks[: len(job.shape.kinds) + 1]]
+    return [units_of(job, [range(i, i + 1)]) for i in kept]
 
 
 def _reduced(path: Sequence[StageUnits], ties: Sequence[UnitSize]) -> Iterator[tuple[set[UnitSize], set[UnitSize]]]:

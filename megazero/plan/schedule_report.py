@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megazero.plan.job import Job
-from megazero.plan.layers import head_in_blocks
 from megazero.plan.traffic import traffic
 from megazero.schedules.actions import Schedule
 from megazero.schedules.layers import lowered
@@ -34,8 +33,7 @@ def report(job: Job) -> tuple[dict[str, Any], Schedule, Timeline]:
     """
     layers = job.layers
     schedule = lowered(layers, job.micro_batches, each=job.shards_gradients, tied=job.shape.tie_embeddings)
-    head, last = head_in_blocks(job.shape), job.shape.layers + 1
-    costs = (float(job.blocks(parts)) + (head if last in parts else 0.0) for parts in layers.parts)
+    costs = layers.costs
     timeline = simulate(schedule, [Costs(blocks, blocks, blocks) for blocks in costs])
     peaks = peak_live(schedule)
     ranks = [

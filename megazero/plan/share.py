@@ -1,14 +1,18 @@
 """The share of a model that one rank has: its units, the elements that stage 3 gathers, and those that it updates."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from megazero.plan.job import Job
+from megazero.plan.model import Kind
+from megazero.plan.states import units_of
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit of a rank, or the units of all its blocks, which have one size.
+    """A unit of a rank, or the units of all its blocks of a kind, which have one size.
 
     Attributes:
         padded: elements of its flat buffer.
@@ -37,13 +41,13 @@ class Share:
     """The share of a job's model that a pipeline rank has, and sums over its units.
 
     Attributes:
-        blocks: number of blocks.
+        kinds: number of blocks of each kind.
         embedding, head: whether the rank has the embedding, the head.
         sends, returns: number of stages on other ranks to which it sends activations, and gradients.
     """
 
     job: Job
-    blocks: int
+    kinds: Mapping[Kind, int]
     embedding: bool
     head: bool
     sends: int = 0
@@ -53,15 +57,22 @@ class Share:
     def units(self) -> list[Unit]:
         """Return the units: embedding, head and tied weight, then the blocks."""
         job, last = self.job, self.job.shape.layers + 1
-        parts = [range(1)] * self.embedding + [range(last, last + 1)] * self.head + [range(1, 2)] * (self.blocks > 0)
+        counts = {f"blocks.{job.shape.kinds.index(kind)}": count for kind, count in self.kinds.items()}
+        parts = [range(1)] * self.embedding + [range(last, last + 1)] * self.head
+        parts += [range(i + 1, i + 2) for i in map(job.shape.kinds.index, self.kinds)]
         found = []
-        for unit in sorted(job.units(parts), key=lambda unit: unit.name == "blocks.0"):
-            padded, block = unit.padded(job.shard), unit.name == "blocks.0"
+        for unit in sorted(units_of(job, parts), key=lambda unit: unit.name in counts):
+            padded, count = unit.padded(job.shard), counts.get(unit.name, 1)
             own = padded // job.shard if job.shards_optimizer else padded
-            count, forward = (self.blocks if block else 1), (self.embedding + self.head if unit.name == "tied" else 1)
+            forward = self.embedding + self.head if unit.name == "tied" else 1
             tail = unit.summed_from(sequence=job.sequence)
-            found.append(Unit(unit.name, padded, own, tail, count, forward, backward=int(block)))
+            found.append(Unit(unit.name, padded, own, tail, count, forward, backward=int(unit.name in counts)))
         return found
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of blocks."""
+        return sum(self.kinds.values())
 
     @property
     def tied(self) -> list[Unit]:
@@ -92,7 +103,7 @@ def share_of(job: Job, rank: int) -> Share:
     last = len(layers.parts) - 1
     return Share(
         job,
-        sum(map(job.blocks, stages.values())),
+        sum((Counter(job.kinds(parts)) for parts in stages.values()), Counter()),
         0 in stages,
         last in stages,
         sends=sum(stage < last and layers.rank_of[stage + 1] != rank for stage in stages),

@@ -17,38 +17,10 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
 
+from megazero.plan.job import Bytes, Job
 from megazero.plan.layers import Layer, block, head
 from megazero.plan.model import Shape
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, aligned
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """The bytes of one element.
-
-    Attributes:
-        reduced: of a gradient while it is summed over the data axis and copies of a tied weight; None: `gradient`.
-    """
-
-    parameter: int
-    gradient: int
-    master: int
-    reduced: int | None = None
-
-    @property
-    def summed(self) -> int:
-        """Return the bytes of a gradient while it is summed over ranks."""
-        return self.gradient if self.reduced is None else self.reduced
-
-    @property
-    def optimizer(self) -> int:
-        """Return the bytes of both moments, and of the master where it is not the parameter itself."""
-        return (2 if self.master == self.parameter else 3) * self.master
-
-    @property
-    def moved_by_update(self) -> int:
-        """Return the bytes that an update moves for one element: moments and master in and out, gradient, parameter."""
-        return 6 * self.master + self.gradient + (0 if self.master == self.parameter else self.parameter)
 
 
 @dataclass(frozen=True)
@@ -110,11 +82,16 @@ def units(
     if 0 in own:
         positions = (shape.seq_len * shape.hidden,) if shape.learned_positions else ()
         found.append(UnitSize("embedding", own_vocabulary, positions, alignment))
-    of_block = block(shape)
-    found += (_unit(f"blocks.{i - 1}", of_block, tensor, alignment) for i in sorted(own) if 1 <= i <= shape.layers)
+    blocks = (i - 1 for i in sorted(own) if 1 <= i <= shape.layers)
+    found += (_unit(f"blocks.{i}", block(shape, shape.kind(i)), tensor, alignment) for i in blocks)
     if shape.layers + 1 in own:
         found.append(_unit("head", head(shape), tensor, alignment))
     return tuple(unit for unit in found if unit.split or unit.whole)
+
+
+def units_of(job: Job, parts: Sequence[range] | None = None) -> Sequence[UnitSize]:
+    """Return the units of some parts of a job's model, on a tensor rank; see `units`."""
+    return units(job.shape, job.tensor, None if parts is None else tuple(parts), job.alignment)
 
 
 def states(share: int, shard: int, stage: int, bytes_: Bytes) -> dict[str, int]:

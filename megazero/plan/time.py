@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from megazero.plan.bubble import messages, waits
 from megazero.plan.compute import Compute, PassTimes
+from megazero.plan.flops import block_costs
 from megazero.plan.job import Job
-from megazero.plan.layers import head_in_blocks
+from megazero.plan.layers import products
 from megazero.plan.links import AWAY, Links, exchanged
 from megazero.plan.machines import Machine
 from megazero.plan.share import Share
@@ -66,7 +67,7 @@ def step_time(job: Job, machine: Machine, system: System = OURS) -> StepTime:
     mean = whole.times(1 / job.pipeline)  # over all pipeline ranks
     m = job.micro_batches
     bubble = waits(job, mean)
-    share = Share(job, first, True, job.pipeline == 1)
+    share = Share(job, job.kinds(range(first + 1)), True, job.pipeline == 1)
     own, gathered, elements = list(flows(share)), share.gathers, share.updated
     reduced = elements * job.shard * (m if job.shards_gradients else 1)
     coded = compute.codes(own, m * sum(gathered), reduced)
@@ -109,13 +110,13 @@ def _sums(job: Job, links: Links, compute: Compute, block: PassTimes, system: Sy
     forward = _waits_of_chunks(job, links, compute, each)
     if system.sums == "all" and job.sequence:
         return _beside_products(one / 2, compute, block)
-    columns = (0.0, 0.0) if system.sums == "none" else block.columns
+    columns = (0.0,) * len(block.columns) if system.sums == "none" else block.columns
     backward = sum(max(0.0, one - column) for column in columns)
     if job.sequence:  # row products wait for gathers; column products gather again and sum while others run
         backward = one + backward
     again = 0.0
     if job.recompute == "full":
-        again = sum(forward if system.replays_all else forward[:-1])  # a replay leaves out the last product and its sum
+        again = sum(forward[:-1] if compute.omits_last else forward)  # the last product's sum is left out with it
     return PassTimes(sum(forward), backward, 0.0, again)
 
 
@@ -127,10 +128,11 @@ def _waits_of_chunks(job: Job, links: Links, compute: Compute, each: float) -> l
     """
     chunks, times = job.tensor_chunks, 1 if job.sequence else 2
     one = links.seconds("tensor", times * each / chunks, times)
-    pairs = list(zip(compute.products(), compute.products(chunks), strict=True))  # qkv, out, up, down
+    rows = zip(products(job), compute.products(), compute.products(chunks), strict=True)
     return [
         one + (chunks - 1) * max(0.0, one - piece) + (chunks * piece - whole)
-        for whole, piece in (pairs if job.sequence else pairs[1::2])
+        for layer, whole, piece in rows
+        if job.sequence or layer.product == "row"
     ]
 
 
@@ -150,11 +152,12 @@ def _beside_products(one: float, compute: Compute, block: PassTimes) -> PassTime
 
 
 def _blocks(job: Job) -> tuple[int, int]:
-    """Return the blocks of the busiest rank without the head, and of the rank with it (`schedules/layers.py`)."""
+    """Return the blocks of the busiest rank without the head, and of the rank with it, if all blocks cost the mean."""
     p, blocks = job.pipeline, job.shape.layers
     if p == 1:
         return blocks, blocks
-    cost = head_in_blocks(job.shape)
+    each, head = block_costs(job.shape)
+    cost = head * blocks / sum(each)
     ideal = (blocks - (p - 1) * cost) / p
     last = min(
         {max(1, int(ideal)), max(1, int(ideal) + 1)},

@@ -17,6 +17,7 @@ bytes x (t - 1) / t on the tensor axis:
     embedding       forward 2 n; sequence: n forward, n backward
     head            backward 2 n; sequence: n forward, n again, n backward
     loss            3 numbers for each token
+    qk norm         2 numbers for each token and pass, where all heads are normed together
     tail            2 for each element of a shard whose gradient is partial: under sequence parallelism those of
                     parameters that are whole on every tensor rank; always those that a rank uses on its own heads
 
@@ -39,8 +40,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megazero.base.quantized import sent_bytes
-from megazero.plan.activations import kept_by_block
+from megazero.plan.activations import kept_input
 from megazero.plan.job import Job
+from megazero.plan.layers import products
 from megazero.plan.links import axis_size
 from megazero.plan.share import Share, share_of
 
@@ -152,12 +154,15 @@ def _tensor(own: Share) -> Iterator[Flow]:
     def flow(purpose: str, ops: int, chunks: int = 1) -> Flow:
         return Flow("tensor", purpose, ops * chunks, ops * n * (1 if sequence or purpose == "inputs" else 2))
 
-    kinds = [layer.product for layer in job.block if layer.product is not None]
+    kinds = [layer.product for layer in products(job)]
     columns, rows = kinds.count("column"), kinds.count("row")
     forward = rows + columns * sequence
-    yield flow("block forward", blocks * (forward + (forward - 1) * full), chunks)  # a replay omits its last
+    yield flow("block forward", blocks * (forward + (forward - job.omits_last) * full), chunks)
     yield flow("block backward", blocks * (columns + rows * sequence))
     yield flow("block again", blocks * columns * sequence)
+    if job.shape.qk_norm == "full":  # sums of squares of queries and keys, in a replay too, and once in backward
+        times = (2 + (job.recompute != "none")) * blocks
+        yield Flow("tensor", "qk norm", times, times * 2 * (t - 1) * -(-2 * job.tokens // t) * max(item, 4))
     if own.embedding:
         yield flow("embedding forward", m)
         yield flow("embedding backward", m * sequence)
@@ -250,7 +255,7 @@ def _parameters_away(own: Share) -> Iterator[Flow]:
 def _inputs_away(own: Share) -> Iterator[Flow]:
     """Yield the copies of inputs that full recompute offloads."""
     job = own.job
-    each, ops = kept_by_block(job, "full"), job.micro_batches * own.blocks
+    each, ops = kept_input(job), job.micro_batches * own.blocks
     yield Flow(_AXIS[job.offload], "inputs out", ops, ops * each)
     yield Flow(_AXIS[job.offload], "inputs back", ops, ops * each)
 

@@ -10,8 +10,9 @@ of them, plain products (math), materialises the scores, S^2 numbers per head: 4
     efficient   also fp32, and older GPUs
     math        if nothing else fits, with a warning
 
-Documents (`data.mask_eod`) use torch's variable-length flash attention if it works here; else attention runs for one
-length at a time. On a CPU there is one implementation, and it always gives the same bits.
+Documents (`data.mask_eod`) and windows use torch's variable-length flash attention if it works here; else attention
+runs for one length at a time, and windows in blocks, as scores with a soft cap do everywhere. On a CPU there is one
+implementation, and it always gives the same bits.
 
 Measured on one H100 with torch 2.11 (docs/gpu_h100.md). The order was read in torch's sources (2.10 to 2.13); tests
 replace torch's answers by others.
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from megazero.builders.assemble import DTYPES
+from megazero.builders.pipeline import model_shape
 from megazero.config.schema import Config
 from megazero.launcher.environment import fix_cublas_workspace
 from megazero.model.attention import Attention, VariableLength
@@ -55,7 +57,7 @@ class AttentionChoice:
     Attributes:
         name: cudnn, flash, efficient or math.
         repeats: whether keys and values are repeated for each query head.
-        variable_length: attention for documents; None: documents of one length at a time.
+        variable_length: attention for documents and windows; None: documents of one length at a time.
         why: the text of a warning; "" for none.
     """
 
@@ -98,8 +100,11 @@ class Probe:
                 return None
         return str(said[0].message).partition(" (Triggered")[0] if said else "refused by torch"
 
-    def variable_length(self) -> VariableLength:
+    def variable_length(self, *, windows: bool) -> VariableLength:
         """Return torch's variable-length attention, after a trial with two small documents on this device.
+
+        Args:
+            windows: it must be able to compute windows.
 
         Raises:
             RuntimeError, ValueError: it cannot compute these heads.
@@ -107,7 +112,7 @@ class Probe:
         attend = variable_length(self._heads.queries != self._heads.keys)
         bounds = torch.tensor([0, 3, 8], dtype=torch.int32, device=self._device)
         q, k, v = (self._empty(8, count) for count in (self._heads.queries, self._heads.keys, self._heads.keys))
-        attend(q, k, v, bounds, 5).sum().backward()
+        attend(q, k, v, bounds, 5, 2 if windows else None, 0.5).sum().backward()
         return attend
 
     def _empty(self, *shape: int) -> Tensor:
@@ -115,20 +120,22 @@ class Probe:
         return torch.zeros(shape, dtype=self._dtype, device=self._device, requires_grad=True)
 
 
-def choose_attention(probe: Probe, *, documents: bool, deterministic: bool) -> AttentionChoice:
+def choose_attention(probe: Probe, *, documents: bool, windows: bool, deterministic: bool) -> AttentionChoice:
     """Choose the implementation for a GPU. The caller enables it, because probing changes which are enabled.
 
     Args:
         probe: tries implementations on the GPU, with the run's dtype and heads.
         documents: whether attention stays inside documents.
+        windows: whether blocks have windows without a soft cap.
         deterministic: whether every run must give the same bits.
     """
     attend, why = None, []
-    if documents:
+    if documents or windows:
         try:
-            attend = probe.variable_length()
+            attend = probe.variable_length(windows=windows)
         except (RuntimeError, ValueError) as error:
-            why.append(f"documents are computed length by length: {error}")
+            slowly = ["documents are computed length by length"] * documents + ["windows in blocks"] * windows
+            why.append(f"{', '.join(slowly)}: {error}")
     names = _FUSED if probe.prefers_cudnn() and not deterministic and not documents else _FUSED[1:]
     refusals = {}
     for repeats in (False, True):
@@ -150,18 +157,19 @@ def settle_attention(config: Config, model: Transformer, device: torch.device, *
     """
     if device.type != "cuda":
         return
-    m, ranks = config.model, config.parallel.tensor
-    assert m.kv_heads is not None, "a resolved config"
-    heads = Heads(m.heads // ranks, m.kv_heads // ranks, m.hidden // m.heads, m.seq_len)
+    shape, ranks = model_shape(config), config.parallel.tensor
+    heads = Heads(shape.heads // ranks, shape.kv_heads // ranks, shape.head_dim, shape.seq_len)
     probe = Probe(device, DTYPES[config.precision.dtype], heads)
-    deterministic = config.run.deterministic
-    choice = choose_attention(probe, documents=config.data.mask_eod, deterministic=deterministic)
+    documents, deterministic, capped = config.data.mask_eod, config.run.deterministic, shape.attention_cap is not None
+    windows = not capped and any(shape.window_of(kind) is not None for kind in shape.kinds)
+    choice = choose_attention(probe, documents=documents, windows=windows, deterministic=deterministic)
     take(choice.name)
     for layer in model.modules():
         if isinstance(layer, Attention):
-            layer.repeats, layer.variable_length = choice.repeats, choice.variable_length
-    documents = " (documents: variable-length flash)" if choice.variable_length is not None else ""
-    logging.getLogger("megazero").info("attention: %s%s%s", choice, documents, ", deterministic" * deterministic)
+            layer.repeats, layer.variable_length = choice.repeats, None if capped else choice.variable_length
+    varied = " and ".join(["documents"] * documents + ["windows"] * windows)
+    varied = f" ({varied}: variable-length flash)" if choice.variable_length is not None and not capped else ""
+    logging.getLogger("megazero").info("attention: %s%s%s", choice, varied, ", deterministic" * deterministic)
     if choice.why and first:
         warn(choice.why)
 
@@ -196,11 +204,19 @@ def variable_length(grouped: bool) -> VariableLength:
     from torch.nn.attention.varlen import varlen_attn  # it imports torch's compiler, which takes a second
 
     known = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"enable_gqa": grouped} if "enable_gqa" in known else {}
-    options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}  # the latter only in 2.10
+    always: dict[str, Any] = {"enable_gqa": grouped} if "enable_gqa" in known else {}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
-        y = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, window: int | None, scale: float
+    ) -> Tensor:
+        options: dict[str, Any]
+        if "window_size" in known:
+            options = {"window_size": (-1 if window is None else window - 1, 0), "scale": scale}
+        elif window is None:  # torch 2.10, where scores have the usual scale
+            options, q = {"is_causal": True}, q * (scale * q.shape[-1] ** 0.5)
+        else:
+            raise ValueError("windows need torch 2.11")
+        y = varlen_attn(q, k, v, bounds, bounds, longest, longest, **always, **options)
         assert isinstance(y, Tensor), "nothing else was asked for"
         return y
 

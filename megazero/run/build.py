@@ -42,8 +42,8 @@ from megazero.observe.tensorboard_sink import TensorboardSink
 from megazero.observe.unit_table import UnitEvents, UnitTableSink
 from megazero.observe.wandb_sink import WandbSink
 from megazero.optim.learning_rate import LearningRate
+from megazero.plan.flops import flops_per_token
 from megazero.plan.hardware import peak_flops
-from megazero.plan.layers import flops_per_token
 from megazero.run.attention import repeat_bits, settle_attention
 from megazero.run.checkpointing import about_run, checkpoints_of, holdings_of
 from megazero.run.data import RunData, open_data, refuse_overlap, refuse_repeats

@@ -1,9 +1,10 @@
 """Split the model's layers into pipeline stages, and lower a schedule to the actions of every rank.
 
-Blocks have equal cost, but the first stage also has the embedding, and the last one the final norm and the output
-projection, which costs about as much as V / (12 h) blocks. Every stage has at least one block; each further block goes
-to the rank with the least work, and there to the stage with the least. For blocks of equal cost this minimises the work
-of the busiest rank.
+The first stage also has the embedding, and the last one the final norm and the output projection, which costs about as
+much as V / (12 h) blocks. Every stage has at least one block. Blocks of equal cost are dealt one by one: each goes to
+the rank with the least work, and there to the stage with the least, which minimises the work of the busiest rank.
+Blocks of different costs fill the stages from the last to the first, each up to an equal share of a rank's work; the
+smallest share with which all blocks find a place is taken.
 
 Lowering adds to a schedule
 
@@ -31,6 +32,7 @@ class Layers:
         schedule, ranks, chunks: as in the config.
         rank_of: for each stage, its rank.
         parts: for each stage, its range of the model's layers: 0 is the embedding, the last index the head.
+        costs: for each stage, its work, in units of the first block's.
     """
 
     schedule: str
@@ -38,6 +40,7 @@ class Layers:
     chunks: int
     rank_of: tuple[int, ...]
     parts: list[range]
+    costs: list[float]
 
     def of_rank(self, rank: int) -> dict[int, range]:
         """Return the stages of a rank, each with its range of layers."""
@@ -45,22 +48,36 @@ class Layers:
 
 
 @cache
-def cut(schedule: str, ranks: int, chunks: int, blocks: int, head: float) -> Layers:
-    """Return the assignment for a model of `blocks` blocks whose head costs as much as `head` blocks."""
+def cut(schedule: str, ranks: int, chunks: int, blocks: tuple[float, ...], head: float) -> Layers:
+    """Return the assignment for a model whose blocks, and whose head, have these costs."""
     rank_of = make(schedule, ranks, 1, chunks).rank_of
-    return Layers(schedule, ranks, chunks, rank_of, split(blocks, rank_of, head))
+    parts = split(blocks, rank_of, head)
+    costs = [sum(blocks[max(each.start, 1) - 1 : each.stop - 1]) for each in parts]
+    costs[-1] += head
+    return Layers(schedule, ranks, chunks, rank_of, parts, costs)
 
 
-def split(blocks: int, rank_of: Sequence[int], head: float) -> list[range]:
+def split(blocks: Sequence[float], rank_of: Sequence[int], head: float) -> list[range]:
     """Return for each stage the range of the model's layers that it runs: 0 is the embedding, the last the head.
 
     Args:
-        blocks: number of blocks in the model, at least one for each stage.
+        blocks: cost of each block in the model, at least one for each stage.
         rank_of: for each stage, the rank that computes it.
-        head: cost of the head, in blocks; the embedding costs nothing.
+        head: cost of the head; the embedding costs nothing.
     """
+    assert len(blocks) >= len(rank_of), f"{len(blocks)} blocks in {len(rank_of)} stages: held by the config"
+    equal = min(blocks) == max(blocks)
+    counts = _dealt(len(blocks), rank_of, head / blocks[0]) if equal else _filled(blocks, rank_of, head)
+    firsts = [1 + sum(counts[:k]) for k in range(len(counts))]
+    cuts = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+    cuts[0] = range(cuts[0].stop)
+    cuts[-1] = range(cuts[-1].start, len(blocks) + 2)
+    return cuts
+
+
+def _dealt(blocks: int, rank_of: Sequence[int], head: float) -> list[int]:
+    """Return the number of blocks of each stage; all blocks cost 1."""
     stages = range(len(rank_of))
-    assert blocks >= len(stages), f"{blocks} blocks in {len(stages)} stages: held by the config"
     costs = [1.0 for _ in stages]
     costs[-1] += head
     counts = [1 for _ in stages]
@@ -73,11 +90,33 @@ def split(blocks: int, rank_of: Sequence[int], head: float) -> list[range]:
         costs[stage] += 1
         work[rank_of[stage]] += 1
         counts[stage] += 1
-    firsts = [1 + sum(counts[:k]) for k in stages]
-    cuts = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
-    cuts[0] = range(cuts[0].stop)
-    cuts[-1] = range(cuts[-1].start, blocks + 2)
-    return cuts
+    return counts
+
+
+def _filled(blocks: Sequence[float], rank_of: Sequence[int], head: float) -> list[int]:
+    """Return the number of blocks of each stage, such that the busiest rank's work is small."""
+    chunks = len(rank_of) // len(set(rank_of))
+    low, high = 0.0, (sum(blocks) + head) * (chunks + 1)
+    counts: list[int] = []
+    for _ in range(40):  # the share of a rank, to 12 digits
+        share = (low + high) / 2
+        found = _fill(blocks, [(share - head * (rank == rank_of[-1])) / chunks for rank in rank_of])
+        low, high, counts = (share, high, counts) if found is None else (low, share, found)
+    return counts
+
+
+def _fill(blocks: Sequence[float], room: Sequence[float]) -> list[int] | None:
+    """Return the number of blocks that each stage takes if it has this room; None if some find no place."""
+    counts = [1 for _ in room]
+    end = len(blocks)
+    for stage in reversed(range(len(room))):
+        end -= 1  # its first block, for which there is always a place
+        work = blocks[end]
+        while end > stage and work + blocks[end - 1] <= room[stage]:
+            end -= 1
+            work += blocks[end]
+            counts[stage] += 1
+    return counts if end == 0 else None
 
 
 def lowered(layers: Layers, micro_batches: int, *, each: bool, tied: bool) -> Schedule:

@@ -42,7 +42,7 @@ def _of_model(name: str, heads: Heads, micro: int, asked: Asked) -> Iterator[Row
     if asked.on_gpu:
         probe = Probe(asked.device, dtype, heads)
         for how in ({"documents": False, "deterministic": False}, {"documents": True, "deterministic": True}):
-            choice = choose_attention(probe, **how)
+            choice = choose_attention(probe, **how, windows=False)
             words = "documents, deterministic" if how["documents"] else "a run"
             varlen = choice.variable_length is not None
             yield {"name": f"{name}: {words} takes", "choice": str(choice), "varlen": str(varlen), "why": choice.why}
@@ -73,7 +73,7 @@ def systems(heads: Heads, asked: Asked) -> dict[str, Attend]:
     if heads.queries != heads.keys:
         found |= {f"{name}, repeated keys": partial(_taking, name, repeats=True) for name in NAMES}
     try:
-        found["varlen"] = _varlen(Probe(asked.device, torch.bfloat16, heads).variable_length())
+        found["varlen"] = _varlen(Probe(asked.device, torch.bfloat16, heads).variable_length(windows=False))
     except (RuntimeError, ValueError, ImportError):
         traceback.print_exc()
     return found
@@ -96,7 +96,7 @@ def _varlen(attend: VariableLength) -> Attend:
         batch, _, length, _ = q.shape
         bounds = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * length
         q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
-        return attend(q, k, v, bounds, length).unflatten(0, (batch, length)).transpose(1, 2)
+        return attend(q, k, v, bounds, length, None, q.shape[-1] ** -0.5).unflatten(0, (batch, length)).transpose(1, 2)
 
     return call
 

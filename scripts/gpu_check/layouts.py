@@ -18,8 +18,7 @@ from megazero.data.batch import MicroBatch
 from megazero.data.sampler import index_of, sample_id
 from megazero.kernels.select import choose, for_host
 from megazero.launcher.environment import fix_cublas_workspace
-from megazero.plan.job import Job
-from megazero.plan.states import Bytes
+from megazero.plan.job import Bytes, Job
 from megazero.run.attention import take
 from megazero.tools.certify.rank import Results, record
 

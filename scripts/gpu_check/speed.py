@@ -24,8 +24,8 @@ from megazero.comm.host import Host
 from megazero.data.batch import MicroBatch
 from megazero.kernels.operations import Operations
 from megazero.kernels.select import for_host
+from megazero.plan.flops import flops_per_token
 from megazero.plan.hardware import peak_flops
-from megazero.plan.layers import flops_per_token
 from megazero.run.attention import settle_attention
 from megazero.zero.engine import Engine
 from scripts.gpu_check.findings import Asked, Row, told

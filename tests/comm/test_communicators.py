@@ -13,11 +13,10 @@ from megazero.comm.context import CommContext
 from megazero.comm.grid import make_grid
 from megazero.pipeline.transport import Transport
 from megazero.plan.communicators import ARRIVAL, DEPARTURE, Communicator, communicators
-from megazero.plan.job import Job
+from megazero.plan.job import Bytes, Job
 from megazero.plan.machines import MACHINES
 from megazero.plan.memory import batch, memory, planned
 from megazero.plan.model import Shape
-from megazero.plan.states import Bytes
 from tests.comm.standins import NotedGroup, Splits, all_connect
 
 TIED = Shape(8, 64, 4, 4, 256, 128, 32)

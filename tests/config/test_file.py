@@ -216,7 +216,7 @@ def test_a_key_of_two_thousand_sections() -> None:
         ("optimizer.moments", "see `megazero explain`"),
         ("parallel.context", "see `megazero explain`"),
         ("precision.masters", "see `megazero explain`"),
-        ("model.width", "see `megazero explain`"),
+        ("model.breadth", "see `megazero explain`"),
         ("optimizer.bettas", "did you mean optimizer.betas?"),
         ("optimizr.lr", "did you mean optimizer.lr?"),
         ("zero.stag", "did you mean zero.stage?"),

@@ -11,14 +11,37 @@ from megazero.config.rules import EXCLUSIONS, RELATIONS
 
 # The options that break exactly this equation (others at their defaults), and a nearby value that holds.
 BREAKS: dict[str, tuple[list[str], str]] = {
-    "model.hidden % model.heads == 0": (["model.hidden=100", "model.heads=3"], "model.hidden=102"),
+    "model.hidden % model.heads == 0 with model.head_dim null": (
+        ["model.hidden=100", "model.heads=3"],
+        "model.head_dim=32",
+    ),
     "model.heads % model.kv_heads == 0": (["model.kv_heads=5"], "model.kv_heads=4"),
     "model.kv_heads % parallel.tensor == 0": (["parallel.tensor=8", "model.kv_heads=4"], "parallel.tensor=4"),
     "model.ffn % parallel.tensor == 0": (["parallel.tensor=2", "model.ffn=3073"], "model.ffn=3074"),
     "batch.global % batch.micro == 0": (["batch.micro=3"], "batch.global=9"),
-    "(model.hidden / model.heads) % 2 == 0 with model.position rotary": (
+    "channels of a head, or their share in model.layer_kinds, come in pairs with model.position rotary": (
         ["model.position=rotary", "model.hidden=36"],
         "model.position=learned",
+    ),
+    "rope in model.layer_kinds has the options of its kind": (
+        ["model.position=rotary", "model.layer_kinds={all: {rope: {kind: llama3, factor: 8}}}"],
+        "model.layer_kinds.all.rope.original=8192",
+    ),
+    "rope in model.layer_kinds is not given with model.position learned": (
+        ["model.layer_kinds={all: {rope: {share: 0.5}}}"],
+        "model.position=rotary",
+    ),
+    "names in model.layer_pattern are in model.layer_kinds": (
+        ["model.layer_pattern=[local, full]", "model.layer_kinds={local: {window: 9}}"],
+        "model.layer_pattern=[local]",
+    ),
+    "model.norm_place == pre with model.residual parallel or parallel_shared": (
+        ["model.residual=parallel", "model.norm_place=sandwich"],
+        "model.norm_place=pre",
+    ),
+    "model.norm_bias == null with model.norm rmsnorm": (
+        ["model.norm=rmsnorm", "model.norm_bias=true"],
+        "model.norm=layernorm",
     ),
     "model.seq_len % parallel.tensor == 0 with parallel.sequence": (
         ["parallel.tensor=2", "parallel.sequence=true", "model.seq_len=1023"],

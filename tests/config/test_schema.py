@@ -13,9 +13,14 @@ from megazero.config.schema import Config, default_ffn, resolved
 # What scripts and users rely on, with the value that a resolved config has when nobody says otherwise.
 DEFAULTS = {
     "run": {"dir": None, "steps": 1000, "seed": 0, "time_limit": None, "deterministic": False},
-    "model": {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 12, "ffn": 3072, "vocab": 50257, "seq_len": 1024}
-    | {"position": "learned", "norm": "layernorm", "activation": "gelu", "dropout": 0.0, "tie_embeddings": True}
-    | {"norm_eps": 1e-5, "rope_theta": 10000.0, "qk_norm": "none", "loss_chunk": None},
+    "model": {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 12, "head_dim": None, "ffn": 3072, "vocab": 50257}
+    | {"seq_len": 1024, "position": "learned", "norm": "layernorm", "norm_place": "pre", "norm_bias": None}
+    | {"norm_offset": 0, "norm_cast": "before", "norm_eps": 1e-5, "residual": "serial", "activation": "gelu"}
+    | {"dropout": 0.0, "tie_embeddings": True, "bias.qkv": None, "bias.out": None, "bias.mlp": None}
+    | {"rope_theta": 10000.0, "layer_kinds": None, "layer_pattern": None, "qk_norm": "none", "qk_norm_at": "before"}
+    | {"attention_scale": None, "query_scale": None, "embedding_scale": 1.0, "residual_scale": 1.0}
+    | {"logit_scale": 1.0, "softcap.attention": None, "softcap.logits": None, "init_std": 0.02, "init_depth": True}
+    | {"z_loss": 0.0, "loss_chunk": None},
     "parallel": {"tensor": 1, "pipeline": 1, "sequence": False, "tensor_chunks": 1, "timeout": 120}
     | {"start_timeout": 900},
     "zero": {"stage": 1, "shard_ranks": None, "grad_dtype": "fp32", "reduce_dtype": None, "bucket_mb": 64.0}
@@ -43,7 +48,7 @@ DEFAULTS = {
     "checkpoint": {"every": None, "keep": None, "async": False, "resume": "none", "load": "all"},
     "observe": {"every": 10, "wandb": None, "tensorboard": False, "profile": None, "table": False},
 }
-MAX_OPTIONS = 100
+MAX_OPTIONS = 130
 STAGE = "stages: [{{until_step: 3, data: {}}}]"
 SOURCE = "data: {{sources: [{}]}}"
 
@@ -310,7 +315,8 @@ def test_all_broken_relations_at_once_with_their_numbers(file: Path):
     )
     found = lines(file, text + "\nschedule: {min_lr: 1}", "model.ffn=400", "zero.stage=0", "zero.offload.optimizer=cpu")
     assert found == [
-        "MZ-106 c.yaml:1: model.hidden % model.heads == 0 is broken: 100 % 3 = 1; change model.heads or model.hidden",
+        "MZ-106 c.yaml:1: model.hidden % model.heads == 0 with model.head_dim null is broken: 100 % 3 = 1; "
+        "change model.heads or model.hidden, or give model.head_dim",
         "MZ-106 c.yaml:1: model.heads % model.kv_heads == 0 is broken: 3 % 2 = 1; change model.kv_heads or model.heads",
         "MZ-106 c.yaml:1: model.kv_heads % parallel.tensor == 0 is broken: 2 % 7 = 2; "
         "lower parallel.tensor: a key-value head is never split",

@@ -15,10 +15,9 @@ from megazero.builders.upload import Upload, views
 from megazero.data.batch import MicroBatch
 from megazero.data.loader import BatchLoader
 from megazero.data.mixture import Mixture, Source
-from megazero.plan.job import Job
+from megazero.plan.job import Bytes, Job
 from megazero.plan.memory import batch
 from megazero.plan.model import Shape
-from megazero.plan.states import Bytes
 from tests.data.test_loader import windows_of
 
 CPU = torch.device("cpu")

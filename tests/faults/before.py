@@ -16,7 +16,11 @@ usage(
     "optimizer.lrr=1",
 )
 usage("a word for a number", "MZ-105 command line: run.steps…", "run.steps=many")
-usage("sizes that do not divide", "MZ-106 …model.hidden % model.heads == 0 is broken: 40 % 3 = 1…", "model.heads=3")
+usage(
+    "sizes that do not divide",
+    "MZ-106 …model.hidden % model.heads == 0 with model.head_dim null is broken: 40 % 3 = 1…",
+    "model.heads=3",
+)
 usage("an override without a value", "MZ-108 …", "run.steps")
 usage(
     "a batch that the ranks do not divide",

@@ -159,7 +159,8 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "an import of numbers that cannot be trained",
-    "MZ-415 …config.json: model.hidden % model.heads == 0 is broken: 40 % 3 = 1; this model cannot be trained: …",
+    "MZ-415 …config.json: model.hidden % model.heads == 0 with model.head_dim null is broken: 40 % 3 = 1; "
+    "this model cannot be trained: …",
 )
 def _(site: Site) -> list[str]:
     theirs = site.folder / "theirs"

@@ -12,7 +12,8 @@ import pytest
 
 from tests.house.source import Source, imports, planted, project
 
-CODE_LINES = 24_100  # 23,000; 300 for layers that state their cost; 800 for kernels that prove themselves
+# 23,000; 300 for layers that state their cost; 800 for kernels that prove themselves; 900 for kinds of layers
+CODE_LINES = 25_000
 STEP_LINES = 15_000
 RUN_LINES = 25_000
 

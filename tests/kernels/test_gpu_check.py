@@ -23,7 +23,8 @@ from megazero.comm.grid import single
 from megazero.comm.host import Host
 from megazero.kernels import cpu, reference
 from megazero.kernels.samples import FORMS, SAMPLES, Draw, distance, results
-from megazero.plan.layers import flops_per_token, parameters
+from megazero.plan.flops import flops_per_token
+from megazero.plan.layers import parameters
 from megazero.zero.engine import Engine
 from scripts.gpu_check import __main__ as gpu_check
 from scripts.gpu_check import (

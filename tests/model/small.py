@@ -26,7 +26,6 @@ GPT = Shape(
     dropout=0.0,
     tie_embeddings=True,
     norm_eps=1e-5,
-    rope_theta=10000.0,
 )
 LLAMA = replace(
     GPT, kv_heads=2, ffn=80, position="rotary", norm="rmsnorm", activation="swiglu", tie_embeddings=False, norm_eps=1e-6

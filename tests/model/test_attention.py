@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megazero.model.attention import Attention
 from megazero.model.documents import Documents
 from megazero.model.transformer import Shape
+from megazero.plan.model import Kind
 from megazero.tools.certify.tolerances import GRADIENT_FP32, GRADIENT_FP64, difference
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 
@@ -71,19 +72,37 @@ def test_documents_are_the_masked_specification(shape: str, window: str, dtype: 
         assert difference(one, other) <= tolerance
 
 
+def stand_in(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, window: int | None, scale: float) -> Tensor:
+    """torch's kernel, computed document by document."""
+    sizes = bounds.diff().tolist()
+    assert bounds.dtype == torch.int32 and longest == max(sizes) and sum(sizes) == len(q) == len(k)
+    found = []
+    for part in zip(*(x.split(sizes) for x in (q, k, v)), strict=True):
+        places = torch.arange(len(part[0]))
+        behind = places[:, None] - places
+        sees = (behind >= 0) & (behind < (window or len(places)))
+        options = {"attn_mask": sees, "enable_gqa": q.shape[1] != k.shape[1], "scale": scale}
+        found.append(F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in part), **options).transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_variable_lengths_get_windows(documents: bool) -> None:
+    """As on a GPU, also where each sample is one document."""
+    attention = make(replace(LLAMA, kinds=(Kind(5),), attention_scale=0.7), torch.float64).blocks[0].attention
+    lengths, step = WINDOWS["uneven"], step_of(len(WINDOWS["uneven"]))
+    if documents:
+        step = step.within_documents(positions_of(lengths), lengths)
+    qkv = projection(attention, 16, len(lengths), torch.float64)
+    expected = results(lambda x: attention.core(x, step), qkv)
+    attention.variable_length = stand_in
+    for one, other in zip(results(lambda x: attention.core(x, step), qkv), expected, strict=True):
+        assert difference(one, other) <= GRADIENT_FP64
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_variable_lengths_get_documents_one_behind_the_other(shape: str) -> None:
-    """The way of a GPU: torch's kernel has a stand-in here that computes document by document."""
-
-    def stand_in(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
-        sizes = bounds.diff().tolist()
-        assert bounds.dtype == torch.int32 and longest == max(sizes) and sum(sizes) == len(q) == len(k)
-        parts = zip(*(x.split(sizes) for x in (q, k, v)), strict=True)
-        grouped = q.shape[1] != k.shape[1]
-        options = {"is_causal": True, "enable_gqa": grouped}
-        seen = (F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in part), **options) for part in parts)
-        return torch.cat([x.transpose(0, 1) for x in seen])
-
+def test_variable_lengths_get_documents_one_after_the_other(shape: str) -> None:
+    """The way of a GPU: torch's kernel has a stand-in here."""
     attention, lengths = make(SHAPES[shape], torch.float64).blocks[0].attention, WINDOWS["uneven"]
     step = step_of(len(lengths)).within_documents(positions_of(lengths), lengths)
     qkv = projection(attention, 16, len(lengths), torch.float64)
@@ -159,7 +178,8 @@ def test_angles_are_computed_once() -> None:
 
 
 def test_angles_of_documents_are_put_in_place_once_a_micro_batch() -> None:
-    rotary = make(LLAMA, torch.float64).rotary
+    rotary = make(LLAMA, torch.float64).rotaries[0]
+    assert rotary is not None
     like = torch.zeros(16, 2, 1, 12, dtype=torch.float64)
     positions = positions_of(((5, 11), (16,)))
     cos, sin = rotary.angles(positions, like)

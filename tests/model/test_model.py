@@ -10,7 +10,7 @@ from torch import Tensor
 from megazero.comm.grid import Axis
 from megazero.kernels.operations import REFERENCE
 from megazero.kernels.select import choose
-from megazero.model import attention
+from megazero.model import rotary
 from megazero.model.batch_context import BatchContext
 from megazero.model.dropout import Dropout
 from megazero.model.parameter import declaration_of, declarations_by_name, declare
@@ -203,6 +203,6 @@ def test_rotation_takes_gradients_in_any_layout() -> None:
     found = []
     for grad in (x.mT.contiguous().mT, x):
         inputs = x.clone().requires_grad_()
-        attention._Rotate.apply(inputs, angles.cos(), angles.sin(), ops).backward(grad)
+        rotary._Rotate.apply(inputs, angles.cos(), angles.sin(), ops).backward(grad)
         found.append(inputs.grad)
     assert torch.equal(*found)

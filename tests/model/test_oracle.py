@@ -19,7 +19,7 @@ from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis, Grid
 from megazero.kernels.select import choose
 from megazero.model.parameter import declaration_of
-from megazero.model.transformer import Shape
+from megazero.plan.model import Kind, Rope, Shape
 from megazero.tools.certify.tolerances import difference
 from megazero.tools.convert.hugging_face import links
 from tests.model.small import GPT, LLAMA, batch, make, step_of
@@ -49,6 +49,12 @@ def their_gpt2(shape: Shape) -> nn.Module:
     )
 
 
+def theta_of(shape: Shape) -> float:
+    (kind,) = shape.kinds
+    assert kind.rope is not None
+    return kind.rope.theta
+
+
 def their_llama(shape: Shape) -> nn.Module:
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -60,7 +66,7 @@ def their_llama(shape: Shape) -> nn.Module:
             num_key_value_heads=shape.kv_heads,
             max_position_embeddings=shape.seq_len,
             rms_norm_eps=shape.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+            rope_parameters={"rope_type": "default", "rope_theta": theta_of(shape)},
             tie_word_embeddings=shape.tie_embeddings,
             attn_implementation="sdpa",  # eager would take its softmax in fp32
         )
@@ -91,7 +97,7 @@ CASES = {
     "llama": (LLAMA, their_llama),
     "llama-tied": (replace(LLAMA, tie_embeddings=True), their_llama),
     "llama-one-kv-head": (replace(LLAMA, kv_heads=1), their_llama),
-    "llama-theta": (replace(LLAMA, rope_theta=500000.0, kv_heads=4), their_llama),
+    "llama-theta": (replace(LLAMA, kinds=(Kind(rope=Rope(500000.0)),), kv_heads=4), their_llama),
 }
 
 

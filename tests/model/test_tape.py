@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megazero.comm.grid import Axis
 from megazero.comm.regions import Region
 from megazero.kernels.operations import REFERENCE
-from megazero.model.linear import ColumnProducts, RowProduct
+from megazero.model.linear import ColumnProducts, RowProducts
 from megazero.model.norm import Norm
 from megazero.model.tape import Operation, Tape, apply
 from tests.model.small import GPT, LLAMA, make, step_of
@@ -59,9 +59,9 @@ def test_without_an_engine_gradients_are_autograd_s(kind: str) -> None:
     """Of two uses of the same parameters, by finite differences of the first and by autograd."""
     x, weight, bias = doubles(5, 4).requires_grad_(), nn.Parameter(doubles(4, 4)), nn.Parameter(doubles(4))
     owner: dict[str, nn.Parameter] = {"weight": weight, "bias": bias}
-    operation: Operation = ColumnProducts(REGION, owner) if kind == "column" else RowProduct(REGION, owner)
+    operation: Operation = ColumnProducts(REGION, owner) if kind == "column" else RowProducts(REGION, owner)
     if kind.endswith("norm"):
-        operation = norm = Norm(kind, 4, 1e-5, REFERENCE)
+        operation = norm = Norm(replace(GPT, norm=kind), 4, REFERENCE)
         norm.weight = nn.Parameter(doubles(4))
         owner = dict(norm.named_parameters())
         if "bias" in owner:

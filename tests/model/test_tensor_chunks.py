@@ -10,7 +10,7 @@ from megazero.comm.collectives import Pending, done
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.regions import Region
 from megazero.model import linear
-from megazero.model.linear import ColumnProducts, RowProduct
+from megazero.model.linear import ColumnProducts, RowProducts
 from megazero.model.tape import apply
 from megazero.plan.job import Job
 from megazero.tools.certify.tolerances import GRADIENT_FP32, GRADIENT_FP64, difference
@@ -39,7 +39,7 @@ def products(grid: Grid, sequence: bool, chunks: int, dtype: torch.dtype) -> tup
     x = drawn(S, B, D, seed=91, dtype=dtype)[first : first + part].clone().requires_grad_()
     outside = drawn(S, B, D, seed=92, dtype=dtype)[first : first + part]
     y, z = apply(ColumnProducts(region, {"weight": up, "bias": up_bias}, {"weight": gate}), x.view(-1, D))
-    out = apply(RowProduct(region, {"weight": down, "bias": bias}), y * z).view(part, B, D)
+    out = apply(RowProducts(region, {"weight": down, "bias": bias}), y * z).view(part, B, D)
     (out * outside).sum().backward()
     found = [y, z, out, *(parameter.grad for parameter in (x, up, up_bias, gate, down, bias))]
     assert all(one is not None for one in found)
@@ -86,7 +86,7 @@ def test_each_chunk_is_under_way_beside_another_s_product(monkeypatch: pytest.Mo
     region = Region(Axis("tensor", 2), sequence, "block", 3)
     weight = nn.Parameter(torch.ones(4, 6))
     with torch.no_grad():
-        apply(RowProduct(region, {"weight": weight}), torch.ones(8, 4))
+        apply(RowProducts(region, {"weight": weight}), torch.ones(8, 4))
     assert noted.events == ["product", "sum"] * 3 + ["wait for sum"] * 3
     noted.events.clear()
     with torch.no_grad():

@@ -8,13 +8,12 @@ python -m tests.plan.infinity        prints the tables of docs/planning.md
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megazero.plan.job import Job
+from megazero.plan.job import Bytes, Job
 from megazero.plan.layers import parameters
 from megazero.plan.machines import MACHINES
 from megazero.plan.memory import DISK, HOST, memory
 from megazero.plan.model import Shape
 from megazero.plan.share import Share
-from megazero.plan.states import Bytes
 from megazero.plan.traffic import Flow, flows
 
 PEAK = 70e12  # FLOP/s that a V100 reaches, as the paper measured; section 4.2
@@ -45,7 +44,7 @@ def intensities(hidden: int, batch: int, layers: int = 4) -> dict[str, float]:
     job = replace(
         job, recompute="full", partition=True, offload="cpu", offload_optimizer="nvme", offload_parameters="nvme"
     )
-    share = Share(job, layers, False, False)
+    share = Share(job, job.kinds(range(layers + 1)), False, False)
     elements = share.updated * RANKS
     work = 8 * batch * TOKENS * elements  # forward, forward again, backward
     item, own = job.bytes, list(flows(share))

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+import megazero.plan.layers as costs
 from megazero.builders.assemble import StageInputs
 from megazero.comm.grid import Grid
 from megazero.observe.allocations import Allocations
 from megazero.pipeline.executor import BACKWARDS
-from megazero.plan.activations import kept_by_block
-from megazero.plan.job import Job
-from megazero.plan.layers import Width
-from megazero.plan.model import Shape
-from megazero.plan.states import Bytes
+from megazero.plan.activations import kept_by_block, kept_by_blocks, kept_input
+from megazero.plan.job import Bytes, Job
+from megazero.plan.layers import Width, of_job
+from megazero.plan.model import Kind, Shape
 from megazero.schedules.actions import Action
 from megazero.zero.placement import Precision
 from tests.layouts import SHAPES, Rank, job_on, pairwise, planned
@@ -25,6 +25,7 @@ FLAVOURS = {
     "gpt-dry": replace(SHAPES["gpt"], **SIZES, dropout=0.0),
     "llama": replace(SHAPES["llama"], **SIZES),
     "rotary": replace(SHAPES["gpt-untied-rotary"], **SIZES),
+    "kinds": replace(SHAPES["llama"], **SIZES, kinds=(Kind(), Kind(rope=None))),
 }
 DTYPES = {
     "fp32": Precision(),
@@ -70,15 +71,15 @@ DOCUMENTS = [("llama", "none"), ("gpt-dry", "selective")]
     [pytest.param(*case, marks=() if case in COVER[:4] else pytest.mark.full) for case in CASES],
 )
 def test_what_a_block_keeps(flavour: str, grid: tuple[int, bool], dtype: str, recompute: str) -> None:
-    """The difference that two blocks more make. Kept inputs of full recompute lie in the arena, and do not count."""
+    """The difference that two more blocks make. Kept inputs of full recompute lie in the arena, and do not count."""
     shape, precision, (tensor, sequence) = FLAVOURS[flavour], DTYPES[dtype], grid
     layout = job_on(tensor, 1, sequence, 1, recompute=recompute)
     few, many = (
         run_ranks(tensor, after_forward, layout, replace(shape, layers=layers), precision, tensor=tensor)[0]
         for layers in (2, 4)
     )
-    expected = 0 if recompute == "full" else kept_by_block(planned(layout, shape, precision), recompute)
-    assert many - few == 2 * expected
+    job = planned(layout, replace(shape, layers=4), precision)
+    assert many - few == kept_by_blocks(job, range(3, 5))
 
 
 @pytest.mark.parametrize(
@@ -96,10 +97,11 @@ def test_what_a_block_keeps_of_documents(flavour: str, recompute: str) -> None:
         run_ranks(2, after_forward, layout, replace(shape, layers=layers), precision, True, tensor=2)[0]
         for layers in (2, 4)
     )
-    assert many - few == 2 * kept_by_block(replace(planned(layout, shape, precision), mask_eod=True), recompute)
+    job = replace(planned(layout, replace(shape, layers=4), precision), mask_eod=True)
+    assert many - few == kept_by_blocks(job, range(3, 5))
 
 
-def test_a_layer_that_forgets_what_it_keeps_is_found() -> None:
+def test_a_layer_that_forgets_what_it_keeps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The count is of a run's memory, so that no layer can leave out a tensor."""
     shape, layout = FLAVOURS["rotary"], job_on(2, sequence=True)
     few, many = (
@@ -107,17 +109,15 @@ def test_a_layer_that_forgets_what_it_keeps_is_found() -> None:
         for layers in (2, 4)
     )
     job = planned(layout, shape, DTYPES["bf16"])
-    assert many - few == 2 * kept_by_block(job)
-    for at, layer in enumerate(job.block):
+    kind = shape.kinds[0]
+    layers = of_job(job, kind)
+    assert many - few == 2 * kept_by_block(job, kind)
+    for at, layer in enumerate(layers):
         for field in ("kept", "statistics"):
             if getattr(layer, field) != Width():
-                forgetful = replace(job)
-                forgetful.__dict__["block"] = (
-                    *job.block[:at],
-                    replace(layer, **{field: Width()}),
-                    *job.block[at + 1 :],
-                )
-                assert many - few != 2 * kept_by_block(forgetful), (layer.name, field)
+                forgetful = (*layers[:at], replace(layer, **{field: Width()}), *layers[at + 1 :])
+                monkeypatch.setattr(costs, "block", lambda *_, found=forgetful, **__: found)
+                assert many - few != 2 * kept_by_block(job, kind), (layer.name, field)
 
 
 def test_the_paper_s_34() -> None:
@@ -128,8 +128,8 @@ def test_the_paper_s_34() -> None:
     shape = Shape(96, 12288, 96, 96, 4 * 12288, 51200, 2048)
     sbh = 2048 * 12288
     for tensor, sequence, factor in ((1, False, 34.0 - 2), (8, False, 10 - 2 + 24 / 8), (8, True, (34 - 2) / 8)):
-        kept = kept_by_block(Job(shape, Bytes(2, 2, 4), tensor, sequence=sequence))
+        kept = kept_by_block(Job(shape, Bytes(2, 2, 4), tensor, sequence=sequence), shape.kinds[0])
         statistics = 2048 * (16 // (tensor if sequence else 1) + 4 * 96 // tensor)
         assert kept - statistics == sbh * factor
     whole = Job(shape, Bytes(2, 2, 4), tensor=8)
-    assert kept_by_block(whole, "full") == 2 * sbh == 8 * kept_by_block(replace(whole, partition=True), "full")
+    assert kept_input(whole) == 2 * sbh == 8 * kept_input(replace(whole, partition=True))

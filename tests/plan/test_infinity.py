@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megazero.plan.job import Job
+from megazero.plan.job import Bytes, Job
 from megazero.plan.links import split_by_node
 from megazero.plan.share import Share
-from megazero.plan.states import Bytes
+from megazero.plan.states import units_of
 from megazero.plan.traffic import flows
 from tests.plan.infinity import (
     NEEDS,
@@ -72,16 +72,25 @@ def test_zero_plus_plus_sends_a_quarter() -> None:
     def leaves(job: Job) -> dict[tuple[str, str], float]:
         """What leaves a node, by axis and purpose."""
         found: dict[str, dict[str, int]] = {}
-        for flow in flows(Share(job, 36, False, False)):
+        for flow in flows(Share(job, job.kinds(range(37)), False, False)):
             found.setdefault(flow.axis, {})[flow.purpose] = flow.bytes
         kept = {(axis, what): {axis: {what: size}} for axis, of in found.items() for what, size in of.items()}
         return {key: 8 * split_by_node(job, one, 8)[key[0]]["cross_node"] for key, one in kept.items()}
 
     elements = (
-        sum(flow.bytes for flow in flows(Share(plain, 36, False, False)) if flow.purpose == "gradients") // 2 * 64 // 63
+        sum(
+            flow.bytes
+            for flow in flows(Share(plain, plain.kinds(range(37)), False, False))
+            if flow.purpose == "gradients"
+        )
+        // 2
+        * 64
+        // 63
     )
-    block, M = plain.units([range(1, 2)])[0], 2 * elements
-    padding = coded.units([range(1, 2)])[0].padded(64) / block.padded(64)  # so that parameters have blocks of their own
+    block, M = units_of(plain, [range(1, 2)])[0], 2 * elements
+    padding = units_of(coded, [range(1, 2)])[0].padded(64) / block.padded(
+        64
+    )  # so that parameters have blocks of their own
     assert 36 * block.padded(64) == elements and 1 <= padding < 1.0001
     before, after = leaves(plain), leaves(coded)
     assert before["data", "parameters"] == pytest.approx(2 * M * 63 / 64)

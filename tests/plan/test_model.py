@@ -1,14 +1,17 @@
 """Parameter counts and FLOPs against published models."""
 
+from collections import Counter
 from dataclasses import MISSING, fields
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.config.schema import Model
-from megazero.plan.layers import flops_per_token, matmul_parameters, parameters
-from megazero.plan.model import Shape
+from megazero.builders.pipeline import model_shape
+from megazero.config.schema import Config, Model, resolved
+from megazero.plan.flops import flops_per_token, matmul_parameters
+from megazero.plan.layers import parameters
+from megazero.plan.model import Kind, Rope, Shape
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int, seq_len: int) -> Shape:
@@ -94,7 +97,32 @@ def test_published_iteration_times_give_the_published_mfu(name, heads, hidden, l
 
 def test_a_shape_s_fields_and_defaults_are_those_of_the_config() -> None:
     options = {name: option.default for name, option in Model.model_fields.items()}
-    del options["loss_chunk"]  # how the loss is computed, not what
-    assert [field.name for field in fields(Shape)] == list(options)
+    assert set(options) - {field.name for field in fields(Shape)} == {
+        "loss_chunk",  # how the loss is computed, not what
+        *("head_dim", "bias", "norm_bias", "softcap"),  # head_size, biases, attention_cap, logit_cap
+        *("rope_theta", "layer_kinds", "layer_pattern"),  # kinds
+    }
     defaults = {field.name: field.default for field in fields(Shape) if field.default is not MISSING}
-    assert defaults == {name: options[name] for name in defaults}
+    assert all(options[name] == value for name, value in defaults.items() if name in options)
+
+
+def test_every_option_reaches_the_shape() -> None:
+    """Of the options that have other names there."""
+    rope = {"kind": "yarn", "factor": 2.0, "original": 64, "share": 0.5}
+    kinds = {"local": {"window": 8}, "full": {"rope": rope}, "none": {"rope": None}}
+    pattern = ("local", "full", "local", "none")
+    given = {"head_dim": 24, "position": "rotary", "rope_theta": 500.0, "layer_kinds": kinds, "layer_pattern": pattern}
+    given |= {"bias": {"qkv": False, "out": True}, "softcap": {"attention": 50.0, "logits": 30.0}, "layers": 6}
+    shape = model_shape(resolved(Config.model_validate({"model": given})))
+    local, full = Kind(8, Rope(500.0)), Kind(None, Rope(500.0, 0.5, "yarn", 2.0, 64))
+    assert [shape.kind(i) for i in range(6)] == [local, full, local, Kind(None, None), local, full]
+    assert (shape.head_dim, shape.width) == (24, 12 * 24)
+    assert [shape.biased(place) for place in ("qkv", "out", "mlp")] == [False, True, True]
+    assert (shape.attention_cap, shape.logit_cap) == (50.0, 30.0)
+
+
+@given(st.integers(1, 9), st.integers(0, 20), st.integers(0, 20))
+def test_blocks_are_counted_by_kind(period: int, start: int, count: int) -> None:
+    shape = Shape(40, 8, 1, 1, 8, 8, 64, position="rotary", kinds=tuple(Kind(1 + i % 4) for i in range(period)))
+    blocks = range(start, start + count)
+    assert shape.counted(blocks) == Counter(shape.kind(i) for i in blocks)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.plan.activations import kept_by_block
+from megazero.plan.activations import kept_by_block, kept_input
 from megazero.plan.bubble import bubble_of
 from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
@@ -93,8 +93,10 @@ def test_activations_of_a_block() -> None:
         t = 1 if "t = 1" in row["scheme"] else 8
         published = float(row["whole"]) + float(row["split"]) / t + float(row["scores"]) * scores / t
         job = Job(shape, Bytes(2, 2, 4), t, sequence=row["sequence"] == "1")
-        masks = 0 if row["recompute"] == "full" else 2 / (t if job.sequence else 1)
-        ours = kept_by_block(job, row["recompute"]) / sbh + masks + float(row["scores"]) * scores / t
+        selective, full = (row["recompute"] == word for word in ("selective", "full"))
+        kept = kept_input(job) if full else kept_by_block(job, shape.kinds[0], selective=selective)
+        masks = 0 if full else 2 / (t if job.sequence else 1)
+        ours = kept / sbh + masks + float(row["scores"]) * scores / t
         assert ours == pytest.approx(published, rel=0.005), row
 
 
@@ -116,10 +118,10 @@ def test_zero_infinity() -> None:
     for number, row in enumerate(table("zero_infinity_fig_2a")):
         h, L, heads = 1024 * int(row["hidden_K"]), int(row["layers"]), int(row["heads"])
         shape = Shape(L, h, heads, heads, 4 * h, 1, 1024)
-        parameters = L * block_parameters(shape)
+        parameters = L * block_parameters(shape, shape.kinds[0])
         assert parameters / 1e12 == pytest.approx(float(row["parameters_T"]), rel=0.005, abs=0.005)
         assert 20 * parameters / 2**40 == pytest.approx(float(row["states_TB"]), rel=0.005, abs=0.005)
-        kept = 32 * L * kept_by_block(Job(shape, Bytes(2, 2, 4)), "full")
+        kept = 32 * L * kept_input(Job(shape, Bytes(2, 2, 4)))
         assert kept / 2**40 == pytest.approx(float(row["act_checkpoints_TB"]), rel=0.005, abs=0.005)
         if number:
             assert 2 * 2 * h * shape.ffn / 2**30 == pytest.approx(float(row["mswm_GB"]), rel=0.005, abs=0.005)

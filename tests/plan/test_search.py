@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.plan.job import Job
+from megazero.plan.job import Bytes, Job
 from megazero.plan.machines import MACHINES, Disk, Machine
 from megazero.plan.memory import memory
 from megazero.plan.model import Shape
 from megazero.plan.search import OFFLOAD, RECOMPUTE, everywhere, fits, fullest, search, spreads
-from megazero.plan.states import Bytes
 from megazero.plan.time import step_time
 
 LLAMA = {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "tie_embeddings": False}

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.plan.job import Job
+from megazero.plan.job import Bytes, Job
 from megazero.plan.machines import MACHINES
 from megazero.plan.memory import memory
 from megazero.plan.model import Shape
-from megazero.plan.states import Bytes
 from megazero.plan.systems import OURS, SYSTEMS
 from megazero.plan.time import step_time
 from megazero.plan.traffic import traffic

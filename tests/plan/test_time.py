@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from megazero.plan.bubble import bubble_of
 from megazero.plan.compute import Compute, PassTimes
-from megazero.plan.job import Job
-from megazero.plan.layers import flops_per_token, parameters
+from megazero.plan.flops import flops_per_token
+from megazero.plan.job import Bytes, Job
+from megazero.plan.layers import parameters
 from megazero.plan.links import Links
 from megazero.plan.machines import MACHINES, Link, Machine
 from megazero.plan.model import Shape
 from megazero.plan.share import Share
-from megazero.plan.states import Bytes
 from megazero.plan.systems import OURS, System
 from megazero.plan.time import step_time
 from megazero.plan.traffic import flows
@@ -219,7 +219,7 @@ def test_codes_are_passes_over_the_memory() -> None:
     job = Job(GPT3, MIXED, data=64, stage=3, micro_batch=1, global_batch=128)
     job = replace(job, quantize_parameters="int8", quantize_gradients="int4")
     machine = replace(A100, launch=0.0)
-    share = Share(job, 96, True, True)
+    share = Share(job, job.kinds(range(97)), True, True)
     own, gathered, reduced = list(flows(share)), 2 * sum(share.gathers), 2 * 64 * share.updated
     bandwidth = A100.memory_bandwidth * A100.reached.memory
     parameters, gradients = Compute(job, machine).codes(own, gathered, reduced)

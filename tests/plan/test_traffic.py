@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from megazero.comm.grid import Grid
-from megazero.plan.job import Job
+from megazero.plan.job import Bytes, Job
 from megazero.plan.layers import parameters
 from megazero.plan.links import ranks_in_node, split_by_node
 from megazero.plan.model import Shape
 from megazero.plan.share import share_of
-from megazero.plan.states import Bytes
 from megazero.plan.traffic import flows, traffic
 from megazero.zero.placement import Precision
 from tests.layouts import RECOMPUTED, SHAPES, Rank, ids, job_on, pairwise, planned

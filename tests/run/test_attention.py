@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megazero.config.schema import Config, resolved
 from megazero.model.attention import VariableLength
+from megazero.plan.model import Kind
 from megazero.run import attention
 from megazero.run.attention import (
     AttentionChoice,
@@ -22,12 +24,15 @@ from megazero.run.attention import (
     settle_attention,
     variable_length,
 )
+from tests.layouts import model_options
 from tests.model.small import LLAMA, make
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def some_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
+def some_attention(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, window: int | None, scale: float
+) -> Tensor:
     return q
 
 
@@ -47,7 +52,7 @@ class Said(Probe):
     def refusal(self, name: str, *, repeats: bool) -> str | None:
         return None if name in self._takes or (repeats and f"*{name}" in self._takes) else f"no {name} here"
 
-    def variable_length(self) -> VariableLength:
+    def variable_length(self, *, windows: bool) -> VariableLength:
         if self._varying is not None:
             raise RuntimeError(self._varying)
         return some_attention
@@ -72,21 +77,40 @@ ALL = ("cudnn", "flash", "efficient")
 def test_one_implementation_is_chosen(
     probe: Said, documents: bool, deterministic: bool, expected: tuple[str, bool]
 ) -> None:
-    choice = choose_attention(probe, documents=documents, deterministic=deterministic)
+    choice = choose_attention(probe, documents=documents, windows=False, deterministic=deterministic)
     assert (choice.name, choice.repeats) == expected
     assert (choice.variable_length is some_attention) == documents
 
 
 def test_math_is_never_silent() -> None:
-    why = choose_attention(Said(), documents=False, deterministic=False).why
+    why = choose_attention(Said(), documents=False, windows=False, deterministic=False).why
     assert "S^2" in why and all(f"{name}: no {name} here" in why for name in ALL)
-    assert not choose_attention(Said("flash"), documents=True, deterministic=False).why
+    assert not choose_attention(Said("flash"), documents=True, windows=False, deterministic=False).why
 
 
 def test_documents_without_variable_lengths_say_so() -> None:
-    choice = choose_attention(Said("efficient", varying="only 16 bits"), documents=True, deterministic=False)
+    how = {"documents": True, "windows": False, "deterministic": False}
+    choice = choose_attention(Said("efficient", varying="only 16 bits"), **how)
     assert choice.variable_length is None and choice.name == "efficient"
     assert choice.why == "documents are computed length by length: only 16 bits"
+    both = choose_attention(Said("efficient", varying="only 16 bits"), **how | {"windows": True}).why
+    assert both == "documents are computed length by length, windows in blocks: only 16 bits"
+
+
+@pytest.mark.parametrize(("cap", "expected"), [(None, " (windows: variable-length flash)"), (5.0, "")])
+def test_windows_without_documents_take_it_too(
+    cap: float | None, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But scores with a cap are computed in blocks."""
+    monkeypatch.setattr(attention, "Probe", lambda *_: Said("flash"))
+    shape = replace(LLAMA, kinds=(Kind(4), Kind()), attention_cap=cap)
+    asked = resolved(Config.model_validate({"model": model_options(shape)}))
+    model = make(shape, torch.float32)
+    with caplog.at_level("INFO", logger="megazero"):
+        settle_attention(asked, model, GPU, first=True)
+    assert [record.message for record in caplog.records] == [f"attention: flash{expected}"]
+    taken = None if cap else some_attention
+    assert [block.attention.variable_length for block in model.blocks] == [taken, taken]
 
 
 def enabled() -> tuple[bool, bool, bool, bool]:
@@ -185,8 +209,28 @@ def test_every_version_of_torch_is_called_as_it_wants(
     vars(module)["varlen_attn"] = version(given)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     q, bounds = torch.zeros(8, 4, 16), torch.tensor([0, 3, 8])
-    variable_length(True)(q, q, q, bounds, 5)
+    variable_length(True)(q, q, q, bounds, 5, None, 0.25)
     assert given == {"bounds": (bounds, bounds), "most": (5, 5), "causal": True, "grouped": True}
+
+
+def test_windows_and_scales_of_every_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.10 has neither: the scale is multiplied into the queries, and a window is refused."""
+    given: Given = {}
+    module = ModuleType("torch.nn.attention.varlen")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    q, bounds = torch.ones(8, 4, 16), torch.tensor([0, 3, 8])
+
+    def new(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        given.update(scale=scale, window=window_size)
+        return q
+
+    vars(module)["varlen_attn"] = new
+    variable_length(False)(q, q, q, bounds, 5, 3, 0.5)
+    assert given == {"scale": 0.5, "window": (2, 0)}
+    vars(module)["varlen_attn"] = of_2_10({})
+    assert torch.equal(variable_length(False)(q, q, q, bounds, 5, None, 0.5), 2 * q)
+    with pytest.raises(ValueError, match=r"torch 2\.11"):
+        variable_length(False)(q, q, q, bounds, 5, 3, 0.5)
 
 
 def test_the_installed_torch_knows_the_call() -> None:
@@ -194,7 +238,7 @@ def test_the_installed_torch_knows_the_call() -> None:
     with FakeTensorMode():
         q, k = (torch.empty(8, count, 16, dtype=torch.bfloat16, requires_grad=True) for count in (4, 2))
         bounds = torch.empty(3, dtype=torch.int32)
-        y = variable_length(True)(q, k, k, bounds, 5)
+        y = variable_length(True)(q, k, k, bounds, 5, 3, 0.5)
         y.sum().backward()
     assert y.shape == q.shape == q.grad.shape and k.grad.shape == k.shape
 

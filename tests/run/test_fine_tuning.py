@@ -12,6 +12,7 @@ from data_tools import preprocess
 from megazero.__main__ import main
 from megazero.base.errors import UserError
 from megazero.config.file import CONFIGS, load
+from megazero.config.flat import flatten, spelt
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.loader import BatchLoader
 from megazero.observe.jsonl import read_rows
@@ -63,7 +64,8 @@ def tuning(tmp_path_factory: pytest.TempPathFactory) -> Tuning:
     line = ["--input", str(chats), "--tokenizer", str(folder / "imported/tokenizer.json"), "--chat"]
     assert preprocess.main([*line, "--output", str(folder / "chats")]) == 0
     shipped = load("sft")
-    options = [f"model.{name}={value}" for name, value in load(str(folder / "imported/config.yaml")).model]
+    values = flatten(load(str(folder / "imported/config.yaml")))
+    options = [f"{name}={spelt(value)}" for name, value in values.items() if name.startswith("model.")]
     assert shipped.data.pack and shipped.data.mask_eod and shipped.checkpoint.load == "weights"
     options += [f"data.train={folder / 'chats'}", f"data.tokenizer={folder / 'imported/tokenizer.json'}"]
     options += [f"checkpoint.resume={folder / 'imported'}", "data.valid=0.1", "precision.dtype=fp32"]

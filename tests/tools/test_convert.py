@@ -207,7 +207,7 @@ def refused(capsys, code: int, *line: object) -> str:
         ({"n_layer": True}, "n_layer: Input should be a valid integer, got True"),
         ({"n_embd": "40"}, "n_embd: Input should be a valid integer, got '40'"),
         ({"n_head": [4]}, "n_head: Input should be a valid integer, got [4]"),
-        ({"n_head": 3}, "model.hidden % model.heads == 0 is broken"),
+        ({"n_head": 3}, "model.hidden % model.heads == 0 with model.head_dim null is broken"),
         ({"n_inner": -1}, "n_inner: Input should be greater than or equal to 1"),
         ({"resid_pdrop": 1.0}, "resid_pdrop: Input should be less than 1"),
         ({"layer_norm_epsilon": 0.0}, "layer_norm_epsilon: Input should be greater than 0"),

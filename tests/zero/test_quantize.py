@@ -19,6 +19,7 @@ from megazero.kernels.operations import REFERENCE
 from megazero.kernels.reference import wide_dtype
 from megazero.plan.job import Job
 from megazero.plan.memory import memory
+from megazero.plan.states import units_of
 from megazero.plan.traffic import traffic
 from megazero.zero.placement import FlatBuffer, Placement, Precision
 from tests.layouts import CPU, SHAPES, Trained, Wires, job_on, planned, rewired, second_step, train
@@ -170,7 +171,7 @@ def test_bytes_halve_and_quarter() -> None:
     coded = planned(replace(job, quantize_parameters="int8", quantize_gradients="int4"), SHAPES[flavour], MIXED)
     before, after = traffic(planned(job, SHAPES[flavour], MIXED))["data"], traffic(coded)["data"]
     padded, plain = (
-        sum(unit.padded(2) for unit in each.units()) for each in (coded, planned(job, SHAPES[flavour], MIXED))
+        sum(unit.padded(2) for unit in units_of(each)) for each in (coded, planned(job, SHAPES[flavour], MIXED))
     )
     more = padded / plain  # so that every parameter has blocks of its own
     assert after["parameters"] / before["parameters"] == pytest.approx(more * (1 + 4 / 256) / 2, rel=0.03)

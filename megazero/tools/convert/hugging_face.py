@@ -171,13 +171,16 @@ LLAMA = Family(
 FAMILIES = {family.name: family for family in (GPT2, LLAMA)}
 
 
+_OF_TRAINING = {"init_std", "init_depth", "z_loss"}  # options that do not change what a trained model computes
+
+
 def family_of(model: Mapping[str, Any]) -> Family:
     """Return the family of a model section. Raises UserError 415: no family has this model."""
     known = {name for one in FAMILIES.values() for name in (*one.options, *(ours for ours, _ in one.fields.values()))}
-    known |= {name for name in Model.model_fields if row_of(f"model.{name}").on_resume == FREE}
-    for name, option in Model.model_fields.items():
-        if name not in known and (value := model.get(name, option.default)) != option.default:
-            do = f"only models with {name} {option.default} can be imported and exported"
+    known |= {name for name in Model.model_fields if row_of(f"model.{name}").on_resume == FREE} | _OF_TRAINING
+    for name, default in Model().model_dump().items():
+        if name not in known and (value := model.get(name, default)) != default:
+            do = f"only models with {name} {default} can be imported and exported"
             raise UserError(415, f"model.{name} {value}: no supported family of transformers has it", do)
     for family in FAMILIES.values():
         queries = model["kv_heads"] == model["heads"] or "num_key_value_heads" in family.fields

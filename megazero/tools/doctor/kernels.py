@@ -56,7 +56,7 @@ def sizes_of(config: Config) -> Sizes:
         vocab=-(-shape.vocab // tensor),
         heads=shape.heads // tensor,
         head_dim=shape.head_dim,
-        flat=block_parameters(shape) // tensor,
+        flat=block_parameters(shape, shape.kinds[0]) // tensor,
     )
 
 
