@@ -111,11 +111,11 @@ class Attention(nn.Module):
         else:
             q, k, v = qkv.split((per_group, 1, 1), dim=3)
             q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-        if self._norms_first:
+        if self.q_norm is not None and self._norms_first:
             q, k = self._normed(q, k)
         if self.rotary is not None:
             q, k = self.rotary.rotate(positions_SB, self._ops, q, k)
-        if not self._norms_first:
+        if self.q_norm is not None and not self._norms_first:
             q, k = self._normed(q, k)
         return (q if self._query_scale is None else q * self._growth(positions_SB, q)), k, v
 
@@ -126,12 +126,10 @@ class Attention(nn.Module):
             torch.arange(len(like_SBHd), device=like_SBHd.device)[:, None] if positions_SB is None else positions_SB
         )
         turns = torch.floor(places.to(wide_dtype(like_SBHd.dtype)) / original)
-        factor = (1 + beta * torch.log(1 + turns)).to(like_SBHd.dtype)
-        return factor.expand(like_SBHd.shape[:2]).contiguous()[..., None, None]
+        factor = (1 + beta * torch.log(1 + turns)).to(like_SBHd.dtype).expand(like_SBHd.shape[:2])
+        return factor.contiguous()[..., None, None]
 
     def _normed(self, q_SBHd: Tensor, k_SBGd: Tensor) -> tuple[Tensor, Tensor]:
-        if self._norms is None and self._split_norms is None:
-            return q_SBHd, k_SBGd
         rows = (q_SBHd, k_SBGd) if self._norms_heads else (q_SBHd.flatten(2), k_SBGd.flatten(2))
         if self._split_norms is not None:
             q, k = apply(self._split_norms, *rows)

@@ -3,7 +3,7 @@
     serial            x = x + attention(norm(x))                      Radford et al. 2019 (GPT-2)
                       x = x + mlp(norm(x))
     parallel          x = x + attention(norm(x)) + mlp(norm'(x))      Wang and Komatsuzaki 2021 (GPT-J)
-    parallel_shared   the same with one norm for both
+    parallel_shared   as parallel, with one norm for both branches
 
 `norm_place` puts the norms of a serial block before each branch (pre), after it (post, as in OLMo 2), or both
 (sandwich, as in Gemma 2). A branch is multiplied by `residual_scale` and passes dropout before it is added.
@@ -93,29 +93,35 @@ class _BeforeCore:
         grad_nD = self._qkv.back(tape, grad.reshape(-1, grad.shape[-1]))
         for each in grads_normed:
             grad_nD += _rows(each)
-        if self._norm is None:
-            return _shaped(grad_nD.add_(_rows(grad_SBD)), grad_SBD)
-        return _shaped(self._norm.back_of_sum(tape, grad_nD, _rows(grad_SBD)), grad_SBD)
+        rows_nD = _rows(grad_SBD)
+        grad_nD = grad_nD.add_(rows_nD) if self._norm is None else self._norm.back_of_sum(tape, grad_nD, rows_nD)
+        return _shaped(grad_nD, grad_SBD)
 
 
 class _Join:
-    """The addition of a branch to the residual stream: residual + scale dropout(branch)."""
+    """The addition of a branch to the residual stream: residual + scale dropout(branch); `plain`: always a sum."""
 
     def __init__(self, dropout: Dropout, scale: float):
-        self._dropout, self._scale = dropout, scale
+        self._dropout, self._scale, self.plain = dropout, scale, scale == 1 and not dropout.drop
 
     def is_plain(self, step: BatchContext) -> bool:
         """Return True for a plain sum."""
-        return self._scale == 1 and not self._dropout.acts(step)
+        return self.plain or (self._scale == 1 and not self._dropout.acts(step))
 
-    def run(self, y_nD: Tensor, residual_SBD: Tensor, step: BatchContext) -> Tensor:
+    def run(self, y_nD: Tensor, residual_nD: Tensor, like_SBD: Tensor, step: BatchContext) -> Tensor:
         """Return the sum, [S, B, D]."""
-        y_SBD = _shaped(y_nD if self._scale == 1 else y_nD * self._scale, residual_SBD)
-        return self._dropout.added(y_SBD, residual_SBD, step) if self._dropout.acts(step) else residual_SBD + y_SBD
+        if self._scale != 1:
+            y_nD = y_nD * self._scale
+        if self.plain or not self._dropout.acts(step):
+            return _shaped(residual_nD + y_nD, like_SBD)
+        return self._dropout.added(_shaped(y_nD, like_SBD), _shaped(residual_nD, like_SBD), step)
 
-    def back(self, grad_SBD: Tensor, step: BatchContext) -> Tensor:
+    def back(self, grad_nD: Tensor, like_SBD: Tensor, step: BatchContext) -> Tensor:
         """Return the gradient of the branch, [n, D], from that of the sum, which is also the residual's."""
-        grad_nD = _rows(self._dropout.masked(grad_SBD, step) if self._dropout.acts(step) else grad_SBD)
+        if self.plain:
+            return grad_nD
+        if self._dropout.acts(step):
+            grad_nD = _rows(self._dropout.masked(_shaped(grad_nD, like_SBD), step))
         return grad_nD if self._scale == 1 else grad_nD * self._scale
 
 
@@ -149,25 +155,22 @@ class _Serial:
         if self._norm is not None and self._first.join.is_plain(step):  # compute the sum and its norm in one pass
             total_nD, y_nD = self._norm.run_of_sum(tape, y_nD, _rows(x_SBD))
         else:
-            total_nD = _rows(self._first.join.run(y_nD, x_SBD, step))
+            total_nD = _rows(self._first.join.run(y_nD, _rows(x_SBD), x_SBD, step))
             y_nD = total_nD if self._norm is None else self._norm.run(tape, total_nD)
         y_nD = self._second.run(tape, self._mlp.run(tape, y_nD), skip_output=step.recomputing)
         tape.keep((step,))
         if step.recomputing:
             return x_SBD.new_zeros(()).expand(x_SBD.shape)
-        return self._second.join.run(y_nD, _shaped(total_nD, x_SBD), step)
+        return self._second.join.run(y_nD, total_nD, x_SBD, step)
 
     def back(self, tape: Tape, grad_SBD: Tensor) -> tuple[Tensor, None, Tensor]:
         (step,) = tape.take()
-        grads = [*self._second.back(tape, self._second.join.back(grad_SBD, step))]
+        rows_nD = _rows(grad_SBD)
+        grads = [*self._second.back(tape, self._second.join.back(rows_nD, grad_SBD, step))]
         grad_nD = self._mlp.back(tape, grads.pop())  # no name holds this gradient, so that it is freed there
-        if self._norm is None:
-            grad_x = _shaped(grad_nD.add_(_rows(grad_SBD)), grad_SBD)
-        else:
-            grad_x = _shaped(self._norm.back_of_sum(tape, grad_nD, _rows(grad_SBD)), grad_SBD)
-        del grad_nD
-        (grad_attended,) = self._first.back(tape, self._first.join.back(grad_x, step))
-        return _shaped(grad_attended, grad_SBD), None, grad_x
+        grad_nD = grad_nD.add_(rows_nD) if self._norm is None else self._norm.back_of_sum(tape, grad_nD, rows_nD)
+        (grad_attended,) = self._first.back(tape, self._first.join.back(grad_nD, grad_SBD, step))
+        return _shaped(grad_attended, grad_SBD), None, _shaped(grad_nD, grad_SBD)
 
 
 class _Parallel:
@@ -184,16 +187,17 @@ class _Parallel:
         tape.keep((step,))
         if step.recomputing:
             return x_SBD.new_zeros(()).expand(x_SBD.shape)
-        return self._end.join.run(y_nD, x_SBD, step)
+        return self._end.join.run(y_nD, _rows(x_SBD), x_SBD, step)
 
     def back(self, tape: Tape, grad_SBD: Tensor) -> tuple[Tensor | None, ...]:
         (step,) = tape.take()
-        grads = [*self._end.back(tape, self._end.join.back(grad_SBD, step))]
+        rows_nD = _rows(grad_SBD)
+        grads = [*self._end.back(tape, self._end.join.back(rows_nD, grad_SBD, step))]
         grad_nD = self._mlp.back(tape, grads.pop())
         (grad_attended,) = grads
         if self._norm is None:
             return _shaped(grad_attended, grad_SBD), None, grad_SBD, _shaped(grad_nD, grad_SBD)
-        grad_nD = self._norm.back_of_sum(tape, grad_nD, _rows(grad_SBD))
+        grad_nD = self._norm.back_of_sum(tape, grad_nD, rows_nD)
         return _shaped(grad_attended, grad_SBD), None, _shaped(grad_nD, grad_SBD)
 
 

@@ -86,13 +86,13 @@ class RowProducts:
         """
         pairs = [(owner["weight"], owner.get("bias")) for owner in self.owners]
         slots = [(tape.use(weight), tape.use(bias)) for weight, bias in pairs]
-        tape.keep((xs_NI, slots), *(weight for weight, _ in pairs))
+        tape.keep((xs_NI, slots), *[weight for weight, _ in pairs])
         axis = self.region.axis
         if skip_output:
             rows = len(xs_NI[0]) // (axis.size if self.region.sequence else 1)
             return xs_NI[0].new_zeros(()).expand(rows, pairs[0][0].shape[1])
         if self._alone:
-            return _products(xs_NI, pairs)
+            return _product(xs_NI[0], *pairs[0]) if len(pairs) == 1 else _products(xs_NI, pairs)
         # The first rank adds the biases to its partial sum, which saves a pass over the sum.
         return _summed_products(xs_NI, self.region, [(weight, None if axis.rank else bias) for weight, bias in pairs])
 
@@ -104,11 +104,11 @@ class RowProducts:
             if bias_slot is not None:
                 bias_slot.add_sum(grad_nO)
         grad_NO = grad_nO if gathering is None else gathering.wait()
-        weights = reversed([tape.weights.pop() for _ in slots])
-        grads = tuple([F.linear(grad_NO, weight_IO) for weight_IO in weights])
-        for x_NI, (weight_slot, _) in zip(xs_NI, slots, strict=True):
+        grads = []
+        for x_NI, (weight_slot, _) in zip(reversed(xs_NI), reversed(slots), strict=True):
+            grads.append(F.linear(grad_NO, tape.weights.pop()))
             weight_slot.add_product(x_NI.T, grad_NO)
-        return grads
+        return tuple(reversed(grads))
 
 
 def gathered_products(

@@ -37,7 +37,8 @@ class Norm(nn.Module):
         name = "layer_norm" if centred else "rms_norm"
         pairs = [(getattr(ops, each), getattr(ops, f"{each}_backward")) for each in (name, f"add_{name}")]
         self._plain, self._of_sum = pairs
-        self._lacks_bias = centred and not shape.biased("norm")
+        lacks_bias = centred and not shape.biased("norm")
+        self._vectors: Callable[[], Iterable[Any]] = self._with_zeros if lacks_bias else self._parameters.values
         self._offset = () if shape.norm_offset == 0 else (float(shape.norm_offset),)
         self._numbers: tuple[float, ...] = (shape.norm_eps, *self._offset)
         if not centred and shape.norm_cast == "after":
@@ -69,9 +70,9 @@ class Norm(nn.Module):
         """
         return self._delivered(tape, self._of_sum[1], grad, grad_total)
 
-    def _vectors(self) -> Iterable[Tensor | None]:
-        """Return the weight, and the bias of a LayerNorm: zeros if it has none."""
-        return (self.weight, torch.zeros_like(self.weight)) if self._lacks_bias else self._parameters.values()
+    def _with_zeros(self) -> tuple[Tensor, Tensor]:
+        """Return the weight, and zeros for the bias that this LayerNorm lacks."""
+        return self.weight, torch.zeros_like(self.weight)
 
     def _keep(self, tape: Tape, x: Tensor, statistics: Sequence[Tensor]) -> None:
         tape.keep((x, statistics, [tape.use(each) for each in self._parameters.values()]), self.owners[0]["weight"])

@@ -84,9 +84,8 @@ class Rotary:
         factor = torch.cat((torch.full_like(turning, attention_factor(self.rope)), torch.ones_like(still)))
         places = torch.arange(length, device=device)[:, None, None, None].to(dtype)
         angles = places * torch.cat((turning, still))  # [S, 1, 1, d / 2]
-        halves = ((each * factor).to(like.dtype) for each in (angles.cos(), angles.sin()))
-        cos, sin = (torch.cat((half, half), dim=-1) for half in halves)
-        return cos, sin
+        cos, sin = ((each * factor).to(like.dtype) for each in (angles.cos(), angles.sin()))
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
 def frequencies(rope: Rope, head_dim: int, seq_len: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -20,8 +20,7 @@ class _Weight(nn.Module):
 
     def __init__(self, size: int, mean: float, axis: Axis):
         super().__init__()
-        self.size = size
-        self.weight = declare((size,), mean=mean, axis=axis)
+        self.size, self.weight = size, declare((size,), mean=mean, axis=axis)
 
 
 class SplitNorms:

@@ -144,6 +144,10 @@ class _Function(torch.autograd.Function):
         return None, *gradients, *(None if slot is None else slot.gradient for slot in returned)
 
 
+# torch's own function without its check for functorch, which takes microseconds of every call.
+_apply: Callable[..., Any] = getattr(super(torch.autograd.Function, _Function), "apply")  # noqa: B009
+
+
 def apply(operation: Operation, *inputs: Any) -> Any:
     """Run an operation; return its result. If gradients are enabled, run it as an autograd function.
 
@@ -157,4 +161,4 @@ def apply(operation: Operation, *inputs: Any) -> Any:
     if not (inputs[0].requires_grad and hasattr(operation.owners[0]["weight"], "gradient_slot")):
         every = (parameter for owner in operation.owners for parameter in owner.values())
         tape.parameters = tuple(parameter for parameter in every if parameter is not None)
-    return _Function.apply(tape, *inputs, *tape.parameters)
+    return _apply(tape, *inputs, *tape.parameters)

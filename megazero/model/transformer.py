@@ -61,8 +61,7 @@ class Head(nn.Module):
         self, norm: Norm, weight_VD: nn.Parameter, region: Region, *, shape: Shape, chunk: int, ops: Operations
     ):
         super().__init__()
-        self.norm = norm
-        self.weight = weight_VD
+        self.norm, self.weight = norm, weight_VD
         self._product, self._z_loss = ColumnProducts(region, self._parameters), shape.z_loss
         self.loss = HeadLoss(region, self._parameters, shape=shape, chunk=chunk, ops=ops)
 

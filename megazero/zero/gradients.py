@@ -135,18 +135,16 @@ class GradientAccumulator:
 
     def add_sum(self, rows: Tensor) -> None:
         """Deliver `rows` summed over dim 0; in one pass if the buffer has the sum's dtype."""
-        shape = rows.shape[1:]
-        rows = rows if rows.dim() == 2 else rows.flatten(1)
-        if self.counter.deferred is None:
+        if self.counter.deferred is None and rows.dim() == 2:
             self.open()
-            if self.view.dtype == wide_dtype(rows.dtype):
+            if self.view.dtype.itemsize > 2:
                 self._ops.sum_rows_(self.view, rows, not self.fresh)
                 self.fresh = False
                 self.counter.delivered(self.name)
                 return
-        sums = rows.new_empty(rows.shape[1], dtype=wide_dtype(rows.dtype))
-        self._ops.sum_rows_(sums, rows, False)
-        self.add(sums.view(shape))
+        sums = rows.new_empty(rows.shape[1:], dtype=wide_dtype(rows.dtype))
+        self._ops.sum_rows_(sums, rows.flatten(1), False)
+        self.add(sums)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Deliver the gradient left @ right."""
