@@ -13,7 +13,6 @@ from megazero.base.errors import UserError
 from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.kernels import counter
-from megazero.model.parameter import INITIAL_STD
 from megazero.observe.jsonl import read_rows
 from megazero.tools.training.launch import launch
 from tests.checkpoint.grids import logical_state
@@ -51,7 +50,7 @@ def same_rows(held: dict[str, Any], source: Path, tied: bool, dtype: torch.dtype
     for name, kinds in held.items():
         expected: Tensor = before[name]["weight"].to(dtype)
         if name in TABLES[tied]:
-            fresh = counter.normal(5, name, OLD * HIDDEN, NEW * HIDDEN).mul_(INITIAL_STD)
+            fresh = counter.normal(5, name, OLD * HIDDEN, NEW * HIDDEN).mul_(0.02)
             expected = torch.cat([expected, fresh.to(dtype)])
         assert torch.equal(kinds["weight"], expected), name
         gradient = kinds["exp_avg"] / (1 - 0.9)  # of moments that began at zero, new rows and old
@@ -103,7 +102,7 @@ def test_an_import_grows_too(tiny_data: TinyData, tmp_path: Path, capsys) -> Non
     held, before = logical_state(tmp_path / "run")[1], logical_state(source)[1]
     name = TABLES[True][0]
     assert torch.equal(held[name]["weight"][: OLD * HIDDEN], before[name]["weight"])
-    fresh = counter.normal(5, name, OLD * HIDDEN, NEW * HIDDEN).mul_(INITIAL_STD).float()
+    fresh = counter.normal(5, name, OLD * HIDDEN, NEW * HIDDEN).mul_(0.02).float()
     assert torch.equal(held[name]["weight"][OLD * HIDDEN :], fresh)
 
 
