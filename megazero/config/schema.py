@@ -268,10 +268,11 @@ def resolved(config: Config) -> Config:
     model, data, schedule, chunks = config.model, config.data, config.schedule, config.pipeline.chunks
     kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
     ffn = model.ffn if model.ffn is not None else default_ffn(model.hidden, model.activation)
+    pattern = model.layer_pattern or (model.layer_kinds and tuple(model.layer_kinds))  # the order of names, as a list
     if chunks is None:
         chunks = 2 if config.pipeline.schedule in ("interleaved", "zb-v") else 1
     sections: dict[str, dict[str, Any]] = {
-        "model": {"kv_heads": kv_heads, "ffn": ffn},
+        "model": {"kv_heads": kv_heads, "ffn": ffn, "layer_pattern": pattern},
         "zero": {"stage": 1 if config.zero.stage is None else config.zero.stage},
         "pipeline": {"chunks": chunks},
         "data": {"train": QUICKSTART if data.train is None and data.sources is None else data.train},

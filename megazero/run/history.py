@@ -83,7 +83,7 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str,
 
 
 def _places(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and (value or not place):
         for key, inner in value.items():
             yield from _places(inner, f"{place}.{key}".lstrip("."))
     elif isinstance(value, list) and value and isinstance(value[0], Mapping):
