@@ -137,6 +137,8 @@ def choose_attention(probe: Probe, *, documents: bool, windows: bool, determinis
             slowly = ["documents are computed length by length"] * documents + ["windows in blocks"] * windows
             why.append(f"{', '.join(slowly)}: {error}")
     names = _FUSED if probe.prefers_cudnn() and not deterministic and not documents else _FUSED[1:]
+    if windows and attend is None:
+        names = ("efficient",)  # flash takes no mask
     refusals = {}
     for repeats in (False, True):
         for name in names:

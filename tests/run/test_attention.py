@@ -97,6 +97,13 @@ def test_documents_without_variable_lengths_say_so() -> None:
     assert both == "documents are computed length by length, windows in blocks: only 16 bits"
 
 
+def test_windows_in_blocks_need_an_implementation_that_takes_masks() -> None:
+    how = {"documents": False, "windows": True, "deterministic": False}
+    choice = choose_attention(Said(*ALL[:2], "*efficient", varying="needs torch 2.11"), **how)
+    assert (choice.name, choice.repeats, choice.variable_length) == ("efficient", True, None)
+    assert choose_attention(Said(*ALL[:2], varying="needs torch 2.11"), **how).name == "math"
+
+
 @pytest.mark.parametrize(("cap", "expected"), [(None, " (windows: variable-length flash)"), (5.0, "")])
 def test_windows_without_documents_take_it_too(
     cap: float | None, expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
