@@ -54,9 +54,9 @@ class Blocked:
                 q_BHnd, k_BGmd, v_BGmd, attn_mask=sees, scale=self.scale, enable_gqa=groups > 1
             )
         k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k_BGmd, v_BGmd))
-        scores = torch.matmul(q_BHnd, k.mT).mul(self.scale / self.cap).tanh().mul(self.cap)
-        shares = scores.masked_fill(~sees, -torch.inf).softmax(-1, dtype=wide_dtype(scores.dtype)).to(v.dtype)
-        return torch.matmul(shares, v)
+        turned = torch.matmul(q_BHnd, k.mT).to(wide_dtype(q_BHnd.dtype)).mul_(self.scale / self.cap).tanh_()
+        shares = turned.mul(self.cap).masked_fill_(~sees, -torch.inf).softmax(-1)
+        return torch.matmul(shares.to(v.dtype), v)
 
 
 class _Attend(torch.autograd.Function):
@@ -70,13 +70,14 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         whole, how = ctx.saved_tensors, ctx.how
-        sums = [torch.zeros_like(each) for each in whole]
+        sums = [torch.zeros_like(whole[0])]
+        sums += [torch.zeros_like(each, dtype=wide_dtype(each.dtype)) for each in whole[1:]]  # of several blocks
         for own, seen in how.blocks(whole[0].shape[2]):
-            places = (own, seen, seen)
-            parts = [x[:, :, at].detach().requires_grad_() for x, at in zip(whole, places, strict=True)]
+            parts = [x[:, :, at].detach().requires_grad_() for x, at in zip(whole, (own, seen, seen), strict=True)]
             with torch.enable_grad():
                 found = how.attend(*parts)
-            of_parts = torch.autograd.grad(found, parts, grads[0][:, :, own])
-            for total, at, part in zip(sums, places, of_parts, strict=True):
-                total[:, :, at] += part
-        return *sums, None
+            parts = [*torch.autograd.grad(found, parts, grads[0][:, :, own])]
+            del found
+            for total, at in zip(reversed(sums), (seen, seen, own), strict=True):
+                total[:, :, at] += parts.pop()  # freed before the next block
+        return *(total.to(x.dtype) for total, x in zip(sums, whole, strict=True)), None

@@ -213,9 +213,8 @@ def _blocks_moment(shape: Shape, kind: Kind) -> Moment:
     queries = min(s, shape.block_length(window))
     keys = s if window is None else min(s, queries + window - 1)
     scores = -(-shape.heads * queries * keys // s) if shape.attention_cap is not None else 0
-    repeated = 3 * q * keys // s if shape.attention_cap is not None and q != kv else 0
-    gradients = 2 * q + 2 * kv + repeated + (0 if scores else (2 * q * queries + 2 * kv * keys) // s)
-    return Moment("attention", Width(split=gradients + 5 * scores // 4), wide=Width(split=3 * scores))
+    of_block = (2 * q * queries + 2 * (q if scores else kv) * keys) // s  # with a cap, each query has its own keys
+    return Moment("attention", Width(split=2 * q + of_block), wide=Width(split=2 * kv + 4 * scores))
 
 
 def _rotary(shape: Shape) -> Layer:
