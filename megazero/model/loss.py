@@ -114,7 +114,7 @@ class HeadLoss:
             logits_MV.div_(self._cap).tanh_()
             if slope_MV is not None:
                 torch.square(logits_MV, out=slope_MV).neg_().add_(1)
-            logits_MV *= self._cap
+            return logits_MV * self._cap if torch.is_grad_enabled() else logits_MV.mul_(self._cap)
         return logits_MV
 
     def _parts(self, logits_MV: Tensor, targets_M: Tensor, slope_MV: Tensor | None = None) -> Tensor:

@@ -60,3 +60,16 @@ def test_chunks_over_tensor_ranks(sequence: bool) -> None:
         assert difference(losses, whole) <= FP64
         for name, gradient in own.items():
             assert difference(gradient, theirs[name]) <= FP64, name
+
+
+def test_logits_with_a_cap_have_gradients() -> None:
+    model = make(replace(LLAMA, logit_cap=1.5, logit_scale=3.0), torch.float64)
+    tokens, targets, valid = batch(LLAMA, B)
+    model.losses(tokens, targets, valid, step_of(B)).sum().backward()
+    expected = gradients(model)
+    model.zero_grad()
+    torch.nn.functional.cross_entropy(
+        model(tokens, step_of(B)).flatten(0, 1), targets.flatten(), reduction="none"
+    ).masked_fill(~valid.flatten(), 0.0).sum().backward()
+    for name, gradient in gradients(model).items():
+        assert difference(gradient, expected[name]) <= FP64, name
