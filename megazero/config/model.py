@@ -4,17 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megazero.config.sections import (
-    Above0,
-    Decay,
-    Layers,
-    Name,
-    NonNegative,
-    Positive,
-    Section,
-    Tokens,
-    option,
-)
+from megazero.config.sections import Above0, Decay, Layers, Name, NonNegative, Positive, Section, Tokens, option
 
 Share = Annotated[float, Field(gt=0, le=1)]
 AtLeast0 = Annotated[float, Field(ge=0)]

@@ -42,6 +42,20 @@ def _wrong_ropes(v: Values) -> Iterator[str]:
             yield f"{name}: kind {rope['kind']} needs {lacking[0]}"
         elif unused:
             yield f"{name}: kind {rope['kind']} has no {unused[0]}"
+        elif wrong := _wrong_numbers(rope, rope["theta"] or v["model.rope_theta"], _head_dim(v)):
+            yield f"{name}: kind {rope['kind']} needs {wrong}"
+
+
+def _wrong_numbers(rope: Mapping[str, Any], theta: float, head_dim: int) -> str:
+    """Return what the numbers of rotary positions must be, if they are not."""
+    needs = {
+        "4 channels that turn": rope["kind"] == "ntk" and int(head_dim * rope["share"]) < 4,
+        "low < high": (rope["low"] or 1) >= (rope["high"] or 4),
+        "theta > 1": rope["kind"] == "yarn" and theta == 1,
+        "original > 1": rope["kind"] == "longrope" and rope["original"] == 1,
+        "mscale and mscale_all together": (rope["mscale"] is None) != (rope["mscale_all"] is None),
+    }
+    return next((need for need, lacking in needs.items() if lacking), "")
 
 
 def _wrong_pairs(v: Values) -> Iterator[str]:

@@ -107,6 +107,32 @@ BREAKS: dict[str, tuple[list[str], str]] = {
     ),
     "checkpoint.load == all with checkpoint.resume none": (["checkpoint.load=weights"], "checkpoint.resume=runs/some"),
 }
+ROPES = [
+    ("{kind: ntk, alpha: 4, share: 0.04}", "{kind: ntk, alpha: 4, share: 0.07}", "kind ntk needs 4 channels that turn"),
+    ("{kind: yarn, factor: 4, original: 8, theta: 1}", "{kind: yarn, factor: 4, original: 8}", "needs theta > 1"),
+    ("{kind: llama3, factor: 8, original: 8, high: 1}", "{kind: llama3, factor: 8, original: 8}", "needs low < high"),
+    (
+        "{kind: yarn, factor: 4, original: 8, mscale: 1}",
+        "{kind: yarn, factor: 4, original: 8, mscale: 1, mscale_all: 1}",
+        "needs mscale and mscale_all together",
+    ),
+    (
+        "{kind: longrope, factor: 4, original: 1, short: [1], long: [1], share: 0.04}",
+        "{kind: longrope, factor: 4, original: 2, short: [1], long: [1], share: 0.04}",
+        "needs original > 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "right", "text"), ROPES)
+def test_numbers_of_rotary_positions_that_compute_nothing(wrong: str, right: str, text: str, tmp_path: Path) -> None:
+    file = str(tmp_path / "c.yaml")
+    Path(file).write_text("{}\n")
+    load(file, ["model.position=rotary", f"model.layer_kinds={{all: {{rope: {right}}}}}"])
+    with pytest.raises(FaultList, match=text):
+        load(file, ["model.position=rotary", f"model.layer_kinds={{all: {{rope: {wrong}}}}}"])
+
+
 # The same for exclusions: one config for each (option, value that needs something).
 EXCLUDED: dict[tuple[str, object], tuple[list[str], str]] = {
     **{
