@@ -189,9 +189,8 @@ def changes(found: Manifest, config: Mapping[str, Any]) -> str:
 
 def _free(config: Mapping[str, Any]) -> set[str]:
     """Return the model options that its weights do not depend on."""
-    return {"model.dropout", "model.loss_chunk"} | (
-        {"model.seq_len"} if config["model.position"] == "rotary" else set()
-    )
+    grows = {"model.seq_len"} if config["model.position"] == "rotary" else set()
+    return {f"model.{name}" for name in ("dropout", "loss_chunk", "z_loss", "init_std", "init_depth")} | grows
 
 
 def _some(found: Mapping[str, tuple[Any, Any]]) -> str:

@@ -38,6 +38,7 @@ from tests.tiny_run import TinyData, all_tokens
 FP64 = ("precision.dtype=fp64", "model.dropout=0.0")
 # Another batch, order, learning rate and decay than the source's; no validation, so other windows too.
 OTHER = ("batch.global=8", "run.seed=5", "optimizer.lr=1e-4", "optimizer.weight_decay=0.0", "optimizer.eps=1e-6")
+OTHER += ("model.init_std=0.03", "model.init_depth=false")
 OTHER += ("run.steps=2", "schedule.min_lr=1e-5", "data.valid=null")
 BETAS = (0.9, 0.95)
 
