@@ -48,3 +48,11 @@ def test_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "is_installed", lambda module: False)
     with pytest.raises(UserError, match=r"MZ-114 .*needs triton"):
         choose("compile", torch.device("cuda"), torch.float32)
+
+
+def test_compiled_norms_round_as_often_as_the_specification() -> None:
+    x, weight = (torch.randn(size, generator=torch.Generator().manual_seed(1)) for size in ((64, 96), (96,)))
+    operation = choose("compile", CPU, torch.bfloat16)
+    for twice in (True, False):
+        arguments = x.bfloat16(), weight.bfloat16(), 1e-5, 0.0, twice
+        assert torch.equal(operation.rms_norm(*arguments)[0], reference.rms_norm(*arguments)[0])
