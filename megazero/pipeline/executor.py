@@ -52,7 +52,7 @@ class Pipeline:
         reduce_tied: Callable[[], None],
     ):
         self.stages, self.num_stages, self._rank, self._transport = stages, num_stages, rank, transport
-        self._schedule, self._shape, self._reduce_tied = cache(schedule), shape, reduce_tied
+        self.schedule, self._shape, self._reduce_tied = cache(schedule), shape, reduce_tied
         self._batches: Sequence[Batch] = ()
         self._feed: Callable[[Batch], StageInputs] = lambda batch: batch
         self._reduced: frozenset[tuple[int, int]] = frozenset()
@@ -80,7 +80,7 @@ class Pipeline:
         self._batches, self._feed, self._look = batches, feed, look
         for stage in self.stages.values():
             stage.clear()
-        schedule = self._schedule(len(batches))
+        schedule = self.schedule(len(batches))
         actions = (schedule if trains else schedule.forward_only()).ranks[self._rank]
         self._reduced = frozenset((a.stage, a.micro_batch) for a in actions if a.kind is Kind.REDUCE)
         self._before_forward = before_forward(actions)
@@ -107,7 +107,7 @@ class Pipeline:
 
     def actions(self, micro_batches: int) -> Sequence[Action]:
         """Return this rank's actions, in order, in a training step with `micro_batches` micro-batches."""
-        return self._schedule(micro_batches).ranks[self._rank]
+        return self.schedule(micro_batches).ranks[self._rank]
 
     def describe(self, action: Action) -> str | None:
         """Return a description of an action for display; None for a send or a receive, which takes no time itself."""

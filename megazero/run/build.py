@@ -52,6 +52,7 @@ from megazero.run.ledger_file import write_ledger
 from megazero.run.planned import Planned, compare, fuses
 from megazero.run.resume import Start
 from megazero.run.run import Run
+from megazero.schedules.check import check
 from megazero.train.fault import AFTER_SUMS, Fault
 from megazero.train.stopping import Stopping
 from megazero.train.trainer import Trainer, TrainSchedule
@@ -145,6 +146,7 @@ def _built(run: Run, config: Config, here: int) -> tuple[Operations, PagedHome |
         host_ops = for_host(kernels, precision_of(config).masters)
     disks = open_disks(run.homes, config, device, run.grid.comm.ledger, here)
     built = build(config, run.grid, device, ops, host_ops=host_ops, homes={"nvme": disks} if disks else {})
+    check(built.pipeline.schedule(config.batch.global_ // (config.batch.rows * run.grid["data"].size)))
     settle_attention(config, built.model, device, first=run.is_first)
     return ops, disks, built
 

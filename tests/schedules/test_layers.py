@@ -62,6 +62,12 @@ def test_unequal_blocks_in_several_stages_of_a_rank(rank_of: tuple[int, ...]) ->
         assert max(work(cuts, rank_of, blocks, head)) <= best(rank_of, blocks, head) + 2.5
 
 
+@pytest.mark.parametrize("rank_of", [(0, 1, 2, 3, 0, 1, 2, 3), (0, 1, 2, 3, 3, 2, 1, 0)])
+def test_nearly_equal_blocks_are_dealt(rank_of: tuple[int, ...]) -> None:
+    blocks = [1.0, 1.0, 1.0, 1.03] * 8
+    assert max(work(split(blocks, rank_of, 4.0), rank_of, blocks, 4.0)) <= 1.02 * (sum(blocks) + 4.0) / 4
+
+
 def _cuts(counts: tuple[int, ...], blocks: int) -> list[range]:
     firsts = [1 + sum(counts[:k]) for k in range(len(counts))]
     cuts = [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
