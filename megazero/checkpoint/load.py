@@ -47,11 +47,7 @@ class _Copy:
 
 
 def load_tensors(
-    folder: Path,
-    manifest: Manifest,
-    holdings: Sequence[ShardState],
-    *,
-    stop: Callable[[], bool] = lambda: False,
+    folder: Path, manifest: Manifest, holdings: Sequence[ShardState], *, stop: Callable[[], bool] = lambda: False
 ) -> int:
     """Fill a rank's tensors; return the number of bytes read.
 

@@ -4,12 +4,7 @@ from dataclasses import dataclass
 
 # The axes, slowest first, each with the sums that are partial along it: "gradients" (its ranks see different samples)
 # and "loss" (of a step). Sums that are partial for some units only are in `UnitAxes` (`zero/placement.py`).
-AXES = {
-    "pipeline": {"loss"},
-    "replica": {"gradients", "loss"},
-    "shard": {"gradients", "loss"},
-    "tensor": set[str](),
-}
+AXES = {"pipeline": {"loss"}, "replica": {"gradients", "loss"}, "shard": {"gradients", "loss"}, "tensor": set[str]()}
 JOINED = {"data": ("replica", "shard"), "world": tuple(AXES)}
 ENDS = "ends"  # the first and the last rank of a pipeline
 FEW_CTAS = 4  # the most multiprocessors of an NCCL communicator whose messages are small or overlapped

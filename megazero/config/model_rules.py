@@ -20,7 +20,8 @@ _NEEDS = {
 _ALWAYS = ("theta", "share", "kind")
 
 
-def _head_dim(v: Values) -> int:
+def head_dim(v: Values) -> int:
+    """Return the width of a head."""
     return v["model.head_dim"] or v["model.hidden"] // v["model.heads"]
 
 
@@ -42,7 +43,7 @@ def _wrong_ropes(v: Values) -> Iterator[str]:
             yield f"{name}: kind {rope['kind']} needs {lacking[0]}"
         elif unused:
             yield f"{name}: kind {rope['kind']} has no {unused[0]}"
-        elif wrong := _wrong_numbers(rope, rope["theta"] or v["model.rope_theta"], _head_dim(v)):
+        elif wrong := _wrong_numbers(rope, rope["theta"] or v["model.rope_theta"], head_dim(v)):
             yield f"{name}: kind {rope['kind']} needs {wrong}"
 
 
@@ -61,10 +62,10 @@ def _wrong_numbers(rope: Mapping[str, Any], theta: float, head_dim: int) -> str:
 def _wrong_pairs(v: Values) -> Iterator[str]:
     """Yield which kinds of block turn a wrong number of channels."""
     for name, rope in _ropes(v):
-        turning = int(_head_dim(v) * rope["share"])
+        turning = int(head_dim(v) * rope["share"])
         lists = {key: len(rope[key]) for key in ("short", "long") if rope[key] is not None}
         if turning % 2 or turning < 2:
-            yield f"{name}: {_head_dim(v)} * {rope['share']} = {turning} channels"
+            yield f"{name}: {head_dim(v)} * {rope['share']} = {turning} channels"
         yield from (
             f"{name}: {count} in {key}, {turning} channels" for key, count in lists.items() if 2 * count != turning
         )
@@ -88,9 +89,9 @@ MODEL_RELATIONS: tuple[Relation, ...] = (
     divides("model.kv_heads", "model.heads", "change model.kv_heads or model.heads"),
     Relation(
         "channels of a head, or their share in model.layer_kinds, come in pairs with model.position rotary",
-        lambda v: _is_learned(v) or (_head_dim(v) % 2 == 0 and not any(_wrong_pairs(v))),
+        lambda v: _is_learned(v) or (head_dim(v) % 2 == 0 and not any(_wrong_pairs(v))),
         "change model.head_dim, model.heads, or share, short and long of model.layer_kinds",
-        lambda v: next(_wrong_pairs(v), f"{_head_dim(v)} channels"),
+        lambda v: next(_wrong_pairs(v), f"{head_dim(v)} channels"),
     ),
     Relation(
         "rope in model.layer_kinds has the options of its kind",

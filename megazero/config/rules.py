@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from megazero.config.flat import spelt
-from megazero.config.model_rules import MODEL_RELATIONS
+from megazero.config.model_rules import MODEL_RELATIONS, head_dim
 from megazero.config.relation import Relation, Values, divides
 from megazero.config.stages import ends_of, values_of_stages
 from megazero.config.weights import MOST_PERIOD, whole_weights
@@ -102,9 +102,21 @@ def _period(v: Values) -> int:
     return max((sum(whole_weights([source["weight"] for source in sources])) for sources in _lists(v)), default=1)
 
 
+def _shares_heads(v: Values) -> bool:
+    """Return whether as many tensor ranks share each key-value head, and parts of the projection are equal."""
+    sharing, rest = divmod(v["parallel.tensor"], v["model.kv_heads"])
+    return rest == 0 and 2 * head_dim(v) % sharing == 0 and v["model.qk_norm"] != "full"
+
+
 RELATIONS: tuple[Relation, ...] = (
     *MODEL_RELATIONS,
-    divides("parallel.tensor", "model.kv_heads", "lower parallel.tensor: a key-value head is never split"),
+    divides("parallel.tensor", "model.heads", "lower parallel.tensor: a head is never split"),
+    Relation(
+        "model.kv_heads % parallel.tensor == 0, or parallel.tensor % model.kv_heads == 0 without model.qk_norm full",
+        lambda v: v["model.kv_heads"] % v["parallel.tensor"] == 0 or _shares_heads(v),
+        "change parallel.tensor: it divides model.kv_heads, or as many ranks share each key-value head",
+        lambda v: f"{v['model.kv_heads']} key-value heads on {v['parallel.tensor']} ranks",
+    ),
     divides("parallel.tensor", "model.ffn", "change parallel.tensor or model.ffn"),
     divides("batch.micro", "batch.global", "change batch.global or batch.micro"),
     divides("parallel.tensor", "model.seq_len", "change model.seq_len or parallel.tensor", "parallel.sequence"),
@@ -129,9 +141,7 @@ RELATIONS: tuple[Relation, ...] = (
         "use pipeline.schedule=1f1b for one chunk",
     ),
     Relation(
-        "schedule.min_lr <= optimizer.lr",
-        lambda v: v["schedule.min_lr"] <= v["optimizer.lr"],
-        "lower schedule.min_lr",
+        "schedule.min_lr <= optimizer.lr", lambda v: v["schedule.min_lr"] <= v["optimizer.lr"], "lower schedule.min_lr"
     ),
     Relation(
         "observe.profile <= run.steps",

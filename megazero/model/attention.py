@@ -4,8 +4,8 @@ Shapes: S sequence, B batch, G key-value heads of this rank, Q query heads per k
 d head dim.
 
 The projection is one weight with rows grouped by key-value head: for each group its Q query heads, then its key, then
-its value. A rank of the tensor axis has whole groups, so its part is one interval of the weight, and one concatenation
-assembles the gradient of q, k and v.
+its value. A tensor rank has one interval of it: whole groups, so that one concatenation assembles the gradient of q, k
+and v; or a part of a group, if there are fewer than ranks (`shared_heads.py`).
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from megazero.model.blocked_attention import Blocked
 from megazero.model.linear import ColumnLinear, RowLinear
 from megazero.model.norm import Norm
 from megazero.model.rotary import Rotary
+from megazero.model.shared_heads import SharedHeads
 from megazero.model.split_norm import SplitNorms
 from megazero.model.tape import apply
 from megazero.plan.model import Kind, Shape
@@ -42,6 +43,7 @@ class Attention(nn.Module):
         blocked: the attention of a window or a soft cap, which torch's fused attention does not compute; None: neither.
         core: the function from the projected queries, keys and values to the output of the heads. The builder
             replaces it to recompute it in backward.
+        projection: the products that the block runs before the core.
         variable_length: attention over documents of different lengths in one call, also with a window; None: one call
             for each length, and windows in blocks.
         q_norm, k_norm: norms of each head (Henry et al. 2020, arXiv 2010.04245) or of all; None: no norm.
@@ -51,10 +53,11 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape, kind: Kind, *, rotary: Rotary | None, region: Region, ops: Operations):
         super().__init__()
         hidden, heads, kv_heads, size = shape.hidden, shape.heads, shape.kv_heads, shape.head_dim
-        assert heads % kv_heads == 0 and kv_heads % region.axis.size == 0
-        self.head_dim, self.queries_per_group = size, heads // kv_heads
-        rows = kv_heads * (self.queries_per_group + 2) * size
+        ranks, rows = region.axis.size, (heads + 2 * kv_heads) * size
+        assert heads % kv_heads == 0 and heads % ranks == 0
+        self.head_dim, self.queries_per_group = size, heads // max(kv_heads, ranks)
         self.qkv = ColumnLinear(hidden, rows, bias=shape.biased("qkv"), std=shape.init_std, region=region)
+        self.projection = SharedHeads(self.qkv.product, shape, region.axis) if kv_heads < ranks else self.qkv.product
         self.out = RowLinear(heads * size, hidden, bias=shape.biased("out"), std=shape.residual_std, region=region)
         self.scale = shape.attention_scale or size**-0.5
         self._window, cap = shape.window_of(kind), shape.attention_cap
@@ -119,14 +122,12 @@ class Attention(nn.Module):
             q, k = self._normed(q, k)
         return (q if self._query_scale is None else q * self._growth(positions_SB, q)), k, v
 
-    def _growth(self, positions_SB: Tensor | None, like_SBHd: Tensor) -> Tensor:
+    def _growth(self, positions_SB: Tensor | None, q_SBHd: Tensor) -> Tensor:
         """Return the factor of queries at each position, [S, B, 1, 1] (`model.query_scale`)."""
         beta, original = self._query_scale or (0.0, 1)
-        places = (
-            torch.arange(len(like_SBHd), device=like_SBHd.device)[:, None] if positions_SB is None else positions_SB
-        )
-        turns = torch.floor(places.to(wide_dtype(like_SBHd.dtype)) / original)
-        factor = (1 + beta * torch.log(1 + turns)).to(like_SBHd.dtype).expand(like_SBHd.shape[:2])
+        places = torch.arange(len(q_SBHd), device=q_SBHd.device)[:, None] if positions_SB is None else positions_SB
+        turns = torch.floor(places.to(wide_dtype(q_SBHd.dtype)) / original)
+        factor = (1 + beta * torch.log(1 + turns)).to(q_SBHd.dtype).expand(q_SBHd.shape[:2])
         return factor.contiguous()[..., None, None]
 
     def _normed(self, q_SBHd: Tensor, k_SBGd: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from megazero.model.linear import ColumnProducts, RowProducts
 from megazero.model.mlp import Mlp
 from megazero.model.norm import Norm
 from megazero.model.rotary import Rotary
+from megazero.model.shared_heads import SharedHeads
 from megazero.model.tape import Tape, apply
 from megazero.plan.model import Shape
 
@@ -55,7 +56,7 @@ class Block(nn.Module):
         self.attention_dropout, self.mlp_dropout = dropouts
         joins = [_Join(dropout, shape.residual_scale) for dropout in dropouts]
         out, down = self.attention.out.owner, self.mlp.down.owner
-        self._before = _BeforeCore(self.attention_norm, self.attention.qkv.product, shared=shared)
+        self._before = _BeforeCore(self.attention_norm, self.attention.projection, shared=shared)
         if shape.residual == "serial":
             first = _End(RowProducts(region, out), self.attention_post_norm, joins[0])
             second = _End(RowProducts(region, down), self.mlp_post_norm, joins[1])
@@ -78,7 +79,7 @@ class _BeforeCore:
         shared: the MLP uses norm(x) too: return it as the third result.
     """
 
-    def __init__(self, norm: Norm | None, qkv: ColumnProducts, *, shared: bool):
+    def __init__(self, norm: Norm | None, qkv: ColumnProducts | SharedHeads, *, shared: bool):
         self._norm, self._qkv, self._shared = norm, qkv, shared
         self.owners = (*qkv.owners, *(norm.owners if norm is not None else ()))
 

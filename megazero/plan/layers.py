@@ -129,17 +129,21 @@ class Layer:
 
 
 @cache  # a search asks for equal models thousands of times
-def block(shape: Shape, kind: Kind, *, documents: bool = False, replays_core: bool = False) -> tuple[Layer, ...]:
+def block(
+    shape: Shape, kind: Kind, *, tensor: int = 1, documents: bool = False, replays_core: bool = False
+) -> tuple[Layer, ...]:
     """Return the layers of one block of a kind, in forward order.
 
     Args:
+        tensor: number of tensor ranks; each attends with a key-value head of its own, or with a copy of one.
         documents: attention does not cross the ends of documents.
         replays_core: selective recompute.
     """
     before, after = shape.norm_place != "post", shape.norm_place != "pre"
     norm, post = (_norm(shape, "norm"),) * before, (_norm(shape, "post norm"),) * after
     rows = (shape.width + 2 * shape.kv_width,)
-    attention = (_column(shape, "qkv", rows, biased="qkv"), *_core(shape, kind, documents))
+    attended = replace(shape, kv_heads=max(shape.kv_heads, tensor))
+    attention = (_column(shape, "qkv", rows, biased="qkv"), *_core(attended, kind, documents, ranks=tensor))
     if shape.residual == "serial":
         out, down = (_row(shape, "out", "out", shape.width), *post), (_row(shape, "down", "mlp", shape.ffn), *post)
         return (*norm, *attention, *out, *norm, *_mlp(shape), *down)
@@ -177,7 +181,8 @@ def block_parameters(shape: Shape, kind: Kind) -> int:
 
 def of_job(job: Job, kind: Kind) -> tuple[Layer, ...]:
     """Return the layers of one block of a kind, as a job runs it."""
-    return block(job.shape, kind, documents=job.mask_eod, replays_core=job.recompute == "selective")
+    replays_core = job.recompute == "selective"
+    return block(job.shape, kind, tensor=job.tensor, documents=job.mask_eod, replays_core=replays_core)
 
 
 def products(job: Job) -> tuple[Layer, ...]:
@@ -185,8 +190,8 @@ def products(job: Job) -> tuple[Layer, ...]:
     return tuple(layer for layer in of_job(job, job.shape.kinds[0]) if layer.product is not None)
 
 
-def _core(shape: Shape, kind: Kind, documents: bool) -> tuple[Layer, ...]:
-    """Return the layers between the projections of attention."""
+def _core(shape: Shape, kind: Kind, documents: bool, *, ranks: int) -> tuple[Layer, ...]:
+    """Return the layers between the projections of attention, over a number of tensor ranks."""
     q, kv = shape.width, shape.kv_width
     normed, rotated = shape.qk_norm != "none", shape.rope_of(kind) is not None
     core = Layer(
@@ -197,8 +202,7 @@ def _core(shape: Shape, kind: Kind, documents: bool) -> tuple[Layer, ...]:
         core=True,
         moments=(_blocks_moment(shape, kind),) if _is_blocked(shape, kind) else (),
     )
-    norms = _head_norms(shape) if shape.qk_norm == "head" else _full_norms(shape)
-    own = [norms] * normed + [_rotary(shape)] * rotated
+    own = [_qk_norms(shape, ranks, rotated and shape.qk_norm_at == "after")] * normed + [_rotary(shape)] * rotated
     return (*(own if shape.qk_norm_at == "before" else reversed(own)), core)
 
 
@@ -213,8 +217,9 @@ def _blocks_moment(shape: Shape, kind: Kind) -> Moment:
     queries = min(s, shape.block_length(window))
     keys = s if window is None else min(s, queries + window - 1)
     scores = -(-shape.heads * queries * keys // s) if shape.attention_cap is not None else 0
-    of_block = (2 * q * queries + 2 * (q if scores else kv) * keys) // s  # with a cap, each query has its own keys
-    return Moment("attention", Width(split=2 * q + of_block), wide=Width(split=2 * kv + 4 * scores))
+    # with a cap, queries of a group have keys and values of their own
+    of_block = q * (queries + (1 + (kv < q)) * keys) if scores else 2 * (q * queries + kv * keys)
+    return Moment("attention", Width(split=2 * q + of_block // s), wide=Width(split=2 * kv + 4 * scores))
 
 
 def _rotary(shape: Shape) -> Layer:
@@ -222,34 +227,29 @@ def _rotary(shape: Shape) -> Layer:
     return Layer("rotary", core=True, forward=passed, backward=passed)
 
 
-def _head_norms(shape: Shape) -> Layer:
-    """Return the RMS norms of queries and keys."""
-    width = shape.width + shape.kv_width
-    gradients = width + shape.kv_width + shape.width  # of queries, keys and values, and a contiguous copy of one
-    copies = Moment("qk norm", Width(split=gradients), wide=Width(split=4 * shape.width), reference=True)
+def _qk_norms(shape: Shape, ranks: int, rotated: bool) -> Layer:
+    """Return the RMS norms of queries and keys: of each head, or of all, whose statistics tensor ranks sum.
+
+    Those of all heads on several ranks are plain operations, which keep no copies of a rank's only group.
+
+    Args:
+        rotated: before they are normed.
+    """
+    q, kv, heads = shape.width, shape.kv_width, shape.qk_norm == "head"
+    copied = heads or rotated or ranks == 1 or shape.kv_heads > ranks
+    gradients = q + 2 * kv + q * heads  # of queries, keys and values, and a contiguous copy of one
+    wide = Width(split=4 * q if heads else 3 * (q + kv))
+    copies = Moment("qk norm", Width(split=gradients), wide=wide, reference=heads)
     return Layer(
         "qk norm",
-        partial=(shape.head_dim, shape.head_dim),
-        spared=Width(split=width),
-        statistics=Width(split=shape.heads + shape.kv_heads),
+        split=() if heads else ((q, 1), (kv, 1)),
+        partial=(shape.head_dim, shape.head_dim) if heads else (),
+        spared=Width(split=(q + kv) * copied),
+        statistics=Width(split=shape.heads + shape.kv_heads) if heads else Width(whole=2),
         core=True,
-        moments=(copies,),
-        forward=Width(split=2 * width),
-        backward=Width(split=3 * width),
-    )
-
-
-def _full_norms(shape: Shape) -> Layer:
-    """Return the RMS norms of all queries and of all keys, whose statistics tensor ranks sum."""
-    width = shape.width + shape.kv_width
-    return Layer(
-        "qk norm",
-        split=((shape.width, 1), (shape.kv_width, 1)),
-        spared=Width(split=width),
-        statistics=Width(whole=2),
-        core=True,
-        forward=Width(split=2 * width),
-        backward=Width(split=3 * width),
+        moments=(copies,) if heads or ranks > 1 else (),
+        forward=Width(split=2 * (q + kv)),
+        backward=Width(split=3 * (q + kv)),
     )
 
 
@@ -275,7 +275,8 @@ def _mlp(shape: Shape) -> tuple[Layer, ...]:
 def _norm(shape: Shape, name: str) -> Layer:
     """Return a norm of the residual stream; an RMSNorm that is not fused makes four wide copies in backward."""
     h, statistics = shape.hidden, 2 if shape.layernorm else 1
-    copies = Moment(name, Width(stream=h), wide=Width(stream=4 * h), reference=True)
+    own_gradient = name != "post norm" or shape.dropout > 0 or shape.residual_scale != 1  # else the residual stream's
+    copies = Moment(name, Width(stream=h * own_gradient), wide=Width(stream=4 * h), reference=True)
     return Layer(
         name,
         whole=(h,) * (1 + (shape.layernorm and shape.biased("norm"))),

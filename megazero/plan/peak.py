@@ -57,9 +57,10 @@ def of_block(job: Job, parts: range, *, fused: bool) -> Iterator[tuple[int, str]
     kept = kept_by_blocks(job, parts) + (kept_by_block(job, kind) - job.stream if job.recompute == "full" else 0)
     core = [layer for layer in of_job(job, kind) if layer.core] if job.recompute == "selective" else []
     for layer in reversed(of_job(job, kind)):
+        kept += job.stream * (layer.name == "out" and job.recompute == "full")  # a replay holds its output's gradient
         if core and layer is core[-1]:  # the whole core runs again, before its first backward
             kept += sum(spared_by_layer(job, each) for each in core)
-        replay = bytes_of(job, core[-1].kept, job.bytes.parameter) + whole // job.tensor if layer in core else 0
+        replay = bytes_of(job, core[-1].kept, job.bytes.parameter) + whole // job.tensor if layer in core[:-1] else 0
         for moment in _shown(layer, fused):
             yield kept + job.stream + replay + _bytes(job, moment), moment.name
         if layer.product is not None:

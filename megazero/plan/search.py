@@ -168,7 +168,7 @@ def spreads(job: Job, ranks: int, widest: int, node: int) -> Iterator[Job]:
     """
     layers, shape, job = job.shape.layers, job.shape, job.alone
     sharded = stages_that_shard("optimizer")
-    for tensor in (t for t in _divisors(ranks) if t <= widest and not shape.kv_heads % t and not shape.ffn % t):
+    for tensor in (t for t in _divisors(ranks) if t <= widest and _spreads(job, t)):
         for pipeline in (p for p in _divisors(ranks // tensor) if p <= layers):
             data = ranks // (tensor * pipeline)
             if job.global_batch % data:
@@ -185,6 +185,13 @@ def spreads(job: Job, ranks: int, widest: int, node: int) -> Iterator[Job]:
                     stages = product(sharded, groups) if data > 1 else [(0, None)]
                     for (stage, shard_ranks), sequence in product(stages, sequences):
                         yield replace(cut, stage=stage, shard_ranks=shard_ranks, sequence=sequence)
+
+
+def _spreads(job: Job, ranks: int) -> bool:
+    """Return whether so many tensor ranks can have equal parts of a block; with full QK-norms, whole heads."""
+    shape, (sharing, rest) = job.shape, divmod(ranks, job.shape.kv_heads)
+    shared = rest == 0 and 2 * shape.head_dim % sharing == 0 and shape.qk_norm != "full"
+    return not (shape.heads % ranks or shape.ffn % ranks) and (shape.kv_heads % ranks == 0 or shared)
 
 
 def savings(layout: Job, tier: Sequence[Mapping[str, object]] = OFFLOAD) -> Iterator[list[Job]]:

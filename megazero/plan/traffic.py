@@ -41,6 +41,7 @@ from dataclasses import dataclass
 
 from megazero.base.quantized import sent_bytes
 from megazero.plan.activations import kept_input
+from megazero.plan.heads import counts
 from megazero.plan.job import Job
 from megazero.plan.layers import products
 from megazero.plan.links import axis_size
@@ -67,26 +68,31 @@ class Flow:
     bytes: int
 
 
-def traffic(job: Job, rank: int = 0, shard_rank: int | None = None) -> dict[str, dict[str, int]]:
+def traffic(
+    job: Job, rank: int = 0, shard_rank: int | None = None, tensor_rank: int | None = None
+) -> dict[str, dict[str, int]]:
     """Return the bytes that a rank sends in a step, [axis][purpose]; axes host and disk: its copies to and from them.
 
     Args:
         rank: number of the rank on the pipeline axis.
         shard_rank: its number on the shard axis; None: the last, which sends most, since its shards have most tails.
+        tensor_rank: its number on the tensor axis; None: one that sends most.
     """
     found: dict[str, dict[str, int]] = {}
-    for flow in flows(share_of(job, rank), shard_rank):
+    for flow in flows(share_of(job, rank), shard_rank, tensor_rank):
         if flow.bytes:
             purposes = found.setdefault(flow.axis, {})
             purposes[flow.purpose] = purposes.get(flow.purpose, 0) + flow.bytes
     return found
 
 
-def flows(own: Share, shard_rank: int | None = None) -> Iterator[Flow]:
+def flows(own: Share, shard_rank: int | None = None, tensor_rank: int | None = None) -> Iterator[Flow]:
     """Yield everything that a rank with this share of a model sends in a step, and copies from host and disks."""
     job = own.job
     yield from _gradients(own)
     yield from _tensor(own)
+    if job.tensor > job.shape.kv_heads:
+        yield _heads(own, tensor_rank)
     yield from _tails(own, job.shard - 1 if shard_rank is None else shard_rank)
     yield from _pipeline(own)
     yield from _scalars(own)
@@ -173,6 +179,15 @@ def _tensor(own: Share) -> Iterator[Flow]:
         yield Flow("tensor", "loss", m, m * 3 * job.tokens * (t - 1) * max(item, 4))
     if job.partition and full and not sequence:
         yield flow("inputs", blocks)
+
+
+def _heads(own: Share, tensor_rank: int | None) -> Flow:
+    """Return the exchange of parts of projections between ranks that share a key-value head."""
+    job, ranks, to = own.job, range(own.job.tensor), counts(own.job.shape, own.job.tensor)
+    forward, passes = 1 + (job.recompute == "full"), own.blocks * job.micro_batches
+    sent = [sum(forward * to[i][j] + to[j][i] for j in ranks if j != i) for i in ranks]
+    elements = job.tokens * (max(sent) if tensor_rank is None else sent[tensor_rank])
+    return Flow("tensor", "heads", passes * (forward + 1), passes * elements * job.bytes.parameter)
 
 
 def _tails(own: Share, shard_rank: int) -> Iterator[Flow]:

@@ -160,7 +160,7 @@ def settle_attention(config: Config, model: Transformer, device: torch.device, *
     if device.type != "cuda":
         return
     shape, ranks = model_shape(config), config.parallel.tensor
-    heads = Heads(shape.heads // ranks, shape.kv_heads // ranks, shape.head_dim, shape.seq_len)
+    heads = Heads(shape.heads // ranks, max(1, shape.kv_heads // ranks), shape.head_dim, shape.seq_len)
     probe = Probe(device, DTYPES[config.precision.dtype], heads)
     documents, deterministic, capped = config.data.mask_eod, config.run.deterministic, shape.attention_cap is not None
     windows = not capped and any(shape.window_of(kind) is not None for kind in shape.kinds)

@@ -4,8 +4,7 @@ The first stage also has the embedding, and the last one the final norm and the 
 much as V / (12 h) blocks. Every stage has at least one block. Blocks of equal cost are dealt one by one: each goes to
 the rank with the least work, and there to the stage with the least, which minimises the work of the busiest rank.
 Blocks of different costs fill the stages from the last to the first, each up to an equal share of a rank's work; the
-smallest share with which all blocks find a place is taken. If the busiest rank has less work when they are dealt as if
-they were equal, they are.
+smallest share with which all blocks find a place is taken; or they are dealt too, if the busiest rank then has less.
 
 Lowering adds to a schedule
 

@@ -113,7 +113,12 @@ def test_sizes_load_exactly_when_the_equations_hold(file: Path, s: dict[str, int
     broken = [
         s["model.hidden"] % s["model.heads"] != 0,
         s["model.heads"] % s["model.kv_heads"] != 0,
-        s["model.kv_heads"] % s["parallel.tensor"] != 0,
+        s["model.heads"] % s["parallel.tensor"] != 0,
+        s["model.kv_heads"] % s["parallel.tensor"] != 0
+        and (
+            s["parallel.tensor"] % s["model.kv_heads"] != 0
+            or 2 * (s["model.hidden"] // s["model.heads"]) % (s["parallel.tensor"] // s["model.kv_heads"]) != 0
+        ),
         s["model.ffn"] % s["parallel.tensor"] != 0,
         s["batch.global"] % s["batch.micro"] != 0,
         rotary and s["model.hidden"] // s["model.heads"] % 2 != 0,

@@ -16,7 +16,11 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         "model.head_dim=32",
     ),
     "model.heads % model.kv_heads == 0": (["model.kv_heads=5"], "model.kv_heads=4"),
-    "model.kv_heads % parallel.tensor == 0": (["parallel.tensor=8", "model.kv_heads=4"], "parallel.tensor=4"),
+    "model.heads % parallel.tensor == 0": (["parallel.tensor=8", "model.kv_heads=4"], "parallel.tensor=4"),
+    "model.kv_heads % parallel.tensor == 0, or parallel.tensor % model.kv_heads == 0 without model.qk_norm full": (
+        ["parallel.tensor=4", "model.kv_heads=2", "model.qk_norm=full", "model.position=rotary"],
+        "model.qk_norm=head",
+    ),
     "model.ffn % parallel.tensor == 0": (["parallel.tensor=2", "model.ffn=3073"], "model.ffn=3074"),
     "batch.global % batch.micro == 0": (["batch.micro=3"], "batch.global=9"),
     "channels of a head, or their share in model.layer_kinds, come in pairs with model.position rotary": (

@@ -318,8 +318,11 @@ def test_all_broken_relations_at_once_with_their_numbers(file: Path):
         "MZ-106 c.yaml:1: model.hidden % model.heads == 0 with model.head_dim null is broken: 100 % 3 = 1; "
         "change model.heads or model.hidden, or give model.head_dim",
         "MZ-106 c.yaml:1: model.heads % model.kv_heads == 0 is broken: 3 % 2 = 1; change model.kv_heads or model.heads",
-        "MZ-106 c.yaml:1: model.kv_heads % parallel.tensor == 0 is broken: 2 % 7 = 2; "
-        "lower parallel.tensor: a key-value head is never split",
+        "MZ-106 c.yaml:1: model.heads % parallel.tensor == 0 is broken: 3 % 7 = 3; "
+        "lower parallel.tensor: a head is never split",
+        "MZ-106 c.yaml:1: model.kv_heads % parallel.tensor == 0, or parallel.tensor % model.kv_heads == 0 without "
+        "model.qk_norm full is broken: 2 key-value heads on 7 ranks; change parallel.tensor: it divides "
+        "model.kv_heads, or as many ranks share each key-value head",
         "MZ-106 command line: model.ffn % parallel.tensor == 0 is broken: 400 % 7 = 1; "
         "change parallel.tensor or model.ffn",
         "MZ-106 c.yaml:3: batch.global % batch.micro == 0 is broken: 5 % 2 = 1; change batch.global or batch.micro",

@@ -37,6 +37,7 @@ CASES = {
     "gpt": GPT,
     "llama": LLAMA,
     "head-dim": llama(head_size=20),
+    "one-key": llama(kv_heads=1, qk_norm="head"),
     "biases": llama(biases=frozenset(("qkv", "out", "mlp"))),
     "qkv-bias": llama(biases=frozenset(("qkv",))),
     "no-bias": replace(GPT, biases=frozenset(("norm",))),
@@ -147,8 +148,8 @@ def test_losses_and_gradients_are_the_plain_model_s(case: str) -> None:
     compare(CASES[case], torch.float32, None, None, "auto")
 
 
-def on_ranks(grid: Grid) -> None:
-    for case, shape in CASES.items():
+def on_ranks(grid: Grid, cases: dict[str, Shape]) -> None:
+    for case, shape in cases.items():
         try:
             compare(replace(shape, vocab=96), torch.float64, grid, (3, 9, 4), "reference")
         except AssertionError as error:
@@ -156,4 +157,14 @@ def on_ranks(grid: Grid) -> None:
 
 
 def test_tensor_ranks_give_the_plain_model_s() -> None:
-    run_ranks(2, on_ranks, tensor=2)
+    run_ranks(2, on_ranks, CASES, tensor=2)
+
+
+def test_four_ranks_share_key_value_heads() -> None:
+    """In parts that begin and end inside heads."""
+    shapes = {(1, 12): 4, (2, 10): 4, (2, 6): 8, (1, 14): 4}
+    cases = {
+        str(each): llama(kv_heads=each[0], head_size=each[1], heads=heads, biases=frozenset(("qkv", "mlp")))
+        for each, heads in shapes.items()
+    }
+    run_ranks(4, on_ranks, cases, tensor=4)

@@ -22,11 +22,13 @@ def sized(shape: Shape) -> Shape:
     head = 48 if shape.head_size is not None else None
     rope = [replace(kind.rope, short=(), long=(), kind="plain") if kind.rope else None for kind in shape.kinds]
     kinds = tuple(Kind(kind.window, each) for kind, each in zip(shape.kinds, rope, strict=True))
-    kv_heads = 4 if shape.layernorm else 2
+    kv_heads = 4 if shape.layernorm else min(shape.kv_heads, 2)
     return replace(shape, **SIZES, head_size=head, kinds=kinds, kv_heads=kv_heads, dropout=0.0)
 
 
 CASES = [(name, GRIDS[i % 3], RECOMPUTE[i // 3 % 3], list(DTYPES)[i % 2 * 2]) for i, name in enumerate(OPTIONS)]
+CASES += [("one-key", grid, recompute, "fp32") for grid in GRIDS[1:] for recompute in RECOMPUTE]
+CASES += [("qk-norm-full", (2, False), "none", "bf16")]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

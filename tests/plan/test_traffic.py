@@ -80,12 +80,29 @@ def check(
     ledgers = run_ranks(layout.ranks, one_step, layout, SHAPES[flavour], DTYPES[dtype], **axes)
     plan = planned(layout, SHAPES[flavour], DTYPES[dtype])
     for number, ledger in enumerate(ledgers):
-        assert traffic(plan, number // (tensor * data), number // tensor % data) == ledger, f"rank {number}"
+        assert traffic(plan, number // (tensor * data), number // tensor % data, number % tensor) == ledger, (
+            f"rank {number}"
+        )
 
 
 @pytest.mark.parametrize("case", COVER, ids=ids(COVER))
 def test_the_ledger_of_a_step(case: tuple) -> None:
     check(*case)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kv_heads", "sequence", "mode"),
+    [(2, 1, False, "none"), pytest.param(4, 2, True, "full", marks=pytest.mark.full), (4, 1, False, "selective")],
+)
+def test_the_ledger_of_ranks_that_share_heads(tensor: int, kv_heads: int, sequence: bool, mode: str) -> None:
+    shape = replace(SHAPES["deep-untied"], kv_heads=kv_heads)
+    layout = replace(job_on(tensor, 1, sequence, 2), **MODES[mode])
+    plan = planned(layout, shape, DTYPES["fp32"])
+    ledgers = run_ranks(tensor, one_step, layout, shape, DTYPES["fp32"], tensor=tensor)
+    for rank, ledger in enumerate(ledgers):
+        assert ledger["tensor"]["heads"] > 0 and traffic(plan, tensor_rank=rank) == ledger, f"rank {rank}"
+    most = max(ledger["tensor"]["heads"] for ledger in ledgers)
+    assert traffic(plan)["tensor"]["heads"] == most
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ from megazero.model.mlp import Mlp
 from megazero.model.norm import Norm
 from megazero.plan.model import Rope, Shape
 from megazero.tools.certify.fault import ALONE, TENSOR, Fault, Variant
-from megazero.tools.certify.planted_calls import changed
+from megazero.tools.certify.planted_calls import changed, instead
 from megazero.tools.certify.training import Plant, Rig
 
 Needs = Callable[[Shape], bool]
@@ -100,7 +100,9 @@ def _windows(shape: Shape) -> list[int | None]:
 
 _blocked = partial(changed, _all(Attention), "blocked")
 _rope = partial(changed, _rotaries, "rope")
-_NO_SCALE = "_scale", lambda _: 1.0
+_UNSCALED_TOKENS, _UNSCALED_BRANCHES, _UNSCALED_LOGITS = (
+    changed(parts, "_scale", lambda _: 1.0) for parts in (_embedding, _joins, _loss)
+)
 _WIDER = _blocked(lambda it: it and replace(it, window=it.window and it.window + 1))
 _UNCAPPED = _blocked(lambda it: it and replace(it, cap=None))
 _PLAIN = _rope(lambda rope: replace(rope, kind="plain", attention_factor=None))
@@ -113,6 +115,7 @@ _NO_Z = changed(lambda rig: [rig.built.model.head], "_z_loss", lambda _: 0.0)
 _OWN_HEADS = changed(
     lambda rig: [each._split_norms for each in _all(Attention)(rig)], "_axis", lambda _: Axis("tensor")
 )
+_LOST_HEADS = instead(_all(Attention), "projection.back", lambda it, back, tape, grad: back(tape, grad * it._axis.rank))
 
 
 def _fault(name: str, what: str, plant: Plant, needs: Needs, layout: Variant = ALONE) -> Fault:
@@ -129,16 +132,9 @@ OPTION_FAULTS = (
     _fault("other-moment", "queries are normed on the other side of rotation", _OTHER_MOMENT, _norms_and_turns),
     _fault("no-offset", "weights of norms lack their offset", _forget_offset, lambda it: it.norm_offset != 0),
     _fault("swapped-norms", "a block's two norms are swapped", _swap_norms, lambda it: it.residual == "parallel"),
-    _fault(
-        "unscaled-branches", "branches lack their scale", changed(_joins, *_NO_SCALE), lambda it: it.residual_scale != 1
-    ),
-    _fault(
-        "unscaled-tokens",
-        "tokens lack their scale",
-        changed(_embedding, *_NO_SCALE),
-        lambda it: it.embedding_scale != 1,
-    ),
-    _fault("unscaled-logits", "logits lack their scale", changed(_loss, *_NO_SCALE), lambda it: it.logit_scale != 1),
+    _fault("unscaled-branches", "branches lack their scale", _UNSCALED_BRANCHES, lambda it: it.residual_scale != 1),
+    _fault("unscaled-tokens", "tokens lack their scale", _UNSCALED_TOKENS, lambda it: it.embedding_scale != 1),
+    _fault("unscaled-logits", "logits lack their scale", _UNSCALED_LOGITS, lambda it: it.logit_scale != 1),
     _fault("uncapped-logits", "logits lack their cap", _NO_CAP, lambda it: it.logit_cap is not None),
     _fault("uncapped-scores", "scores lack their cap", _UNCAPPED, lambda it: it.attention_cap is not None),
     _fault("other-scale", "scores have another scale", _OTHER_SCALE, lambda it: it.attention_scale is not None),
@@ -149,4 +145,5 @@ OPTION_FAULTS = (
         for name, other in _OTHER.items()
     ),
     _fault("own-heads", "norms see a rank's own heads", _OWN_HEADS, lambda it: it.qk_norm == "full", TENSOR),
+    _fault("lost-heads", "one rank's gradient of its heads is lost", _LOST_HEADS, lambda it: it.kv_heads == 1, TENSOR),
 )

@@ -166,7 +166,7 @@ def two_steps(
     ledger.hold("activations", steady.timeline.peak)
     ledger.hold("activations", -steady.timeline.peak)
     planned = memory(job, pipeline.rank, fused=fuses(ops))
-    sent = traffic(job, pipeline.rank, grid["shard"].rank)
+    sent = traffic(job, pipeline.rank, grid["shard"].rank, grid["tensor"].rank)
     return Simulated(grid, first, steady, job.micro_batches, number, ledger, planned, sent)
 
 
