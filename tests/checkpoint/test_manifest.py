@@ -18,8 +18,10 @@ from megazero.run.history import saved_options
 from megazero.run.loading import check_same
 
 
+PROGRESS = Progress(updates=3, skipped=1, overflows=0, next_sample=32, loss_scale=None, good_steps=0)
+
+
 def manifest(**changes: Any) -> Manifest:
-    progress = Progress(updates=3, skipped=1, overflows=0, next_sample=32, loss_scale=None, good_steps=0)
     content = {
         "format": FORMAT,
         "run": "abc",
@@ -30,7 +32,7 @@ def manifest(**changes: Any) -> Manifest:
         "tensors": {"a": Logical(shape=[2, 3], pieces=[[0, 0, 4, 100, 116, 132], [1, 4, 6, 100, 108, 116]])},
         "block": BLOCK,
         "files": [File(name=f"shard_{i:05d}.safetensors", size=200, blocks=["0" * 16]) for i in range(2)],
-        "progress": progress,
+        "progress": PROGRESS,
         "random": {"seed": 0},
         "identity": {"data": "x", "tokenizer": None},
         "config": {"model.layers": 2, "batch.global": 8},
@@ -93,6 +95,7 @@ def test_an_edited_one_is_found(tmp_path: Path) -> None:
         ({"kinds": ["exp_avg"]}, r"kinds \['exp_avg'\]"),
         ({"kinds": ["weight", "weight", "exp_avg"]}, "kinds"),
         ({"progress": None}, "kinds"),
+        ({"progress": Progress.model_construct(**dict(PROGRESS, next_sample=2**63))}, "next_sample: .*less than"),
         ({"files": [File(name="shard_00000.safetensors", size=2 * BLOCK, blocks=["0"])]}, "with 1 hashes"),
         ({"files": [File(name="shard_00001.safetensors", size=200, blocks=["0"])]}, "file 0 is shard_00001"),
         ({"step": 5}, "updates and skipped steps do not add up to step 5"),

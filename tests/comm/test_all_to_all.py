@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megazero.comm.collectives import start_all_to_all
 from megazero.comm.grid import Grid
+from megazero.comm.rows import exchange_rows
 from tests.comm.test_host_staging import bounced
 from tests.layouts import Wires, rewired
 from tests.ranks import run_ranks
@@ -57,3 +58,17 @@ def counted(grid: Grid) -> dict[str, int]:
 
 def test_the_ledger_counts_what_a_rank_sends_to_others() -> None:
     assert run_ranks(3, counted) == [{"ops": 1, "elements": 12, "bytes": 96}] * 3
+
+
+def rows_sent(grid: Grid) -> tuple[Tensor, dict[str, int]]:
+    axis, counts = grid["data"], [[1, 2, 0], [3, 0, 1], [0, 1, 2]]
+    own = torch.arange(3.0).repeat_interleave(torch.tensor(counts[axis.rank])) + 10 * axis.rank
+    came = exchange_rows(own[:, None].expand(-1, 5).contiguous(), counts, axis, "test")
+    sent = grid.comm.ledger.traffic["data"]["test"]
+    return came[:, 0], {"ops": sent.ops, "elements": sent.elements, "bytes": sent.bytes_sent}
+
+
+def test_rows_come_in_rank_order_and_the_ledger_counts_those_of_others() -> None:
+    found = run_ranks(3, rows_sent)
+    assert [came.tolist() for came, _ in found] == [[0, 10, 10, 10], [1, 1, 21], [12, 22, 22]]
+    assert [sent for _, sent in found] == [{"ops": 1, "elements": 5 * n, "bytes": 20 * n} for n in (2, 4, 1)]

@@ -38,9 +38,9 @@ def gradually(modules: Mapping[str, nn.Module], step: int) -> None:
 
 
 def partly(modules: Mapping[str, nn.Module], step: int) -> None:
-    """Freeze other parameters in each step, also some of a unit."""
+    """Freeze other parameters in each step but the first, also some of a unit."""
     for number, parameter in enumerate(modules["m"].parameters()):
-        parameter.requires_grad_((number + step) % 3 > 0)
+        parameter.requires_grad_(step == 0 or (number + step) % 3 > 0)
 
 
 def wholly(modules: Mapping[str, nn.Module], step: int) -> None:

@@ -128,6 +128,16 @@ def test_traffic_is_the_formula(tensor: int, data: int, stage: int, accumulation
         }
 
 
+def gathered_at_once(grid: Grid) -> set[int]:
+    """The numbers of units that are whole while a stage-3 rank yields its parameters."""
+    engine = Rank(grid, job_on(1, grid["data"].size, stage=3), SHAPES["llama"], FP32).engine
+    return {sum(unit.parameters.whole is not None for unit in engine.units) for _ in engine.named_parameters()}
+
+
+def test_parameters_are_yielded_with_one_unit_gathered() -> None:
+    assert run_ranks(2, gathered_at_once) == [{1}] * 2
+
+
 def resident(kind: str) -> int:
     """Bytes of a kind of proc(5), after everything that can be given back has been."""
     gc.collect()
