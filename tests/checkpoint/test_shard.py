@@ -41,6 +41,14 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, sizes
     assert all(torch.equal(theirs[name], tensor) for name, tensor in tensors.items())
 
 
+def test_a_read_that_is_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard, _ = written(tmp_path, some(500))
+    short = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: short(file, [into[0][:700]], at))
+    with open_shard(tmp_path, shard) as reader:
+        assert b"".join(bytes(part) for _, part in reader.read(0, shard.size)) == (tmp_path / shard.name).read_bytes()
+
+
 def test_every_block_that_is_damaged_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK", 256)
     shard, _ = written(tmp_path, some(500))
