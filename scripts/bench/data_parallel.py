@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megazero.config.schema import Config
 from scripts.bench.ours import BETAS, CLIP, DECAY, EPS, LR, initial_weights, meet, random_batches
 from scripts.bench.plain_gpt import Block, PlainGPT
+from scripts.bench.plain_llama import PlainLlama
 
 Step = Callable[[], float]
 ADAM = {"lr": LR, "betas": BETAS, "eps": EPS, "fused": True}
@@ -55,17 +56,18 @@ class Work:
 
 
 def gpt(config: Config, ranks: int) -> Work:
-    """Return the work of a GPT of plain torch modules in the shape of a config."""
+    """Return the work of a model of plain torch modules in the shape of a config."""
     micro = config.batch.rows
     accumulation = config.batch.global_ // (micro * ranks)
     batches = partial(random_batches, micro, vocab=config.model.vocab, seq_len=config.model.seq_len)
     return Work(partial(peer, config), (Block,), _loss, batches, _decays, micro, accumulation, config.model.hidden)
 
 
-def peer(config: Config) -> PlainGPT:
+def peer(config: Config) -> PlainGPT | PlainLlama:
     """Return the unsharded model with the initial weights of ours."""
     m = config.model
-    model = PlainGPT(m.layers, m.hidden, m.heads, m.vocab, m.seq_len)
+    llama = m.position == "rotary"
+    model = PlainLlama(m) if llama else PlainGPT(m.layers, m.hidden, m.heads, m.vocab, m.seq_len)
     model.take_weights(initial_weights(config))
     return model
 

@@ -6,6 +6,8 @@
     small   8 layers, hidden 512, 8 heads, vocabulary 8,192 tied, sequence 256, micro-batch 2      29.5M parameters
     wide    9 layers, hidden 1,024, 16 heads, the same vocabulary and sequence, micro-batch 1     122.0M
     head    2 layers, hidden 512, 8 heads, vocabulary 50,257 tied, sequence 256, micro-batch 8     32.2M
+    llama3  small with 2 key-value heads, rotary, RMSNorm, SwiGLU of 1,792, untied, no biases      35.7M
+    qwen3   llama3 with heads of 128 that are normed, SwiGLU of 1,536, tied                        33.6M
 
 fp32, no dropout, AdamW fused, clip 1.0; all start from the same weights and see the same tokens. The reference (ratio
 1.000) is plain torch. `plain torch, compiled` has torch.compile around each block, as torchtitan advises, and in `head`
@@ -19,6 +21,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
 
@@ -32,8 +35,15 @@ from scripts.bench.other_tree import add_before, pairs_of, with_before
 from scripts.bench.ours import SEQ_LEN, VOCAB, engine_step
 from scripts.bench.processes import Call, System
 
-# layers, hidden, heads, micro-batch, vocabulary
-SIZES = {"small": (8, 512, 8, 2, VOCAB), "wide": (9, 1024, 16, 1, VOCAB), "head": (2, 512, 8, 8, 50_257)}
+SMALL = {"layers": 8, "hidden": 512, "heads": 8, "vocab": VOCAB, "seq_len": SEQ_LEN}
+LLAMA = SMALL | {"kv_heads": 2, "position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "rope_theta": 5e5}
+SIZES: dict[str, tuple[dict[str, Any], int]] = {  # options of the model, and samples of a micro-batch
+    "small": (SMALL, 2),
+    "wide": (SMALL | {"layers": 9, "hidden": 1024, "heads": 16}, 1),
+    "head": (SMALL | {"layers": 2, "vocab": 50_257}, 8),
+    "llama3": (LLAMA | {"ffn": 1792, "tie_embeddings": False}, 2),
+    "qwen3": (LLAMA | {"ffn": 1536, "tie_embeddings": True, "head_dim": 128, "qk_norm": "head"}, 2),
+}
 CHUNK = 256
 
 
@@ -71,8 +81,8 @@ def systems_of(model: str, threads: int) -> list[System]:
 
 def config_of(model: str, chunk: int = 0) -> Config:
     """Return the config of a model by its name in `SIZES`."""
-    layers, hidden, heads, micro, vocab = SIZES[model]
-    shape = Model(layers=layers, hidden=hidden, heads=heads, vocab=vocab, seq_len=SEQ_LEN, loss_chunk=chunk)
+    options, micro = SIZES[model]
+    shape = Model(**options, loss_chunk=chunk)
     return resolved(Config(model=shape, batch=Batch(**{"global": micro, "micro": micro})))
 
 
