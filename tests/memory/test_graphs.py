@@ -29,6 +29,7 @@ from megazero.memory.recompute import Kept
 from megazero.model.batch_context import BatchContext
 from megazero.plan.job import Job
 from megazero.plan.memory import memory
+from megazero.plan.model import Kind
 from megazero.zero.placement import Precision
 from tests.layouts import CPU, SHAPES, Rank, Trained, config_of, equal, job_on, planned, samples, train, train_rank
 
@@ -138,6 +139,15 @@ def test_it_changes_no_bit(name: str, dtype: str) -> None:
     precision = FP32 if dtype == "fp32" else BF16
     plain = replace(LAYOUTS[name], recompute="full")
     equal(train(replace(plain, cuda_graphs=True), "still", precision, steps), train(plain, "still", precision))
+
+
+@pytest.mark.parametrize("name", ["one process", "stage 3", "interleaved"])
+def test_blocks_of_two_kinds_are_recorded_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window in rotary blocks, and caps without positions."""
+    shape = replace(SHAPES["deep-untied"], dropout=0.0, kinds=(Kind(5), Kind(rope=None)), attention_cap=3.0)
+    monkeypatch.setitem(SHAPES, "still", shape)
+    plain = replace(LAYOUTS[name], recompute="full")
+    equal(train(replace(plain, cuda_graphs=True), "still", BF16, steps), train(plain, "still", BF16))
 
 
 def test_each_combination_of_places_is_recorded_once() -> None:
