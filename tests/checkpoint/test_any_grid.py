@@ -110,3 +110,10 @@ def test_every_grid_reads_every_grid(written: Written, name: str, others: tuple[
         assert len({rank.loss for rank in found}) == 1 and difference([found[0].loss], [loss]) <= LOSS_FP32
         if other == name:
             assert found[0].loss == loss, "the same grid goes on bit for bit"
+
+
+def test_ranks_that_hold_all_save_equal_shares(tmp_path: Path) -> None:
+    job = job_on(data=2, accumulation=4, stage=0)
+    run_ranks(2, save_after, job, "deep", FP32, tmp_path, 1)
+    one, other = (path.stat().st_size for path in sorted((tmp_path / "checkpoints").rglob("shard_*")))
+    assert abs(one - other) < 0.05 * one

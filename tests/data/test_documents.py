@@ -52,6 +52,12 @@ def test_mix_is_a_bijection():
     assert len(np.unique(mix(words))) == len(words) and mix(words).max() < 1 << 32
 
 
+def test_equal_tokens_of_other_documents_have_another_digest(make_dataset):
+    dataset = make_dataset([[1, 1], [1, 1], [1, 1]])
+    digests = {TokenStream(dataset, Chosen(np.array(chosen))).digest() for chosen in ([0, 1], [0, 2], [1, 2])}
+    assert len(digests) == 3
+
+
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 def test_stream_equals_concatenation(make_dataset, data: st.DataObject):
