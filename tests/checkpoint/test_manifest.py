@@ -17,7 +17,6 @@ from megazero.config.stages import Course
 from megazero.run.history import saved_options
 from megazero.run.loading import check_same
 
-
 PROGRESS = Progress(updates=3, skipped=1, overflows=0, next_sample=32, loss_scale=None, good_steps=0)
 
 

@@ -1,11 +1,12 @@
 """Messages from one rank to one other: nothing waits to be sent, everything arrives once, under its own name."""
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megazero.comm.axes import Channel
+from megazero.comm.axes import P2P, Channel
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.transport.p2p import PointToPoint
@@ -72,6 +73,37 @@ def large(grid: Grid, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_long_messages_go_in_pieces(dtype: torch.dtype) -> None:
     assert run_ranks(2, large, dtype, pipeline=2) == [True, True]
+
+
+class Noted:
+    """A status slot that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, list[int], str]] = []
+
+    def begin(self, axis: str, ranks: range, text: str) -> int:
+        self.begun.append((axis, list(ranks), text))
+        return 1
+
+    def end(self, axis: str) -> None:
+        self.begun.append((axis, [], "end"))
+
+
+def late(grid: Grid) -> list[tuple[str, list[int], str]]:
+    """Rank 0 waits for a message of rank 1 that is sent a second later."""
+    axis, noted, channel = grid["pipeline"], Noted(), Channel(0, 1, 0, "test")
+    messages = PointToPoint(replace(axis, comm=replace(axis.comm, status_slot=noted)), [channel], CPU)  # type: ignore[arg-type]
+    if axis.rank == 1:
+        time.sleep(1)
+        messages.send(channel, torch.ones(3))
+    else:
+        messages.post(channel, torch.empty(3), "a message").wait()
+    messages.finish()
+    return noted.begun
+
+
+def test_who_waits_notes_for_which_rank() -> None:
+    assert run_ranks(2, late, pipeline=2)[0] == [(P2P, [1], "a message"), (P2P, [], "end")]
 
 
 def around(grid: Grid) -> bool:

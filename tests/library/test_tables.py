@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import megazero
 from examples.recommender import TABLES, WIDTH, Recommender, batch, loss_of, rows_of_tables
 from megazero import Sharded
 from megazero.base.errors import UserError
+from megazero.library import row_groups
 from tests.library.running import on_ranks
 
 ROWS, STEPS, SAMPLES = rows_of_tables(64), 3, 5
@@ -150,6 +152,7 @@ def test_traffic_and_memory_are_the_formulas(ahead: bool):
     assert [found["optimizer"]["now"] - 2 * dense[0] for found in memory] == [8 * rows for rows in own]
 
 
+@patch.object(row_groups, "PIECE", 3 * WIDTH)  # tables are sent in pieces of three rows
 def saved(stage: int, folder: Path) -> None:
     sharded = sharded_model(stage, ADAM)
     for step in range(2):
@@ -158,6 +161,7 @@ def saved(stage: int, folder: Path) -> None:
     sharded.save(folder)
 
 
+@patch.object(row_groups, "PIECE", 3 * WIDTH)
 def went_on(stage: int, folder: Path | None) -> dict[str, Tensor]:
     sharded = sharded_model(stage, ADAM)
     first = 0 if folder is None else sharded.load(folder)
