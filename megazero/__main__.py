@@ -206,7 +206,8 @@ def _export(options: argparse.Namespace) -> int:
         from megazero.tools.convert.transformers_files import export_run
     from megazero.run.folder import RunFolder
 
-    answer(export_run(RunFolder(options.run_folder), options.out, options.part_mb, warn))
+    folder, asked = RunFolder(options.run_folder), options.family
+    answer(export_run(folder, options.out, options.part_mb, asked, warn, proven=options.proof))
     return 0
 
 
@@ -216,7 +217,7 @@ def _import(options: argparse.Namespace) -> int:
         from megazero.tools.convert.transformers_files import import_run
     from megazero.run.folder import RunFolder
 
-    answer(import_run(options.model, RunFolder(options.out), warn))
+    answer(import_run(options.model, RunFolder(options.out), warn, proven=options.proof))
     return 0
 
 
@@ -307,11 +308,16 @@ def _add_run_folders(verbs: Any) -> None:
     export.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
     export.add_argument("--out", type=Path, required=True, help="folder to create")
     export.add_argument("--part-mb", type=_at_least(1, int), default=5000, help="rough size of a file (default: 5000)")
+    family = "a family of transformers, where several fit (default: that of the import)"
+    export.add_argument("--as", dest="family", metavar="FAMILY", help=family)
+    unproven = "do not compare the logits with transformers'"
+    export.add_argument("--no-proof", dest="proof", action="store_false", help=unproven)
     export.set_defaults(run=_export)
     import_ = verbs.add_parser("import", help="make a run's folder from weights of transformers")
     import_.add_argument("--from", dest="source", choices=["hf"], required=True)
     import_.add_argument("--model", type=Path, required=True, help="a folder with config.json and safetensors")
     import_.add_argument("--out", type=Path, required=True, help="the run's folder, created")
+    import_.add_argument("--no-proof", dest="proof", action="store_false", help=unproven)
     import_.set_defaults(run=_import)
 
 

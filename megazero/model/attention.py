@@ -81,7 +81,9 @@ class Attention(nn.Module):
         """Return the output of the heads, [S, B, H d], from the projection [S, B, G (Q + 2) d]."""
         documents, (length, samples, _) = step.documents, qkv.shape
         if self.variable_length is None or (documents is None and self._window is None):
-            return self._causal(qkv) if documents is None else documents.attend(self._causal, qkv)
+            if documents is None:
+                return self._causal(qkv, step.positions_SB)
+            return documents.attend(self._causal, qkv)
         q, k, v = (rearrange(x, "s b h d -> (b s) h d") for x in self._heads(qkv, step.positions_SB))
         if documents is not None:
             bounds, longest = documents.bounds, documents.longest
@@ -91,9 +93,9 @@ class Attention(nn.Module):
         a = self.variable_length(q, k, v, bounds, longest, self._window, self.scale)
         return rearrange(a, "(b s) h d -> s b (h d)", b=samples)
 
-    def _causal(self, qkv: Tensor) -> Tensor:
+    def _causal(self, qkv: Tensor, positions_SB: Tensor | None = None) -> Tensor:
         """Return causal attention without document masks: [S, B, G (Q + 2) d] -> [S, B, H d]."""
-        q_SBHd, k_SBGd, v_SBGd = self._heads(qkv, None)
+        q_SBHd, k_SBGd, v_SBGd = self._heads(qkv, positions_SB)
         q, k, v = q_SBHd.permute(1, 2, 0, 3), k_SBGd.permute(1, 2, 0, 3), v_SBGd.permute(1, 2, 0, 3)
         if self.repeats:
             k, v = (x_BGSd.repeat_interleave(self.queries_per_group, dim=1) for x_BGSd in (k, v))

@@ -7,7 +7,7 @@ for the fp64 comparison those two islands are widened, everything else (attentio
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -21,7 +21,8 @@ from megazero.kernels.select import choose
 from megazero.model.parameter import declaration_of
 from megazero.plan.model import Kind, Rope, Shape
 from megazero.tools.certify.tolerances import difference
-from megazero.tools.convert.hugging_face import links
+from megazero.tools.convert.families import families
+from megazero.tools.convert.tensors import heads_of, links
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 from tests.ranks import run_ranks
 
@@ -103,7 +104,14 @@ CASES = {
 
 def under_our_names(theirs: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
     """transformers' weights, or gradients, as an import makes ours of them."""
-    return {link.ours: link.to_ours([theirs[name] for name in link.theirs]) for link in links(asdict(shape))}
+    family = families()["gpt2" if shape.learned_positions else "llama"]
+    found = links(family.rows, heads_of(shape, interleaved=False), shape.layers, names_of(shape))
+    ours = [(link.ours, link.to_ours([theirs[name] for name in link.theirs])) for link in found]
+    return {name: value for names, values in ours for name, value in zip(names, values, strict=True)}
+
+
+def names_of(shape: Shape) -> list[str]:
+    return [name for name, _ in make(shape, torch.float32).named_parameters()]
 
 
 @cache

@@ -253,7 +253,7 @@ def test_folders_that_cannot_be_read(tmp_path: Path, capsys) -> None:
         (lambda t: t | {"transformer.wpe.weight": torch.ones(40, 32)}, 414, "expected shape (32, 40), got (40, 32)"),
         (lambda t: t | {"transformer.h.0.attn.c_attn.weight": torch.ones(120, 40)}, 414, "expected shape (40, 120)"),
         (lambda t: t | {"transformer.h.0.attn.c_attn.weight": torch.ones(4800)}, 414, "got (4800,)"),
-        (lambda t: t | {"transformer.wte.weight": torch.ones(401, 40)}, 414, "config.json describes 56,800 parameters"),
+        (lambda t: t | {"transformer.wte.weight": torch.ones(401, 40)}, 414, "expected shape (400, 40), got (401, 40)"),
         (lambda t: t | {"transformer.h.0.adapter.weight": torch.ones(4)}, 414, "adapter.weight is in the files, but"),
         (lambda t: t | {"transformer.h.0.ln_1.weight": torch.ones(40, dtype=torch.int8)}, 415, "quantised weights"),
         (lambda t: t | {"transformer.h.0.ln_1.weight": torch.ones(40).to(torch.float8_e4m3fn)}, 415, "quantised"),
@@ -360,7 +360,10 @@ def test_models_and_folders_that_cannot_be_exported(finished: RunFolder, tmp_pat
     (tmp_path / "out").rmdir()
     text = run.config.read_text()
     run.config.write_text(text.replace("norm: layernorm", "norm: rmsnorm"))
-    assert "transformers has no model with position learned, norm rmsnorm" in refused(capsys, 415, *line)
+    assert "no family of transformers has this model: arcee: model.position learned would be rotary" in refused(
+        capsys, 415, *line
+    )
+    assert "--as bert: not a family" in refused(capsys, 415, *line, "--as", "bert")
     run.config.write_text(text)
     shard = Store(run.checkpoints).path(4) / "shard_00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -482,13 +485,14 @@ def test_weights_come_in_without_a_tokenizer_that_is_bad(tmp_path: Path, capsys)
     said = capsys.readouterr()
     assert said.err.count("\n") == 1 and "MZ-209" in said.err and "imported without a tokenizer" in said.err
     assert load(str(run.config)).data.tokenizer is None and "data.tokenizer" in said.out
-    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.yaml"]
+    assert sorted(path.name for path in run.path.iterdir()) == ["checkpoints", "config.yaml", "proof.json"]
 
 
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"rope_parameters": {"type": "linear", "factor": 4.0}}, "rope_parameters.type 'linear': no option here"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic': the angles would grow"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_type ['yarn']"),
         ({"rope_parameters": 3}, "rope_parameters: "),
     ],
 )

@@ -2,9 +2,10 @@
 
 import json
 import math
+import re
 import uuid
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -24,19 +25,28 @@ from megazero.checkpoint.manifest import FORMAT, SOFTWARE, WEIGHT, File, Logical
 from megazero.checkpoint.shard import BLOCK, FLOATS, NAMES, key_of, plan_shard, write_shard
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
-from megazero.config.schema import Model
-from megazero.tools.convert.hugging_face import HEAD, ROLES, Link, config_from_theirs, family_of, is_no_parameter, links
+from megazero.tools.convert.families import Family
+from megazero.tools.convert.fields import ROLES
+from megazero.tools.convert.tensors import Link
 
 _Files = Mapping[str, bytes]  # name -> content
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
 GENERATION = "generation_config.json"
 _WRITABLE = "free space there, or make it writable"
 _PART = 1 << 30  # approximate bytes of a file of an imported checkpoint
+_ROWS = 1 << 26  # approximate bytes of a tensor that are converted at a time
 _CONFIG_BYTES, _INDEX_BYTES = 1 << 20, 4 << 20
 
 
 def export(
-    source: Path, manifest: Manifest, wanted: Sequence[Link], dtype: torch.dtype, target: Path, files: _Files, part: int
+    source: Path,
+    manifest: Manifest,
+    wanted: Sequence[Link],
+    dtype: torch.dtype,
+    target: Path,
+    files: _Files,
+    part: int,
+    check: Callable[[Path], object],
 ) -> int:
     """Write a checkpoint's weights for transformers, in one or several safetensors files; return the number of files.
 
@@ -46,23 +56,24 @@ def export(
         target: a folder that does not exist yet; it appears with everything in it.
         files: names and contents of more files: config.json, the tokenizer's.
         part: approximate bytes of a file.
+        check: called with the complete folder before it appears.
 
     Raises:
         UserError: 410, the checkpoint is damaged; 403, it cannot be written.
     """
-    groups = _groups(wanted, {n: t.numel * dtype.itemsize for n, t in manifest.tensors.items()}, part)
+    sizes = {name: tensor.numel * dtype.itemsize for name, tensor in manifest.tensors.items()}
+    groups = _groups(wanted, [sum(sizes[name] for name in link.ours) for link in wanted], part)
     names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
     names = [_ONE] if len(groups) == 1 else names
     try:
         with new_folder(target) as staging, doing("writing weights", len(groups)) as progress:
             weight_map: dict[str, str] = {}
             for name, group in zip(names, groups, strict=True):
-                weights = read_weights(source, manifest, [link.ours for link in group])
-                theirs = {
-                    their: value.to(dtype).contiguous()
-                    for link in group
-                    for their, value in zip(link.theirs, link.to_theirs(weights.pop(link.ours)), strict=True)
-                }
+                theirs = {}
+                for link in group:
+                    ours = read_weights(source, manifest, link.ours)
+                    values = link.to_theirs([ours[name].to(dtype) for name in link.ours])
+                    theirs |= {name: x.contiguous() for name, x in zip(link.theirs, values, strict=True)}
                 (staging / name).touch()  # with the user's default permissions; safetensors makes private files
                 mode = (staging / name).stat().st_mode
                 save_file(theirs, staging / name, metadata={"format": "pt"})
@@ -76,6 +87,7 @@ def export(
                 replace_file(staging / _INDEX, json.dumps(index, indent=1).encode())
             for name, content in files.items():
                 replace_file(staging / name, content)
+            check(staging)
     except FileExistsError:
         raise UserError(403, "exists already", "give another --out", where=target) from None
     except (OSError, SafetensorError) as error:
@@ -83,17 +95,12 @@ def export(
     return len(names)
 
 
-def read_config(source: Path) -> Model:
-    """Return our model section for a transformers folder.
-
-    Raises:
-        UserError: 414, its config.json cannot be read; 415, our models do not support it.
-    """
+def read_config(source: Path) -> dict[str, Any]:
+    """Return the config.json of a transformers folder. Raises UserError 414: it cannot be read."""
     if not source.exists() and not source.is_absolute() and len(source.parts) <= 2:  # like names on the hub
         do = f"download a model of the hub first: hf download {source} --local-dir FOLDER"
         raise UserError(414, f"no such folder{looked_up(source)}", do, where=source)
-    path = source / "config.json"
-    return config_from_theirs(_json(path, _CONFIG_BYTES), path)
+    return _json(source / "config.json", _CONFIG_BYTES)
 
 
 def generation_of(folder: Path) -> dict[str, bytes]:
@@ -123,68 +130,81 @@ class Theirs:
 
     Args:
         source: the folder.
-        model: our model section, which obeys the config's rules.
+        layers: the number of blocks that config.json describes.
 
     Attributes:
-        model: this section, but untied if the files have a head that differs from the embedding.
-        numel: elements of all tensors that make the model's parameters.
+        folder: the folder.
+        links, shapes: the links of the model's parameters, and the parameters' shapes, after `take`.
 
     Raises:
-        UserError: 414, a file cannot be read, or is not safetensors; a tensor is missing, or belongs to another model.
+        UserError: 414, a file cannot be read, or is not safetensors.
     """
 
-    def __init__(self, source: Path, model: Mapping[str, Any]):
-        self._source = source
-        self._slots = _slots(source)
-        if model["layers"] > len(self._slots):  # check before a loop over the layers
-            what = f"config.json has {model['layers']:,} layers, the files have {len(self._slots):,} tensors"
+    def __init__(self, source: Path, family: Family, layers: int):
+        self.folder, self._family, self._slots = source, family, _slots(source)
+        if layers > len(self._slots):  # check before a loop over the layers
+            what = f"config.json has {layers:,} layers, the files have {len(self._slots):,} tensors"
             raise UserError(414, what, "give the complete model of that config.json", where=source)
-        self.model = {**model, "tie_embeddings": model["tie_embeddings"] and not self._has_other_head(model)}
-        self.links = links(self.model)
-        self._keys = {name: self._find(name) for link in self.links for name in link.theirs}
-        unused = sorted(self._slots.keys() - set(self._keys.values()))
-        if odd := next((name for name in unused if not is_no_parameter(name, self.model)), None):
-            what = f"{odd:.80} is in the files, but not in our model, which would compute another function"
-            raise UserError(414, what, "give a model with only the tensors of its config.json", where=source)
-        self.numel = sum(math.prod(self.slot(name).shape) for name in self._keys)
 
-    def _has_other_head(self, model: Mapping[str, Any]) -> bool:
+    def has_other_head(self) -> bool:
         """Return whether the files have a head that differs from the embedding; transformers uses it, tied or not."""
-        if HEAD not in self._slots:
+        if (head := self._family.head) not in self._slots:
             return False
-        head, embedding = HEAD, self._find(family_of(model).embedding)
-        return not torch.equal(self._values(head), self._values(embedding))  # another shape differs too
+        return not torch.equal(self._values(head), self._values(self._find(self._family.embedding)))
 
-    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Refuse tensors that do not make parameters of these shapes, or are quantised.
+    def take(self, found: list[Link], shapes: Mapping[str, Sequence[int]]) -> None:
+        """Take the tensors of these links.
+
+        Args:
+            shapes: of our parameters.
 
         Raises:
-            UserError: 414, another shape; 415, quantised.
+            UserError: 414, a tensor is missing, has another shape, or belongs to another model; 415, it is quantised.
         """
-        for link in self.links:
-            for name in link.theirs:
-                slot = self.slot(name)
-                if slot.dtype not in FLOATS:
-                    what, do = f"{name} is {slot.dtype}: quantised weights", "give the original model"
-                    raise UserError(415, what, do, where=slot.path)
-            ours = torch.empty(tuple(shapes[link.ours]), device="meta")
+        self.links, self.shapes = found, shapes
+        self._keys = {name: self._find(name) for link in found for name in link.theirs}
+        self._require_no_other()
+        if lost := sorted(shapes.keys() - {name for link in found for name in link.ours}):
+            raise UserError(415, f"{self._family.architecture} has no {lost[0]}", "give its model", where=self.folder)
+        for link in found:
+            if odd := next((name for name in link.theirs if self.slot(name).dtype not in FLOATS), None):
+                what, do = f"{odd} is {self.slot(odd).dtype}: quantised weights", "give the original model"
+                raise UserError(415, what, do, where=self.slot(odd).path)
+            ours = [torch.empty(tuple(shapes[name]), device="meta") for name in link.ours]
             for name, expected in zip(link.theirs, link.to_theirs(ours), strict=True):
                 if self.slot(name).shape != tuple(expected.shape):
                     what = f"{name}: expected shape {tuple(expected.shape)}, got {self.slot(name).shape}"
-                    raise UserError(414, what, "give the weights that belong to this config.json", where=self._source)
+                    raise UserError(414, what, "give the weights that belong to this config.json", where=self.folder)
 
-    def read(self, link: Link) -> Tensor:
-        """Return one of our parameters, in fp32. Raises UserError 414: it is not finite, or cannot be read."""
+    def _require_no_other(self) -> None:
+        """Refuse tensors that no link takes, but a tied head and values that the model computes itself."""
+        for name in sorted(self._slots.keys() - set(self._keys.values())):
+            if name != self._family.head and not re.fullmatch(self._family.no_parameters, name):
+                what = f"{name:.80} is in the files, but not in our model, which would compute another function"
+                raise UserError(414, what, "give a model with only the tensors of its config.json", where=self.folder)
+
+    def read(self, link: Link) -> list[Tensor]:
+        """Return the parameters of a link, in fp32. Raises UserError 414: one is not finite, or cannot be read."""
         theirs = [self._values(self._keys[name]) for name in link.theirs]
-        if odd := [name for name, x in zip(link.theirs, theirs, strict=True) if not torch.isfinite(x).all()]:
-            what, do = f"{odd[0]} is not finite in fp32", "give an undamaged model"
-            raise UserError(414, what, do, where=self.slot(odd[0]).path)
-        return link.to_ours(theirs).contiguous()
+        for name, values in zip(link.theirs, theirs, strict=True):
+            if values.numel() and not all(math.isfinite(float(end)) for end in values.aminmax()):
+                what, do = f"{name} is not finite in fp32", "give an undamaged model"
+                raise UserError(414, what, do, where=self.slot(name).path)
+        return [values.contiguous() for values in link.to_ours(theirs)]
 
     def _values(self, key: str) -> Tensor:
-        path = self._slots[key].path
-        with _refused(path), safe_open(path, framework="pt") as file:
-            return file.get_tensor(key).to(torch.float32)
+        slot = self._slots[key]
+        found = torch.empty(slot.shape)
+        step = max(1, _ROWS // max(1, 4 * math.prod(slot.shape[1:])))
+        with _refused(slot.path), safe_open(slot.path, framework="pt") as file:
+            part = file.get_slice(key)
+            for first in range(0, slot.shape[0] if slot.shape else 0, step):
+                found[first : first + step] = part[first : first + step]
+        return found
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor of transformers in fp32, as it is in the files."""
+        return self._values(self._keys[name])
 
     def slot(self, name: str) -> "Slot":
         """Return the file, dtype and shape of a transformers tensor."""
@@ -195,42 +215,51 @@ class Theirs:
         for key in (name, name.removeprefix("transformer.")):
             if key in self._slots:
                 return key
-        raise UserError(414, f"{name} is missing", "give the complete model of that config.json", where=self._source)
+        raise UserError(414, f"{name} is missing", "give the complete model of that config.json", where=self.folder)
 
 
-def import_weights(theirs: Theirs, store: Store) -> None:
-    """Write the weights of a transformers folder as a checkpoint without a run (step 0).
+def import_weights(theirs: Theirs, store: Store, options: Mapping[str, Any]) -> None:
+    """Write the weights of a transformers folder as a checkpoint without a run (step 0), one link at a time.
 
     Args:
-        theirs: tensors that `check` accepted.
+        theirs: tensors that `take` accepted.
         store: the store of an existing folder without steps.
+        options: our model section, flat.
 
     Raises:
         UserError: 414, weights that are not finite; 403, the checkpoint cannot be written.
     """
-    sizes = {link.ours: sum(math.prod(theirs.slot(name).shape) for name in link.theirs) * 4 for link in theirs.links}
     tensors: dict[str, Logical] = {}
     files: list[File] = []
     try:
         staging = store.staging(0)
         staging.mkdir(parents=True)
+        sizes = [sum(math.prod(theirs.slot(name).shape) for name in link.theirs) * 4 for link in theirs.links]
         groups = _groups(theirs.links, sizes, _PART)
-        with doing("importing weights", len(groups)) as progress:
+        with doing("importing weights", len(theirs.links)) as progress:
             for index, group in enumerate(groups):
-                ours = [(link.ours, theirs.read(link)) for link in group]
-                keys = [(key_of(WEIGHT, name, 0, x.numel()), x.dtype, x.numel()) for name, x in ours]
+                shapes = {name: list(theirs.shapes[name]) for link in group for name in link.ours}
+                numels = {name: math.prod(shape) for name, shape in shapes.items()}
+                keys = [(key_of(WEIGHT, name, 0, numel), torch.float32, numel) for name, numel in numels.items()]
                 beginning, places = plan_shard(keys, {"megazero": "imported"})
-                flat = [values.reshape(-1) for _, values in ours]
-                files.append(write_shard(staging / shard_name(index), beginning, flat))
-                for (name, values), place in zip(ours, places, strict=True):
-                    tensors[name] = Logical(shape=list(values.shape), pieces=[[index, 0, values.numel(), place]])
-                progress.advance()
-        store.commit(0, _manifest(theirs.model, tensors, files).to_bytes())
+                files.append(
+                    write_shard(staging / shard_name(index), beginning, _flat(theirs, group, progress.advance))
+                )
+                for (name, numel), place in zip(numels.items(), places, strict=True):
+                    tensors[name] = Logical(shape=shapes[name], pieces=[[index, 0, numel, place]])
+        store.commit(0, _manifest(options, tensors, files).to_bytes())
     except OSError as error:
         raise UserError(403, f"not imported: {error.strerror}", _WRITABLE, where=store.folder) from None
 
 
-def _manifest(model: Mapping[str, Any], tensors: dict[str, Logical], files: list[File]) -> Manifest:
+def _flat(theirs: Theirs, links: Sequence[Link], advance: Callable[[], object]) -> Iterator[Tensor]:
+    """Yield the parameters of links as flat tensors; each link is read when its turn comes."""
+    for link in links:
+        yield from (values.reshape(-1) for values in theirs.read(link))
+        advance()
+
+
+def _manifest(options: Mapping[str, Any], tensors: dict[str, Logical], files: list[File]) -> Manifest:
     return Manifest(
         format=FORMAT,
         run=uuid.uuid4().hex[:12],
@@ -244,14 +273,14 @@ def _manifest(model: Mapping[str, Any], tensors: dict[str, Logical], files: list
         progress=None,
         random={},
         identity={},
-        config={f"model.{key}": value for key, value in model.items()},
+        config=dict(options),
         software=SOFTWARE,
     )
 
 
-def _groups(wanted: Sequence[Link], sizes: Mapping[str, int], part: int) -> list[list[Link]]:
+def _groups(wanted: Sequence[Link], sizes: Sequence[int], part: int) -> list[list[Link]]:
     """Return groups of links in order, each of about `part` bytes."""
-    numbers = (end // part for end in accumulate(sizes[link.ours] for link in wanted))
+    numbers = (end // part for end in accumulate(sizes))
     numbered = groupby(zip(numbers, wanted, strict=True), key=lambda pair: pair[0])
     return [[link for _, link in pairs] for _, pairs in numbered]
 

@@ -1,19 +1,23 @@
 """The verbs export and import: convert a run to files of transformers, and such files to a folder for training."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.base.files import new_folder, replace_file
+from megazero.base.reading import parse_object, read_file
 from megazero.builders.assemble import DTYPES, build_model
 from megazero.builders.job import changed
-from megazero.builders.pipeline import model_shape
+from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
-from megazero.checkpoint.weights import newest_whole, require_shapes
+from megazero.checkpoint.weights import newest_whole, read_weights, require_shapes
 from megazero.config.file import load
-from megazero.config.flat import dump, flatten
+from megazero.config.flat import dump, flatten, plain
 from megazero.config.rules import broken_rules
 from megazero.config.schema import Config, Data, Model, resolved
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
@@ -22,43 +26,98 @@ from megazero.data.tokenizers.plain_bytes import NAME
 from megazero.model.parameter import whole_shapes
 from megazero.plan.layers import parameters
 from megazero.run.folder import RunFolder
-from megazero.tools.convert.hugging_face import config_to_theirs, family_of, links
+from megazero.tools.convert.families import families
+from megazero.tools.convert.fields import ROLES, fitting, model_from_theirs, shape_of, to_theirs
 from megazero.tools.convert.interop import Theirs, export, generation_of, import_weights, read_config
+from megazero.tools.convert.proof import Proof, Sides, prove
+from megazero.tools.convert.tensors import Link, heads_of, links
 from megazero.tools.convert.tokenizer_files import for_transformers, own_file
 
+PROOF = "proof.json"
+_TEXT = "The quick brown fox jumps over the lazy dog; 1,234 times. It was not amused, and said so.\n"
 
-def export_run(folder: RunFolder, target: Path, part_mb: int, warn: Callable[[str], object]) -> str:
+
+def export_run(
+    folder: RunFolder, target: Path, part_mb: int, asked: str | None, warn: Callable[[str], object], *, proven: bool
+) -> str:
     """Export the newest whole checkpoint of a run; return a line about the written files.
 
     Args:
+        asked: the family to export as; None: that of the import, or the first that fits.
         warn: called for each newer step that is damaged, and for a tokenizer that cannot be read.
+        proven: compare the written model with ours, by transformers.
 
     Raises:
         UserError: 113, the folder is not a run; 402, it has no checkpoint; 404, its checkpoint has another model; 410,
-            the last one tried is damaged; 162 and 415, its tokenizer cannot be described; and those of `export`.
+            the last one tried is damaged; 162 and 415, its tokenizer or its model cannot be described; 416, the written
+            model computes another function; and those of `export`.
     """
     folder.require_run()
     config = load(str(folder.config))
-    store, model = Store(folder.checkpoints), config.model.model_dump()
+    store = Store(folder.checkpoints)
     manifest = newest_whole(store, verify, warn)
-    source = store.path(manifest.step)
-    family_of(model)  # reports a model that transformers lacks before shapes that differ because of it
-    require_shapes(manifest, whole_shapes(build_model(config)), source)
+    source, shapes = store.path(manifest.step), whole_shapes(build_model(config))
     tokenizer = _tokenizer(config, warn)
+    # Files that belong to an imported model are next to its tokenizer, or in the folder of the import.
+    near = tokenizer.path.parent if tokenizer is not None and tokenizer.files else folder.path
+    name = fitting(config.model, asked, _imported_as(folder.path) or _imported_as(near))
+    require_shapes(manifest, shapes, source)
     files: dict[str, bytes] = {}
     tokens: dict[str, int] = {}
     if tokenizer is not None:
         files = for_transformers(tokenizer)
         pad = tokenizer.specials.get(json.loads(files[CONFIG]).get("pad_token"))
         tokens = {"bos": tokenizer.bos, "eos": tokenizer.eod} | ({} if pad is None else {"pad": pad})
-    # End-of-text ids belong to a tokenizer, so the file that names them is next to it.
-    near = tokenizer.path.parent if tokenizer is not None and tokenizer.files else folder.path
     dtype = DTYPES[config.precision.dtype]
-    theirs = config_to_theirs(model, str(dtype).removeprefix("torch."), tokens)
+    # Ids that are missing are written as null: the defaults of transformers mean something else in another vocabulary.
+    theirs = to_theirs(name, config.model) | {f"{role}_token_id": tokens.get(role) for role in ROLES}
+    theirs["torch_dtype"] = str(dtype).removeprefix("torch.")
     files |= generation_of(near) | {"config.json": json.dumps(theirs, indent=1).encode()}
-    count = export(source, manifest, links(model), dtype, target, files, part_mb << 20)
+    found = _links(name, config.model, shapes)
+    proof = Proof(reason="not asked for")
+
+    def check(folder: Path) -> None:
+        nonlocal proof
+        if proven:
+            written = Theirs(folder, families()[name], config.model.layers)
+            written.take(found(config.model.layers), shapes)
+            proof = prove(_sides(written, found, config.model, source, tokenizer, dtype))
+
+    count = export(source, manifest, found(config.model.layers), dtype, target, files, part_mb << 20, check)
     carried = f", and its tokenizer {tokenizer.path}" if tokenizer is not None else ""
-    return f"{target}: the weights of {source}, {count} file{'s' * (count > 1)}{carried}"
+    return f"{target}: the weights of {source} as {name}, {count} file{'s' * (count > 1)}{carried}; {proof}"
+
+
+def _imported_as(folder: Path) -> str | None:
+    """Return the family that an import has noted in a folder."""
+    path = folder / PROOF
+    family = parse_object(read_file(path, 1 << 20)).get("family") if path.exists() else None
+    return family if family in families() else None
+
+
+def _links(name: str, model: Model, shapes: Mapping[str, object]) -> Callable[[int], list[Link]]:
+    """Return a function that gives the links of a family for a number of a model's blocks."""
+    family = families()[name]
+    heads = heads_of(shape_of(model), interleaved=family.interleaved)
+    return lambda layers: links(family.rows, heads, layers, shapes.keys())
+
+
+def _sides(
+    theirs: Theirs,
+    found: Callable[[int], list[Link]],
+    model: Model,
+    step: Path,
+    tokenizer: Tokenizer | None,
+    dtype: torch.dtype = torch.float32,
+) -> Sides:
+    """Return the two models to compare: a folder of transformers, and a step of ours, rounded as the folder is."""
+    manifest = read_manifest(step)
+
+    def ours(name: str) -> Tensor:
+        return read_weights(step, manifest, [name])[name].to(dtype)
+
+    text = [] if tokenizer is None else tokenizer.encode(_TEXT)
+    return Sides(theirs.folder, shape_of(model), found, theirs.tensor, ours, parameters(shape_of(model)), text)
 
 
 def _tokenizer(config: Config, warn: Callable[[str], object]) -> Tokenizer | None:
@@ -72,39 +131,46 @@ def _tokenizer(config: Config, warn: Callable[[str], object]) -> Tokenizer | Non
         return None
 
 
-def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object]) -> str:
-    """Make a folder to train from: config.yaml with the model, the weights as step 0, the tokenizer.
+def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object], *, proven: bool) -> str:
+    """Make a folder to train from: config.yaml with the model, the weights as step 0, the tokenizer, the proof.
 
     Everything is checked before anything is written, and the folder appears complete or not at all. A head that
     differs from the embedding is imported, whatever config.json says about tying.
 
     Args:
         warn: called for a tokenizer that cannot be imported; the weights are then imported without it.
+        proven: compare the imported model with transformers'.
 
     Raises:
         UserError: 110, the folder exists; 403, it cannot be written; 414, the weights cannot be read, or are
-            not those of that config.json; 415, our models do not support it, or it cannot be trained.
+            not those of that config.json; 415, our models do not support it, or it cannot be trained; 416, the
+            imported model computes another function.
     """
-    model = read_config(source)
+    path = source / "config.json"
+    described = read_config(source)
+    model = model_from_theirs(described, path)
     tokenizer = _tokenizer_of(source, model.vocab, warn)
     files = {} if tokenizer is None else dict(tokenizer.files)
     named = None if tokenizer is None else str(folder.path / next(iter(files))) if files else str(tokenizer.path)
-    config = _trainable(model, source / "config.json", named)
-    theirs = Theirs(source, config.model.model_dump())
-    untied = theirs.model["tie_embeddings"] != config.model.tie_embeddings
-    config = changed(config, {"model.tie_embeddings": theirs.model["tie_embeddings"]})
+    config = _trainable(model, path, named)
+    name, family = described["model_type"], families()[described["model_type"]]
+    theirs = Theirs(source, family, config.model.layers)
+    untied = config.model.tie_embeddings and theirs.has_other_head()
+    config = changed(config, {"model.tie_embeddings": config.model.tie_embeddings and not untied})
     files |= generation_of(source)
-    expected = parameters(model_shape(config))
-    if theirs.numel != expected:
-        what = f"config.json describes {expected:,} parameters, the files hold {theirs.numel:,}"
-        raise UserError(414, what, "give the complete model of that config.json", where=source)
-    theirs.check(whole_shapes(build_model(config)))
+    shapes = whole_shapes(build_model(config))
+    found = _links(name, config.model, shapes)
+    theirs.take(found(config.model.layers), shapes)
     try:
         with new_folder(folder.path) as staging:
-            import_weights(theirs, Store(RunFolder(staging).checkpoints))
+            store = Store(RunFolder(staging).checkpoints)
+            options = {key: value for key, value in plain(config).items() if key.startswith("model.")}
+            import_weights(theirs, store, options)
             dump(config, RunFolder(staging).config)
-            for name, content in files.items():
-                replace_file(staging / name, content)
+            sides = _sides(theirs, found, config.model, store.path(0), tokenizer)
+            proof = prove(sides) if proven else Proof(reason="not asked for")
+            for file, content in (files | {PROOF: proof.as_json(name)}).items():
+                replace_file(staging / file, content)
     except FileExistsError:
         what = "holds a run already" if folder.config.exists() else "exists already"
         raise UserError(110, what, "give another --out", where=folder.path) from None
@@ -114,7 +180,8 @@ def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object]) -
     line = f"--config {folder.config} checkpoint.resume={folder.path}"
     taken = f" with {named}" if named else ""
     head = ", untied, as lm_head.weight is not the embedding" if untied else ""
-    return f"{folder.path}: {config.model.layers} layers{head}, step 0{taken}; train on it with {line} and {own}"
+    done = f"{folder.path}: {config.model.layers} layers of {name}{head}, step 0{taken}; {proof}"
+    return f"{done}; train on it with {line} and {own}"
 
 
 def _tokenizer_of(source: Path, vocab: int, warn: Callable[[str], object]) -> Tokenizer | None:
