@@ -38,6 +38,20 @@ class NotedGroup(FakeProcessGroup):
         return self._noted("recv", super().recv(tensors))
 
 
+class NotedSlot:
+    """A status slot that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, list[int], str]] = []
+
+    def begin(self, axis: str, ranks: range, text: str) -> int:
+        self.begun.append((axis, list(ranks), text))
+        return 1
+
+    def end(self, axis: str) -> None:
+        self.begun.append((axis, [], "end"))
+
+
 class Splits:
     """`CommContext.split_group` of one rank of a pretended world.
 

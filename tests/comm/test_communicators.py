@@ -4,13 +4,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megazero.comm import grid as grids
 from megazero.comm.context import CommContext
-from megazero.comm.grid import make_grid
+from megazero.comm.grid import Grid, make_grid
 from megazero.pipeline.transport import Transport
 from megazero.plan.communicators import ARRIVAL, DEPARTURE, Communicator, communicators
 from megazero.plan.job import Bytes, Job
@@ -18,6 +21,7 @@ from megazero.plan.machines import MACHINES
 from megazero.plan.memory import batch, memory, planned
 from megazero.plan.model import Shape
 from tests.comm.standins import NotedGroup, Splits, all_connect
+from tests.ranks import run_ranks
 
 TIED = Shape(8, 64, 4, 4, 256, 128, 32)
 UNTIED = replace(TIED, tie_embeddings=False)
@@ -110,3 +114,21 @@ def test_they_are_part_of_what_a_plan_holds() -> None:
     more = {"communicators": size, "batch": batch(job)}
     assert planned(job, 0, machine).held == memory(job, 0).held | more and size > 2**29
     assert planned(job, 0, replace(machine, nccl_channels=0)) == memory(job, 0), "as ledgers have it"
+
+
+def few_of(grid: Grid) -> dict[str, bool]:
+    """Which groups of a grid get few multiprocessors."""
+    found, honest = {}, grids._group_of
+
+    def noted(comm: CommContext, name: str, *given: Any, few_ctas: bool = False) -> Any:
+        found[name] = few_ctas
+        return honest(comm, name, *given, few_ctas=few_ctas)
+
+    with patch.object(grids, "_group_of", noted):
+        make_grid(tensor=2, pipeline=2, comm=grid.comm, device_type="cpu")
+    return found
+
+
+def test_messages_of_a_pipeline_get_few_multiprocessors() -> None:
+    few = {"pipeline": True, "data": False, "tensor": False}
+    assert run_ranks(8, few_of) == [few] * 8

@@ -20,7 +20,7 @@ from megazero.pipeline.transport import Transport
 from megazero.schedules.actions import Action, Kind, Schedule
 from megazero.schedules.catalogue import make
 from megazero.schedules.layers import add_transfers
-from tests.comm.standins import NotedGroup, Splits, all_connect
+from tests.comm.standins import NotedGroup, NotedSlot, Splits, all_connect
 from tests.comm.test_communicators import pretended
 from tests.ranks import run_ranks
 
@@ -121,12 +121,17 @@ def on_gloo(*, split_ranks: list[list[int]], timeout: timedelta, **_: object) ->
 
 def through_nccl_s_code(grid: Grid) -> list[float]:
     axis = grid["pipeline"]
-    axis = replace(axis, comm=replace(axis.comm, backend="nccl", split_group=on_gloo, shared_memory=None))
+    noted: Any = NotedSlot()
+    comm = replace(axis.comm, backend="nccl", split_group=on_gloo, shared_memory=None, status_slot=noted)
+    axis = replace(axis, comm=comm)
     last = axis.size - 1
     channels = [Channel(2 * i, i, i + 1, "down") for i in range(last)]
     channels += [Channel(2 * i + 1, i + 1, i, "up") for i in range(last)]
     messages = PointToPoint(axis, channels, CPU)
     assert not axis.comm.ledger.traffic.get("pipeline"), "what connects is no traffic of a step"
+    ends = [(each.source, each.target) for each in sorted(channels, key=lambda channel: channel.index)]
+    peers = [[axis.ranks[sum(pair) - axis.rank]] for pair in ends if axis.rank in pair]
+    assert [ranks for _, ranks, text in noted.begun if text.startswith("first message of channel")] == peers
     for channel in channels:
         for number in range(3):
             if channel.source == axis.rank:

@@ -11,6 +11,7 @@ from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis, Grid
 from megazero.comm.transport.p2p import PointToPoint
 from megazero.comm.transport.shared_memory import P2P_SLOTS
+from tests.comm.standins import NotedSlot
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -75,23 +76,9 @@ def test_long_messages_go_in_pieces(dtype: torch.dtype) -> None:
     assert run_ranks(2, large, dtype, pipeline=2) == [True, True]
 
 
-class Noted:
-    """A status slot that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.begun: list[tuple[str, list[int], str]] = []
-
-    def begin(self, axis: str, ranks: range, text: str) -> int:
-        self.begun.append((axis, list(ranks), text))
-        return 1
-
-    def end(self, axis: str) -> None:
-        self.begun.append((axis, [], "end"))
-
-
 def late(grid: Grid) -> list[tuple[str, list[int], str]]:
     """Rank 0 waits for a message of rank 1 that is sent a second later."""
-    axis, noted, channel = grid["pipeline"], Noted(), Channel(0, 1, 0, "test")
+    axis, noted, channel = grid["pipeline"], NotedSlot(), Channel(0, 1, 0, "test")
     messages = PointToPoint(replace(axis, comm=replace(axis.comm, status_slot=noted)), [channel], CPU)  # type: ignore[arg-type]
     if axis.rank == 1:
         time.sleep(1)

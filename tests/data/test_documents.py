@@ -1,11 +1,15 @@
 """The split by documents, and documents joined to a stream."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megazero.base.errors import UserError
+from megazero.data import documents
 from megazero.data.choice import Side, mix
 from megazero.data.documents import TokenStream, split_streams
 from tests.chosen import Chosen
@@ -50,6 +54,20 @@ def test_fraction_out_of_range(fraction: float):
 def test_mix_is_a_bijection():
     words = np.arange(1 << 16, dtype=np.uint64) << np.uint64(16)
     assert len(np.unique(mix(words))) == len(words) and mix(words).max() < 1 << 32
+
+
+def test_blocks_of_documents_are_counted(make_dataset, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+
+    @contextmanager
+    def doing(what: str, total: int):
+        seen.append((what, total))
+        yield SimpleNamespace(advance=seen.append)
+
+    stream = TokenStream(make_dataset([[1, 2], [3]]), Chosen(np.arange(2)))
+    monkeypatch.setattr(documents, "doing", doing)
+    assert [len(block.numbers) for block in stream.blocks("reading")] == [2]
+    assert seen == [(f"reading of {stream.dataset.prefix}", 2), documents.BLOCK]
 
 
 def test_equal_tokens_of_other_documents_have_another_digest(make_dataset):

@@ -1,5 +1,6 @@
 """The interface of a sharded module, and one clear line for each wrong use of it."""
 
+import logging
 import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -376,3 +377,9 @@ def test_a_part_is_any_submodule_that_is_asked_for():
             name for name in expected if name != "(root)" or "first" not in expected
         ]
         train(sharded, "plain", steps=1)
+
+
+def test_offload_on_a_cpu_is_said_to_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="megazero"):
+        megazero.shard(nn.Linear(2, 2), {"name": "adamw", "lr": 0.1}, stage=1, offload="cpu", kernels="reference")
+    assert "offload has no effect: on a CPU, host memory is device memory" in caplog.text

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from megazero.comm.grid import Axis
 from megazero.comm.regions import Region
 from megazero.kernels.operations import REFERENCE
+from megazero.model.block import _Join
+from megazero.model.dropout import Dropout
 from megazero.model.linear import ColumnProducts, RowProducts
 from megazero.model.norm import Norm
 from megazero.model.tape import Operation, Tape, apply
@@ -140,3 +142,11 @@ def test_nothing_is_kept_where_no_backward_comes() -> None:
     assert operation.own is not None and operation.own() is None
     for training, uses in ((False, 0), (True, 1)):
         assert Tape(operation, training).use(parameter) is slot and slot.used == uses
+
+
+def test_a_sum_without_dropout_and_scale_is_joined_with_the_next_norm() -> None:
+    """Also in validation, where dropout does not act."""
+    step, dropout = step_of(2), Dropout(0.1, seed=0, layer=0, site=0, ops=REFERENCE)
+    join = _Join(dropout, 1.0)
+    assert not join.is_plain(step) and join.is_plain(replace(step, training=False))
+    assert not _Join(dropout, 2.0).is_plain(replace(step, training=False))

@@ -21,15 +21,16 @@ from megazero.zero.engine import Engine, StepResult
 honest = megazero.run.build.build
 
 
-def poison_reduced(engine: Engine, parameter: str, first: int) -> None:
-    """From step `first` on, let a parameter's reduced gradient end with NaN, behind all sums over ranks."""
+def poison_reduced(engine: Engine, parameter: str, first: int, at: int = -1) -> None:
+    """From step `first` on, put NaN into a parameter's reduced gradient, after all sums over ranks; at its end."""
     finish, steps = engine.finish_step, count(1)
     unit = next(unit for unit in engine.units if parameter in unit.gradients.views)
 
     def finish_poisoned(*arguments, **options) -> StepResult:
         if next(steps) >= first:
             interval = next(each for each in unit.layout.intervals if each.name == parameter)
-            unit.gradients.reduced[interval.stop - 1 - unit.shard.start] = torch.nan
+            place = interval.stop - 1 if at < 0 else interval.start + at
+            unit.gradients.reduced[place - unit.shard.start] = torch.nan
         return finish(*arguments, **options)
 
     engine.finish_step = finish_poisoned

@@ -196,6 +196,18 @@ def poisoned_after_sums(grid: Grid, layout: Job, bad: int, name: str) -> tuple[b
     return bool(done.skipped) and not bool(done.finite), same, float(done.loss), fault
 
 
+def first_element(grid: Grid) -> str | None:
+    """The fault that is found if the first element of the first unit's shard is not finite."""
+    rank = Rank(grid, job_on(), SHAPES["gpt"], Precision())
+    poison_reduced(rank.engine, rank.engine.units[0].layout.intervals[0].name, 0, at=0)
+    rank.step(0)
+    return rank.engine.reduced_fault()
+
+
+def test_the_first_reduced_gradient_is_examined_too() -> None:
+    assert run_ranks(1, first_element) == ["reduced gradient of embedding.tokens.weight"]
+
+
 @pytest.mark.parametrize("case", COPIES)
 def test_all_ranks_skip_a_step_whose_reduced_gradient_is_not_finite_on_one(case: str) -> None:
     layout, bad, name = COPIES[case]

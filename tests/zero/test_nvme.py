@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from megazero.comm.grid import Grid
+from megazero.nvme.disk import Disk
 from megazero.plan.job import Job
 from megazero.plan.memory import memory
 from megazero.plan.traffic import traffic
@@ -111,6 +113,21 @@ def peak_of_pieces(grid: Grid, layout: Job) -> int:
     for step in range(3):
         rank.step(step)
     return grid.comm.ledger.bytes["host_pieces"].peak
+
+
+def announced(grid: Grid, layout: Job) -> int:
+    """The reads of parameters that are announced in a step, before a gather waits for them."""
+    rank = Rank(grid, layout, SHAPES["deep"], DTYPES["fp32"])
+    rank.step(0)
+    shards = {id(unit.resting.parameters.values) for unit in rank.engine.units}
+    with patch.object(Disk, "expect", autospec=True, side_effect=Disk.expect) as expect:
+        rank.step(1)
+    return sum(id(call.args[1]) in shards for call in expect.call_args_list)
+
+
+def test_reads_of_parameters_are_announced() -> None:
+    layout = replace(layout_of("1", 1, 3), offload_parameters="nvme")
+    assert run_ranks(1, announced, layout)[0] >= SHAPES["deep"].layers
 
 
 def test_state_of_a_unit_has_one_version() -> None:
