@@ -8,21 +8,14 @@ simple, and fast enough to look at samples.
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.builders.assemble import DTYPES, build_model
-from megazero.checkpoint.manifest import Manifest
-from megazero.checkpoint.store import Store
-from megazero.checkpoint.weights import newest_weights
-from megazero.config.file import load
-from megazero.data.tokenizer import open_tokenizer
 from megazero.model.batch_context import BatchContext
-from megazero.model.parameter import whole_shapes
 from megazero.model.transformer import Transformer
-from megazero.observe.sinks import warn
 from megazero.run.folder import RunFolder
+from megazero.tools.opened import load
 
 
 @dataclass(frozen=True)
@@ -39,32 +32,15 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
     """Return the prompt with its continuation; stop early at the end of a document.
 
     Raises:
-        UserError: 112, a tokenizer larger than the model's vocabulary; 113, the folder is not a run or its config names
-            no tokenizer; 162, 209, 210, as `open_tokenizer`; 221, the tokenizer differs from that of training; 402,
-            there are no weights yet; 404, they are another model's; 410, they are damaged.
+        UserError: 113, the config names no tokenizer; and those of `load`.
     """
-    folder.require_run()
-    config = load(str(folder.config))
-    if config.data.tokenizer is None:
+    opened = load(folder.path)
+    if (tokenizer := opened.tokenizer) is None:
         raise UserError(113, "the run has no data.tokenizer", "train with one to get text", where=folder.config)
-    tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab)
-    model = build_model(config)
-    found = load_newest_weights(model, Store(folder.checkpoints), DTYPES[config.precision.dtype])
-    if found.identity.get("tokenizer") not in (None, tokenizer.fingerprint):
-        what = f"the model was trained with tokenizer {found.identity['tokenizer']}, {tokenizer.path} is "
-        raise UserError(221, f"{what}{tokenizer.fingerprint}", "use the training's tokenizer", where=folder.config)
-    ids = tokenizer.encode(prompt) or [tokenizer.eod]
-    new = sample(model, ids, sampling, window=config.model.seq_len, vocab=tokenizer.vocab_size, stop=tokenizer.eod)
+    ids, window = tokenizer.encode(prompt) or [tokenizer.eod], opened.config.model.seq_len
+    new = sample(opened.model, ids, sampling, window=window, vocab=tokenizer.vocab_size, stop=tokenizer.eod)
     # New ids are decoded after those of the prompt, because some tokenizers drop a space at the start of a text.
     return prompt + tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)) :]
-
-
-def load_newest_weights(model: Transformer, store: Store, dtype: torch.dtype) -> Manifest:
-    """Load the newest whole weights into a (meta) model; return their manifest. Raises UserError 402, 404, 410."""
-    manifest, weights = newest_weights(store, whole_shapes(model), warn)
-    for name, parameter in dict(model.named_parameters()).items():
-        torch.utils.swap_tensors(parameter, nn.Parameter(weights[name].to(dtype)))
-    return manifest
 
 
 def sample(model: Transformer, ids: list[int], sampling: Sampling, *, window: int, vocab: int, stop: int) -> list[int]:

@@ -44,6 +44,7 @@ def test_shards_are_one_data_set(folder: Path) -> None:
     dataset = open_files(folder)
     assert isinstance(dataset, JoinedDataset) and (dataset.num_documents, dataset.num_tokens) == (5, 12)
     assert dataset.offsets(0, dataset.num_documents + 1).tolist() == [0, 3, 4, 6, 8, 12]
+    assert dataset.offsets(1, 4).tolist() == [3, 4, 6]
     for start in range(13):
         for stop in range(start, 13):
             assert dataset.read(start, stop).tolist() == list(range(1, 13))[start:stop]

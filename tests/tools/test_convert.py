@@ -15,18 +15,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import megazero
 from megazero.__main__ import main
-from megazero.builders.assemble import build_model
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.config.flat import dump
 from megazero.data.tokenizer import open_tokenizer
-from megazero.model.batch_context import BatchContext
 from megazero.observe.jsonl import read_rows
 from megazero.plan.job import Job
 from megazero.run.folder import RunFolder
-from megazero.tools.generate import load_newest_weights
 from megazero.zero.placement import Precision
 from tests.checkpoint.grids import save_after
 from tests.layouts import SHAPES, config_of, job_on
@@ -68,12 +66,7 @@ TOKENS_BS = torch.randint(400, (3, 32), generator=torch.Generator().manual_seed(
 
 def ours(run: RunFolder, tokens_BS: Tensor) -> Tensor:
     """Logits [B, S, V] of a run's newest weights."""
-    model = build_model(load(str(run.config)))
-    load_newest_weights(model, Store(run.checkpoints), torch.float32)
-    with torch.no_grad():
-        return model(
-            tokens_BS.T, BatchContext(0, torch.zeros(len(tokens_BS), dtype=torch.int64), training=False)
-        ).transpose(0, 1)
+    return megazero.load(run.path, torch.float32).logits(tokens_BS)
 
 
 def theirs(folder: Path, tokens_BS: Tensor) -> Tensor:

@@ -7,24 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
+import megazero
 from megazero.__main__ import main
 from megazero.base.errors import UserError
-from megazero.builders.assemble import build_model
 from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.data.tokenizer import open_tokenizer
 from megazero.model.batch_context import BatchContext
 from megazero.model.transformer import Transformer
 from megazero.run.folder import RunFolder
-from megazero.tools.generate import Sampling, generate, load_newest_weights, sample
+from megazero.tools.generate import Sampling, generate, sample
 from tests.tiny_run import VOCAB, command
 
 
 @pytest.fixture(scope="module")
 def model(finished: RunFolder) -> Transformer:
-    built = build_model(load(str(finished.config)))
-    load_newest_weights(built, Store(finished.checkpoints), torch.float32)
-    return built
+    return megazero.load(finished.path, torch.float32).model
 
 
 @pytest.fixture

@@ -131,6 +131,36 @@ def _tokenizer(config: Config, warn: Callable[[str], object]) -> Tokenizer | Non
         return None
 
 
+class Described:
+    """A folder of transformers: its model in our options, its checked tensors, its tokenizer.
+
+    Args:
+        warn: called for a tokenizer that cannot be read.
+
+    Attributes:
+        name: the family.
+        config: with the folder's tokenizer, if it is of a kind of ours.
+        untied: a head differs from the embedding, whatever config.json says about tying.
+        found: returns the links of the parameters for a number of blocks.
+
+    Raises:
+        UserError: 414, the weights cannot be read, or are not those of that config.json; 415, our models do not support
+            it, or it cannot be trained.
+    """
+
+    def __init__(self, source: Path, warn: Callable[[str], object]):
+        path, described = source / "config.json", read_config(source)
+        model = model_from_theirs(described, path)
+        self.name, self.tokenizer = described["model_type"], _tokenizer_of(source, model.vocab, warn)
+        config = _trainable(model, path, None if self.tokenizer is None else str(self.tokenizer.path))
+        self.theirs = Theirs(source, families()[self.name], model.layers)
+        self.untied = config.model.tie_embeddings and self.theirs.has_other_head()
+        self.config = changed(config, {"model.tie_embeddings": config.model.tie_embeddings and not self.untied})
+        shapes = whole_shapes(build_model(self.config))
+        self.found = _links(self.name, self.config.model, shapes)
+        self.theirs.take(self.found(model.layers), shapes)
+
+
 def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object], *, proven: bool) -> str:
     """Make a folder to train from: config.yaml with the model, the weights as step 0, the tokenizer, the proof.
 
@@ -146,30 +176,21 @@ def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object], *
             not those of that config.json; 415, our models do not support it, or it cannot be trained; 416, the
             imported model computes another function.
     """
-    path = source / "config.json"
-    described = read_config(source)
-    model = model_from_theirs(described, path)
-    tokenizer = _tokenizer_of(source, model.vocab, warn)
+    described = Described(source, warn)
+    config, theirs, tokenizer = described.config, described.theirs, described.tokenizer
     files = {} if tokenizer is None else dict(tokenizer.files)
     named = None if tokenizer is None else str(folder.path / next(iter(files))) if files else str(tokenizer.path)
-    config = _trainable(model, path, named)
-    name, family = described["model_type"], families()[described["model_type"]]
-    theirs = Theirs(source, family, config.model.layers)
-    untied = config.model.tie_embeddings and theirs.has_other_head()
-    config = changed(config, {"model.tie_embeddings": config.model.tie_embeddings and not untied})
+    config = changed(config, {"data.tokenizer": named})
     files |= generation_of(source)
-    shapes = whole_shapes(build_model(config))
-    found = _links(name, config.model, shapes)
-    theirs.take(found(config.model.layers), shapes)
     try:
         with new_folder(folder.path) as staging:
             store = Store(RunFolder(staging).checkpoints)
             options = {key: value for key, value in plain(config).items() if key.startswith("model.")}
             import_weights(theirs, store, options)
             dump(config, RunFolder(staging).config)
-            sides = _sides(theirs, found, config.model, store.path(0), tokenizer)
+            sides = _sides(theirs, described.found, config.model, store.path(0), tokenizer)
             proof = prove(sides) if proven else Proof(reason="not asked for")
-            for file, content in (files | {PROOF: proof.as_json(name)}).items():
+            for file, content in (files | {PROOF: proof.as_json(described.name)}).items():
                 replace_file(staging / file, content)
     except FileExistsError:
         what = "holds a run already" if folder.config.exists() else "exists already"
@@ -179,8 +200,8 @@ def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object], *
     own = f"data.train, {'' if named else 'data.tokenizer, '}data.valid and run.dir of your own"
     line = f"--config {folder.config} checkpoint.resume={folder.path}"
     taken = f" with {named}" if named else ""
-    head = ", untied, as lm_head.weight is not the embedding" if untied else ""
-    done = f"{folder.path}: {config.model.layers} layers of {name}{head}, step 0{taken}; {proof}"
+    head = ", untied, as lm_head.weight is not the embedding" if described.untied else ""
+    done = f"{folder.path}: {config.model.layers} layers of {described.name}{head}, step 0{taken}; {proof}"
     return f"{done}; train on it with {line} and {own}"
 
 
