@@ -73,12 +73,12 @@ def read(blocks: Blocks, theirs: Mapping[str, Any], layers: int, longest: int) -
         pattern.append(name)
     found: dict[str, Any] = {}
     scaled = _parameters(theirs, types[0], nested=False)
-    if scaled.get(_BETA) is not None:
+    if scaled.get(_BETA):
         found["query_scale"] = {"beta": scaled[_BETA], "original": scaled["original_max_position_embeddings"]}
     only = next(iter(named.values()))
     if len(named) == 1 and only["window"] is None and only["rope"] and only["rope"].keys() == {"theta"}:
         return found | {"rope_theta": only["rope"]["theta"]}
-    period = next(n for n in range(1, layers + 1) if pattern == (pattern[:n] * layers)[:layers])
+    period = next(n for n in range(1, layers + 1) if all(pattern[i] == pattern[i - n] for i in range(n, layers)))
     return found | {"layer_kinds": named, "layer_pattern": tuple(pattern[:period]) if len(named) > 1 else None}
 
 
@@ -96,15 +96,21 @@ def write(blocks: Blocks, shape: Shape) -> dict[str, Any]:
         found["no_rope_layers"] = [int(kind.rope is not None) for kind in kinds]
     ropes = {name: kind.rope for name, kind in zip(types, kinds, strict=True) if kind.rope is not None}
     given = {name: _written(rope) for name, rope in ropes.items()}
-    if blocks.nested:
-        return found | {"rope_parameters": given}
+    if blocks.nested:  # and as transformers before 5 reads it
+        full, local = given.get(FULL) or {}, given.get(LOCAL) or {}
+        older = {"rope_theta": full.get("rope_theta"), "rope_local_base_freq": local.get("rope_theta")}
+        older |= {"rope_scaling": full} if full.get("rope_type", "default") != "default" else {}
+        return found | {name: value for name, value in older.items() if value} | {"rope_parameters": given}
     first = next(iter(given.values()), {"rope_type": "default", "rope_theta": blocks.theta})
     if shape.query_scale is not None:
         first |= {_BETA: shape.query_scale[0], "original_max_position_embeddings": shape.query_scale[1]}
     named = {blocks.theta_name: first["rope_theta"], blocks.share_name: first.get("partial_rotary_factor", 1.0)}
-    if first["rope_type"] == "longrope":
-        named["original_max_position_embeddings"] = first["original_max_position_embeddings"]
     scaled = {} if first["rope_type"] == "default" else {"rope_scaling": first}  # as transformers before 5 reads it
+    if first["rope_type"] == "longrope":
+        original = named["original_max_position_embeddings"] = first["original_max_position_embeddings"]
+        derived = "attention_factor" not in first and first["factor"] == shape.seq_len / original
+        older = {"type": "longrope", "short_factor": first["short_factor"], "long_factor": first["long_factor"]}
+        scaled = {"rope_scaling": older} if derived else {}
     return found | named | {"rope_parameters": first} | scaled
 
 
@@ -119,7 +125,7 @@ def _types(
             raise BlocksError(f"layer_types: expected {layers} of {LOCAL} and {FULL}, got {types!s:.60}")
         return types
     if blocks.every:
-        every = theirs.get("sliding_window_pattern", theirs.get("_sliding_window_pattern", blocks.every))
+        every = theirs.get("sliding_window_pattern", blocks.every)
         if not isinstance(every, int) or every < 1:
             raise BlocksError(f"sliding_window_pattern: expected a number of blocks, got {every!r:.40}")
         return [FULL if (i + 1) % every == 0 else LOCAL for i in range(layers)]
@@ -145,9 +151,10 @@ def _parameters(theirs: Mapping[str, Any], kind: str, *, nested: bool) -> dict[s
         if not isinstance(theirs.get(name) or {}, dict):
             raise BlocksError(f"{name}: expected a mapping, got {theirs[name]!r:.40}")
     older, newer = theirs.get("rope_scaling") or {}, theirs.get("rope_parameters") or {}
+    if nested and not {*newer} <= {LOCAL, FULL}:
+        raise BlocksError(f"rope_parameters: expected {LOCAL} and {FULL}, got {', '.join(newer):.60}")
     if nested:
-        newer = {**(newer.get(kind) or {})} if {*newer} <= {LOCAL, FULL} else newer
-        return newer | (older if kind == FULL else {})
+        return dict(newer.get(kind) or {}) | (older if kind == FULL else {})
     return dict(older or newer)
 
 
@@ -157,7 +164,15 @@ def _rope(blocks: Blocks, theirs: Mapping[str, Any], kind: str, longest: int) ->
     local = blocks.nested and kind == LOCAL
     theta_name = "rope_local_base_freq" if local else blocks.theta_name
     given.setdefault("rope_theta", theirs.get(theta_name) or (blocks.local_theta if local else blocks.theta))
-    given.setdefault("partial_rotary_factor", theirs.get(blocks.share_name) or blocks.share)
+    given.setdefault("partial_rotary_factor", theirs.get(blocks.share_name, blocks.share))
+    given = {name: value for name, value in given.items() if value is not None}
+    plain = {"partial_rotary_factor": 1.0, "alpha": 0, _BETA: 0}
+    if odd := next(
+        (name for name, value in plain.items() if given.get(name, value) != value and name not in blocks.also), None
+    ):
+        raise BlocksError(f"{odd} {given[odd]!s:.40}: transformers' models of this family do not read it")
+    if not (given.get("mscale") and given.get("mscale_all_dim")):  # one alone has no effect
+        given = {name: value for name, value in given.items() if not name.startswith("mscale")}
     of_type = given.get("rope_type") or given.get("type") or "default"
     ours = "ntk" if of_type == "dynamic" and given.get("alpha") else _KINDS.get(str(of_type))
     if ours is None:
@@ -170,9 +185,9 @@ def _rope(blocks: Blocks, theirs: Mapping[str, Any], kind: str, longest: int) ->
     if blocks.nested:
         given.pop("truncate", None)  # transformers ignores it there
     names = {theirs_: own for theirs_, own in _NAMES.items() if own in ("theta", "share", *_USED[ours])}
-    found = {own: given[name] for name, own in names.items() if given.get(name) is not None}
+    found = {own: given[name] for name, own in names.items() if name in given}
     found |= {own: tuple(found[own]) for own in ("short", "long") if own in found}
-    if found["share"] == 1:
+    if found.get("share") == 1:
         del found["share"]
     return found | ({} if ours == "plain" else {"kind": ours})
 

@@ -9,6 +9,8 @@ positions, `tensors.py` its tensors. To add a family, add a table, and a model t
     required        fields without a default
     absent          the values that transformers takes for absent fields
     fixed           field: the values that our models support; the first one is written
+    known           field: the values that describe what transformers' model computes anyway; not written
+    whole_heads     whether transformers refuses a hidden size that is no multiple of the heads
     rows            our parameter: the tensors of transformers, after the name of a way (`WAYS`); * is weight and bias
     layer, block    the beginning of transformers' names in block i, and the rows of a block
     blocks          windows and positions (`Blocks`); left out: learned positions
@@ -20,6 +22,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +30,7 @@ from megazero.base.yaml_text import parse_yaml
 from megazero.tools.convert.tensors import SAME, WAYS, Rows
 
 REQUIRED = ...
-_TABLES = ("options", "fields", "absent", "fixed", "rows", "block")
+_TABLES = ("options", "fields", "absent", "fixed", "known", "rows", "block")
 
 
 class Field(NamedTuple):
@@ -57,7 +60,7 @@ CONVERSIONS: dict[str, Field] = {
     "gated_gelu": Field(("activation",), values={"gelu_pytorch_tanh": "geglu"}),
     "plain": Field(("activation",), values=_GELUS),
     "inverse": Field((), lambda divisor: 1 / divisor, lambda scale: 1 / scale),
-    "inverse_root": Field((), lambda scalar: scalar**-0.5, _inverse_square),
+    "inverse_root": Field((), lambda scalar: index(scalar) ** -0.5, _inverse_square),  # transformers wants an integer
     "parallel": Field((), lambda given: "parallel" if given else "serial", lambda kind: kind == "parallel"),
 }
 
@@ -74,6 +77,7 @@ class Blocks:
         nested: whether each type of block has rotary parameters of its own.
         theta, local_theta: transformers' base of the angles, if the field is absent.
         share: its share of the channels that turn.
+        also: rotary parameters that only some families read: partial_rotary_factor, alpha, llama_4_scaling_beta.
         theta_name, share_name: fields that hold them.
     """
 
@@ -87,6 +91,7 @@ class Blocks:
     share: float = 1.0
     theta_name: str = "rope_theta"
     share_name: str = "partial_rotary_factor"
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,9 +103,11 @@ class Family:
     fields: dict[str, Field]
     absent: dict[str, Any]
     fixed: dict[str, tuple[Any, ...]]
+    known: dict[str, tuple[Any, ...]]
     rows: Rows
     blocks: Blocks | None
     interleaved: bool
+    whole_heads: bool
     no_parameters: str
 
     @property
@@ -146,9 +153,11 @@ def _family(table: dict[str, Any]) -> Family:
         {name: _field(way) for name, way in table["fields"].items()},
         dict.fromkeys(table["fields"]) | table["absent"] | dict.fromkeys(table["required"], REQUIRED),
         {name: tuple(values) for name, values in table["fixed"].items()},
+        {name: (*values, None) for name, values in table["known"].items()},
         {_named(ours): _row(theirs) for ours, theirs in (table["rows"] | block).items()},
-        Blocks(**table["blocks"]) if "blocks" in table else None,
+        Blocks(**table["blocks"] | {"also": tuple(table["blocks"].get("also", ()))}) if "blocks" in table else None,
         table.get("interleaved", False),
+        table.get("whole_heads", False),
         table["no_parameters"],
     )
 

@@ -82,7 +82,8 @@ def model_from_theirs(theirs: Mapping[str, Any], where: Path) -> Model:
         raise UserError(415, "quantization_config: quantised weights", "give the original model", where=where)
     given = {**family.absent, **theirs}
     _require_known(family, theirs, where)
-    if lacking := next((name for name, value in given.items() if value is REQUIRED), None):
+    needed = (name for name, value in family.absent.items() if value is REQUIRED and theirs.get(name) is None)
+    if lacking := next(needed, None):
         raise UserError(415, f"{lacking} is missing", _WRITTEN, where=where)
     names, values = {}, {}
     for name, way in family.fields.items():
@@ -90,6 +91,8 @@ def model_from_theirs(theirs: Mapping[str, Any], where: Path) -> Model:
         names |= dict.fromkeys(way.ours, name)
     try:
         model = Model.model_validate(_nested(values))  # checks the numbers on which what follows depends
+        if family.whole_heads and model.hidden % model.heads:
+            raise blocks.BlocksError(f"hidden_size {model.hidden} is no multiple of {model.heads} heads")
         root = model.hidden**0.5
         values |= {name: root if value == "root of hidden" else value for name, value in family.options.items()}
         if family.blocks is not None:
@@ -109,7 +112,7 @@ def model_from_theirs(theirs: Mapping[str, Any], where: Path) -> Model:
 def _read(name: str, way: Field, value: Any, kind: str, where: Path) -> Any:
     """Return our value for a field. Raises UserError 415: a value that our models do not support."""
     if way.values is not None:
-        if value not in way.values:
+        if value not in [*way.values]:  # it may be a list
             what = f"{name} {value!s:.60}: our models have {' or '.join(map(str, way.values))} there"
             raise UserError(415, what, f"import a {kind} model with that, or {_ELSEWHERE}", where=where)
         return way.values[value]
@@ -121,11 +124,12 @@ def _read(name: str, way: Field, value: Any, kind: str, where: Path) -> Any:
 
 def _require_known(family: Family, theirs: Mapping[str, Any], where: Path) -> None:
     """Refuse fields of config.json that nothing here reads, and values that compute another function."""
-    known = {*family.fields, *family.absent, *family.fixed, *blocks.FIELDS} | _NO_FUNCTION
+    checked = family.fixed | family.known
+    known = {*family.fields, *family.absent, *checked, *blocks.FIELDS} | _NO_FUNCTION
     if odd := next((name for name, value in theirs.items() if name not in known and value is not None), None):
         what = f"{odd:.60} {theirs[odd]!s:.60}: the field is unknown, and may change what the model computes"
         raise UserError(415, what, f"remove it if it does not; or {_ELSEWHERE}", where=where)
-    for name, allowed in family.fixed.items():
+    for name, allowed in checked.items():
         if theirs.get(name, allowed[-1]) not in allowed:
             what = f"{name} {theirs[name]!s:.60}: our models have {allowed[0]}, which computes another function"
             do = f"import a {theirs['model_type']} model with {name} {allowed[0]}, or {_ELSEWHERE}"

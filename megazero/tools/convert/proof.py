@@ -29,6 +29,7 @@ from megazero.comm.grid import Axis
 from megazero.kernels.operations import REFERENCE
 from megazero.model.batch_context import BatchContext
 from megazero.model.transformer import Transformer
+from megazero.plan.layers import parameters
 from megazero.plan.model import Shape
 from megazero.tools.convert.tensors import Link
 
@@ -75,7 +76,6 @@ class Sides:
         links: returns the links of our parameters for a number of blocks.
         theirs: returns a tensor of the folder by its name.
         ours: returns one of our parameters by its name.
-        numel: the number of our parameters.
         text: ids of a text of the tokenizer; empty: there is none.
     """
 
@@ -84,7 +84,6 @@ class Sides:
     links: Callable[[int], Sequence[Link]]
     theirs: Callable[[str], Tensor]
     ours: Callable[[str], Tensor]
-    numel: int
     text: Sequence[int]
 
 
@@ -103,15 +102,25 @@ def prove(sides: Sides) -> Proof:
         UserError: 416, the models compute different functions.
     """
     try:
-        transformers = importlib.import_module("transformers")
+        return _proven(sides, importlib.import_module("transformers"))
     except ImportError:
         return Proof(reason="transformers is not installed")
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises any kind of error for a config that it cannot compute
+        what = f"transformers cannot compute this model: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+        raise UserError(415, what, "correct config.json, or give --no-proof", where=sides.folder) from None
+
+
+def _proven(sides: Sides, transformers: Any) -> Proof:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     config = transformers.AutoConfig.from_pretrained(sides.folder, local_files_only=True)
     layers = _chosen(config, sides.shape)
     less = max(0, (getattr(config, "sliding_window", None) or 0) - _WINDOW)
     shape = _cut_shape(sides.shape, layers, less)
+    if 20 * parameters(shape) > free_memory():  # in fp64 on both sides, and the files in between
+        return Proof(reason="not enough memory to compute two blocks in fp64")
     with doing("comparing with transformers"), TemporaryDirectory() as name:
         cut = _cut_config(config, layers, less)
         cut.save_pretrained(name)
@@ -121,7 +130,7 @@ def prove(sides: Sides) -> Proof:
             ours = _our_model(shape, _cut_weights(sides, layers), torch.float64)
             worst = _compared(theirs, ours, list(_samples(shape, sides.text)), layers, CUT)
     everything, whole = range(sides.shape.layers), None
-    if 3 * 4 * sides.numel < free_memory():  # both models in fp32, and room to read
+    if 12 * parameters(sides.shape) < free_memory():  # both models in fp32, and room to read
         with doing("comparing all blocks with transformers"):
             theirs = _their_model(sides.folder, config, torch.float32)
             ours = _our_model(sides.shape, _cut_weights(sides, everything), torch.float32)
@@ -236,7 +245,8 @@ def _samples(shape: Shape, text: Sequence[int]) -> Iterator[Sample]:
         return
     if text:
         yield Sample(torch.tensor(text[:length]), 0, (len(text[:length]),))
-    yield Sample(random, 0, (length - length // 3, length // 3))
+    if length > 2:
+        yield Sample(random, 0, (length - length // 3, length // 3))
 
 
 def _compared(

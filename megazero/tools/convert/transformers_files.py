@@ -24,7 +24,6 @@ from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.data.tokenizers.common import CONFIG, config_beside, read_tokenizer
 from megazero.data.tokenizers.plain_bytes import NAME
 from megazero.model.parameter import whole_shapes
-from megazero.plan.layers import parameters
 from megazero.run.folder import RunFolder
 from megazero.tools.convert.families import families
 from megazero.tools.convert.fields import ROLES, fitting, model_from_theirs, shape_of, to_theirs
@@ -91,8 +90,11 @@ def export_run(
 def _imported_as(folder: Path) -> str | None:
     """Return the family that an import has noted in a folder."""
     path = folder / PROOF
-    family = parse_object(read_file(path, 1 << 20)).get("family") if path.exists() else None
-    return family if family in families() else None
+    try:
+        family = parse_object(read_file(path, 1 << 20)).get("family") if path.exists() else None
+    except ValueError:
+        return None
+    return family if isinstance(family, str) and family in families() else None
 
 
 def _links(name: str, model: Model, shapes: Mapping[str, object]) -> Callable[[int], list[Link]]:
@@ -117,7 +119,7 @@ def _sides(
         return read_weights(step, manifest, [name])[name].to(dtype)
 
     text = [] if tokenizer is None else tokenizer.encode(_TEXT)
-    return Sides(theirs.folder, shape_of(model), found, theirs.tensor, ours, parameters(shape_of(model)), text)
+    return Sides(theirs.folder, shape_of(model), found, theirs.tensor, ours, text)
 
 
 def _tokenizer(config: Config, warn: Callable[[str], object]) -> Tokenizer | None:

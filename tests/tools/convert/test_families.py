@@ -21,6 +21,8 @@ from megazero.tools.convert.interop import Theirs
 from megazero.tools.convert.tensors import JOINED_QKV, SAME, TURNED, Heads
 from tests.tiny_run import TinyData, command
 from tests.tools.convert.models import FAMILIES, SCALED, YARN, model_of
+from tests.tools.test_convert import tensors
+from tests.tools.test_import import with_tensors
 
 QUICK = ("gpt2", "qwen2", "olmo2", "phi3", "gemma3_text", "cohere2", "gpt_neox")
 
@@ -57,6 +59,18 @@ def test_in_and_out_again(name: str, capsys) -> None:
     assert torch.equal(logits("theirs"), logits("again"))
     proof = json.loads(Path("run/proof.json").read_text())
     assert proof["proven"] and proof["worst"] < 1e-12 and proof["whole_fp32"] < 1e-4 and proof["family"] == name
+
+
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("phi3", marks=pytest.mark.full)])
+def test_sharded_bf16_files_come_back_bit_for_bit(name: str, capsys) -> None:
+    model_of(name).to(torch.bfloat16).save_pretrained("theirs", max_shard_size="20KB")
+    assert len(list(Path("theirs").glob("*.safetensors"))) > 3
+    assert imported() == 0
+    config = Path("run/config.yaml")
+    config.write_text(config.read_text().replace("precision:\n  dtype: fp32", "precision:\n  dtype: bf16"))
+    assert exported() == 0 and capsys.readouterr().out.count("proven: logits of blocks 0, 1") == 2
+    before, after = tensors(Path("theirs")), tensors(Path("again"))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -209,8 +223,6 @@ def test_a_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch, capsys) 
     model = model_of(family, **changes)
     model.save_pretrained("theirs")
     if name == "differing head dropped":
-        from tests.tools.test_import import with_tensors
-
         with_tensors(lm_head__weight=torch.randn(400, 48))
     plant(monkeypatch)
     capsys.readouterr()  # what transformers has said
@@ -250,3 +262,69 @@ def test_blocks_of_a_trained_run_are_read_again() -> None:
     assert imported("--no-proof") == 0
     assert load("run/config.yaml").model.layer_pattern == ("local", "local", "local", "full")
     assert Store(Path("run/checkpoints")).steps() == [0]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "what"),
+    [
+        (
+            "llama",
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor 0.5: transformers' models of this family do not",
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0}}, "alpha 50.0: transformers' models of"),
+        ("llama", {"hidden_act": ["silu"]}, "hidden_act ['silu']: our models have silu there"),
+        ("llama", {"hidden_size": 50, "head_dim": 12}, "hidden_size 50 is no multiple of 4 heads"),
+        ("mistral", {"layer_types": ["full_attention"] * 4}, "layer_types ['full_attention'"),
+        (
+            "olmo3",
+            {"rope_parameters": {"rope_theta": 500.0}},
+            "rope_parameters: expected sliding_attention and full_att",
+        ),
+        ("ministral3", {"rope_parameters": None}, "rope_parameters is missing"),
+        ("gemma2", {"query_pre_attn_scalar": 9.5}, "query_pre_attn_scalar: expected a number, got 9.5"),
+        ("gemma2", {"sliding_window_pattern": 3}, "sliding_window_pattern 3"),
+        ("qwen2", {"use_mrope": True}, "use_mrope True: our models have False"),
+        ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers: expected 4 of 0 and 1, got [1, 1]"),
+        ("exaone4", {"layer_types": ["full_attention"]}, "layer_types: expected 4 of sliding_attention and full_atten"),
+        ("gpt_neox", {"attention_bias": None}, "transformers cannot compute this model: StrictDataclass"),
+    ],
+)
+def test_values_that_transformers_reads_otherwise_are_refused(
+    family: str, changes: dict[str, Any], what: str, capsys
+) -> None:
+    model_of(family).save_pretrained("theirs")
+    path = Path("theirs/config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    capsys.readouterr()
+    assert imported() == 1
+    line = capsys.readouterr().err
+    assert line.startswith("MZ-415") and what in line and line.count("\n") == 1 and not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2", {"use_mrope": False}),
+        ("phi3", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "auto_map": {}}),
+        ("cohere2", {"use_parallel_block": True, "layer_switch": 4, "position_embedding_type": "rope_gptj"}),
+        ("gemma3_text", {"_sliding_window_pattern": 3}),
+        ("glm4", {"partial_rotary_factor": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        ("olmo2", {"rope_parameters": {**YARN, "rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.0}}),
+        ("gpt2", {"n_positions": 64, "n_ctx": 64, "summary_type": "cls_index"}),
+    ],
+)
+def test_published_fields_are_read_as_transformers_reads_them(family: str, changes: dict[str, Any], capsys) -> None:
+    model_of(family).save_pretrained("theirs")
+    path = Path("theirs/config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert imported() == 0, capsys.readouterr().err
+    assert "proven: logits" in capsys.readouterr().out
+
+
+def test_exports_hold_what_transformers_before_5_reads() -> None:
+    """It knows no rope_parameters: bases and scaling of kinds are written under the older names too."""
+    model_of("gemma3_text").save_pretrained("theirs")
+    assert imported("--no-proof") == 0 and exported("--no-proof") == 0
+    written = json.loads(Path("again/config.json").read_text())
+    assert (written["rope_theta"], written["rope_local_base_freq"]) == (1e6, 1e4)
