@@ -196,10 +196,9 @@ class Theirs:
         slot = self._slots[key]
         found = torch.empty(slot.shape)
         step = max(1, _ROWS // max(1, 4 * math.prod(slot.shape[1:])))
-        with _refused(slot.path), safe_open(slot.path, framework="pt") as file:
-            part = file.get_slice(key)
-            for first in range(0, slot.shape[0] if slot.shape else 0, step):
-                found[first : first + step] = part[first : first + step]
+        for first in range(0, slot.shape[0] if slot.shape else 0, step):
+            with _refused(slot.path), safe_open(slot.path, framework="pt") as file:  # else all it has read stays mapped
+                found[first : first + step] = file.get_slice(key)[first : first + step]
         return found
 
     def tensor(self, name: str) -> Tensor:
