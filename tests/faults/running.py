@@ -149,7 +149,7 @@ def _(site: Site) -> list[str]:
 
 @fault(
     "an export of a model that transformers does not have",
-    "MZ-415: transformers has no model with position learned, norm rmsnorm, …",
+    "MZ-415: no family of transformers has this model: arcee: model.position learned would be rotary; …",
 )
 def _(site: Site) -> list[str]:
     path = site.run / "config.yaml"

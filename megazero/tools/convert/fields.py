@@ -63,7 +63,7 @@ def family_of(theirs: Mapping[str, Any], where: Path) -> Family:
     """Return the family of a config.json. Raises UserError 415: it is not supported."""
     kind = theirs.get("model_type")
     if not isinstance(kind, str) or kind not in families():
-        do = f"docs/models.md has the families; or {_ELSEWHERE}"
+        do = f"import a model of another family, or {_ELSEWHERE}"
         raise UserError(415, f"model_type {kind!r:.40} is not supported", do, where=where)
     return families()[kind]
 
