@@ -246,3 +246,9 @@ def test_padding_is_cleared_before_gradients_are_reduced(stage: int) -> None:
     used = torch.zeros(unit.numel, dtype=torch.bool)
     used[:5], used[16:19] = True, True
     assert unit.gradients.partial[used].isnan().all() and not unit.gradients.partial[~used].any()
+
+
+def test_replicas_have_an_axis_of_their_own_name() -> None:
+    """The ledger and profiles name messages by it."""
+    axes = UnitAxes(Axis("shard"), Axis("tensor"))
+    assert [axes.shard.name, axes.tensor.name, axes.replica.name] == ["shard", "tensor", "replica"]
