@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megazero.config.schema import Config
 from scripts.bench.ours import BETAS, CLIP, DECAY, EPS, LR, initial_weights, meet, random_batches
 from scripts.bench.plain_gpt import Block, PlainGPT
-from scripts.bench.plain_llama import PlainLlama
+from scripts.bench.plain_llama import PlainLlama, RotaryBlock
 
 Step = Callable[[], float]
 ADAM = {"lr": LR, "betas": BETAS, "eps": EPS, "fused": True}
@@ -60,7 +60,8 @@ def gpt(config: Config, ranks: int) -> Work:
     micro = config.batch.rows
     accumulation = config.batch.global_ // (micro * ranks)
     batches = partial(random_batches, micro, vocab=config.model.vocab, seq_len=config.model.seq_len)
-    return Work(partial(peer, config), (Block,), _loss, batches, _decays, micro, accumulation, config.model.hidden)
+    blocks = (Block, RotaryBlock)
+    return Work(partial(peer, config), blocks, _loss, batches, _decays, micro, accumulation, config.model.hidden)
 
 
 def peer(config: Config) -> PlainGPT | PlainLlama:

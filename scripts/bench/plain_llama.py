@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.config.model import Model
-from scripts.bench.plain_gpt import Block
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -20,11 +19,11 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-class RotaryBlock(Block):
+class RotaryBlock(nn.Module):
     """A pre-norm transformer block without biases; its norms of heads are optional."""
 
     def __init__(self, m: Model, head_dim: int, kv_heads: int, ffn: int):
-        nn.Module.__init__(self)
+        super().__init__()
         self.heads, self.kv_heads, self.head_dim = m.heads, kv_heads, head_dim
         self.norm_1, self.norm_2 = (nn.RMSNorm(m.hidden, eps=m.norm_eps) for _ in range(2))
         self.qkv = nn.Linear(m.hidden, (m.heads + 2 * kv_heads) * head_dim, bias=False)
