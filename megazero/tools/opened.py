@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.builders.assemble import DTYPES, build_model
@@ -20,6 +20,7 @@ from megazero.model.parameter import whole_shapes
 from megazero.model.transformer import Transformer
 from megazero.observe.sinks import warn
 from megazero.run.folder import RunFolder
+from megazero.tools.convert.tensors import filled
 from megazero.tools.convert.transformers_files import Described
 
 
@@ -71,15 +72,16 @@ def load(path: str | Path, dtype: torch.dtype | None = None) -> Opened:
     """
     path = Path(path)
     if (path / "config.json").is_file():
-        described = Described(path, warn)
+        described, dtype = Described(path, warn), dtype or torch.float32
         read = ((link.ours, described.theirs.read(link)) for link in described.theirs.links)
         weights = {name: x for names, values in read for name, x in zip(names, values, strict=True)}
-        return Opened(described.config, described.tokenizer, _filled(described.config, weights, dtype or torch.float32))
+        return Opened(described.config, described.tokenizer, filled(build_model(described.config), weights, dtype))
     step = (path / FILE_NAME).is_file()
     folder = RunFolder(path.parent.parent if step else path)
     folder.require_run()
     config = load_config(str(folder.config))
-    named, shapes = config.data.tokenizer, whole_shapes(build_model(config))
+    named, model = config.data.tokenizer, build_model(config)
+    shapes = whole_shapes(model)
     tokenizer = None if named is None else open_tokenizer(named, config.model.vocab)
     if step:
         manifest = read_manifest(path)
@@ -91,12 +93,4 @@ def load(path: str | Path, dtype: torch.dtype | None = None) -> Opened:
     if tokenizer is not None and trained_with not in (None, tokenizer.fingerprint):
         what = f"the model was trained with tokenizer {trained_with}, {tokenizer.path} is {tokenizer.fingerprint}"
         raise UserError(221, what, "use the training's tokenizer", where=folder.config)
-    return Opened(config, tokenizer, _filled(config, weights, dtype or DTYPES[config.precision.dtype]))
-
-
-def _filled(config: Config, weights: dict[str, Tensor], dtype: torch.dtype) -> Transformer:
-    """Return a config's model with these weights."""
-    model = build_model(config)
-    for name, parameter in dict(model.named_parameters()).items():
-        torch.utils.swap_tensors(parameter, nn.Parameter(weights.pop(name).to(dtype)))
-    return model
+    return Opened(config, tokenizer, filled(model, weights, dtype or DTYPES[config.precision.dtype]))

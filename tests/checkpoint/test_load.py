@@ -29,6 +29,7 @@ from megazero.run.build import loader_of
 from megazero.run.data import open_data
 from megazero.run.folder import RunFolder
 from megazero.tools.certify.tolerances import LOSS_FP32, LOSS_FP64, WEIGHTS_FP64, difference
+from megazero.tools.convert.tensors import filled
 from megazero.tools.training.launch import launch
 from tests.checkpoint.grids import logical_state
 from tests.checkpoint.test_resume import rows, same_step
@@ -86,10 +87,7 @@ def first_batch(config: Config) -> list[MicroBatch]:
 
 def expected_loss(config: Config, source: Path, dtype: torch.dtype) -> float:
     """Of a run's first batch with the source's weights, by one process, without engine or checkpoint loading."""
-    model = build_model(config)
-    weights = saved_weights(RunFolder(source))
-    for name, parameter in dict(model.named_parameters()).items():
-        torch.utils.swap_tensors(parameter, torch.nn.Parameter(weights[name].to(dtype)))
+    model = filled(build_model(config), saved_weights(RunFolder(source)), dtype)
 
     def logits(tokens_SB: Tensor) -> Tensor:
         return model(tokens_SB, BatchContext(0, torch.zeros(tokens_SB.shape[1], dtype=torch.int64), training=False))

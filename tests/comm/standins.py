@@ -39,7 +39,7 @@ class NotedGroup(FakeProcessGroup):
 
 
 class NotedSlot:
-    """A status slot that keeps what it is told."""
+    """A status slot that records its calls."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, list[int], str]] = []

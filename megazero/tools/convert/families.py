@@ -70,7 +70,7 @@ class Blocks:
     """The windows and rotary positions of a family's blocks.
 
     Attributes:
-        window: the blocks that have `sliding_window`: none, all, or those that layer_types names (types).
+        window: which blocks have `sliding_window`: none, all, or types (by layer_types).
         switch: whether `use_sliding_window` must be true.
         every: each block of this number is full if layer_types is absent (`sliding_window_pattern`).
         still: blocks without positions: none; full, if there is a window; always: full; listed: no_rope_layers.

@@ -12,8 +12,9 @@ import contextlib
 import copy
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from megazero.model.batch_context import BatchContext
 from megazero.model.transformer import Transformer
 from megazero.plan.layers import parameters
 from megazero.plan.model import Shape
-from megazero.tools.convert.tensors import Link
+from megazero.tools.convert.tensors import Link, filled
 
 CUT, WHOLE = 1e-12, 1e-3  # of the largest logit: in fp64; in fp32, where every block sums in another order
 _WINDOW, _TEXT = 6, 24  # tokens of a window of the cut, and of a text
@@ -88,7 +89,7 @@ class Sides:
 
 
 class Sample(NamedTuple):
-    """Ids of a text, the position of its first token, and the lengths of its documents."""
+    """Ids of a text, the position of the first token of its documents, and their lengths."""
 
     ids: Tensor
     first: int
@@ -125,14 +126,14 @@ def _proven(sides: Sides, transformers: Any) -> Proof:
         cut = _cut_config(config, layers, less)
         cut.save_pretrained(name)
         _write_cut(sides, layers, Path(name))
-        with _widened(type(config).__module__.split(".")[-2]):
-            theirs = _their_model(Path(name), cut, torch.float64)
+        with widened(type(config).__module__.split(".")[-2]):
+            theirs = _their_model(transformers, Path(name), cut, torch.float64)
             ours = _our_model(shape, _cut_weights(sides, layers), torch.float64)
             worst = _compared(theirs, ours, list(_samples(shape, sides.text)), layers, CUT)
     everything, whole = range(sides.shape.layers), None
     if 12 * parameters(sides.shape) < free_memory():  # both models in fp32, and room to read
         with doing("comparing all blocks with transformers"):
-            theirs = _their_model(sides.folder, config, torch.float32)
+            theirs = _their_model(transformers, sides.folder, config, torch.float32)
             ours = _our_model(sides.shape, _cut_weights(sides, everything), torch.float32)
             whole = _compared(theirs, ours, list(_samples(sides.shape, sides.text))[:1], everything, WHOLE)
     return Proof(worst, layers, whole)
@@ -146,7 +147,7 @@ class _Wide:
 
 
 @contextlib.contextmanager
-def _widened(package: str) -> Iterator[None]:
+def widened(package: str) -> Iterator[None]:
     """Let a package of transformers.models compute all in fp64."""
     names = (f"transformers.models.{package}.modeling_{package}", "transformers.modeling_rope_utils")
     modules = [importlib.import_module(name) for name in names]
@@ -209,8 +210,7 @@ def _write_cut(sides: Sides, layers: Sequence[int], folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _their_model(folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
-    transformers = importlib.import_module("transformers")
+def _their_model(transformers: Any, folder: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=dtype, attn_implementation="eager", local_files_only=True
     )
@@ -222,11 +222,9 @@ def _cut_weights(sides: Sides, layers: Sequence[int]) -> dict[str, Tensor]:
     return {name: sides.ours(source) for name, source in _cut_names(names, layers)}
 
 
-def _our_model(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Transformer:
+def _our_model(shape: Shape, weights: dict[str, Tensor], dtype: torch.dtype) -> Transformer:
     model = Transformer(shape, seed=0, tensor=Axis("tensor"), sequence=False, ops=REFERENCE)
-    for name, parameter in dict(model.named_parameters()).items():
-        torch.utils.swap_tensors(parameter, nn.Parameter(weights[name].to(dtype)))
-    return model
+    return filled(model, weights, dtype)
 
 
 def _samples(shape: Shape, text: Sequence[int]) -> Iterator[Sample]:
@@ -256,15 +254,15 @@ def _compared(
     worst = 0.0
     with torch.no_grad():
         for sample in samples:
-            found = list(zip(_their_values(theirs, sample), _our_values(ours, sample, layers), strict=True))
-            (_, their_logits), (_, our_logits) = found[-1]
-            logits = _difference(our_logits, their_logits)
-            worst = max(worst, logits)
-            if not logits <= limit:
-                first = next((name, apart) for (_, a), (name, b) in found if not (apart := _difference(b, a)) <= limit)
+            pairs = zip(_our_values(ours, sample), _their_values(theirs, sample), strict=True)
+            apart = [_difference(*pair) for pair in pairs]
+            worst = max(worst, apart[-1])
+            if not apart[-1] <= limit:
+                names = ["the embedded tokens", *(f"the outputs of block {i}" for i in layers), "the logits"]
+                first = next(i for i, each in enumerate(apart) if not each <= limit)
                 where = f"at positions {sample.first} to {sample.first + len(sample.ids) - 1}"
-                what = f"the logits {where} differ by {logits:.1e} of the largest, expected at most {limit:.0e}; the "
-                what += f"first that differ are {first[0]}, by {first[1]:.1e}"
+                what = f"the logits {where} differ by {apart[-1]:.1e} of the largest, expected at most {limit:.0e}; "
+                what += f"the first that differ are {names[first]}, by {apart[first]:.1e}"
                 raise UserError(416, what, "report this model; --no-proof imports and exports it as it is")
     return worst
 
@@ -273,51 +271,44 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def _their_values(model: nn.Module, sample: Sample) -> list[tuple[str, Tensor]]:
-    """Return transformers' embedded tokens, outputs of blocks, and logits, each [S, ...]."""
+def _their_values(model: nn.Module, sample: Sample) -> list[Tensor]:
+    """Return transformers' embedded tokens, outputs of blocks, and logits, each [S, ...]; of each document apart."""
     depth = int(model.config.num_hidden_layers)  # type: ignore[attr-defined]
     blocks = next(part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == depth)
-    parts: list[list[tuple[str, Tensor]]] = []
-    for start, length in zip(_starts(sample), sample.lengths, strict=True):
-        first = 0 if len(sample.lengths) > 1 else sample.first
-        places = torch.arange(first, first + length)[None]
-        run = lambda: model(sample.ids[None, start : start + length], position_ids=places, use_cache=False).logits  # noqa: B023, E731
-        parts.append(_recorded(blocks, run, lambda x: x[0]))
-    return [(each[0][0], torch.cat([x for _, x in each])) for each in zip(*parts, strict=True)]
+    parts = []
+    for ids, places in zip(sample.ids.split(sample.lengths), _places(sample), strict=True):
+        run = partial(model, ids[None], position_ids=places[None], use_cache=False)
+        parts.append([x[0] for x in _recorded(blocks, lambda run=run: run().logits)])
+    return [torch.cat(each) for each in zip(*parts, strict=True)]
 
 
-def _our_values(model: Transformer, sample: Sample, layers: Sequence[int]) -> list[tuple[str, Tensor]]:
+def _our_values(model: Transformer, sample: Sample) -> list[Tensor]:
     """Return our embedded tokens, outputs of blocks, and logits, each [S, ...]."""
     step = BatchContext(0, torch.zeros(1, dtype=torch.int64), training=False)
-    places = torch.arange(sample.first, sample.first + len(sample.ids))[:, None]
+    positions_S1 = torch.cat(_places(sample))[:, None]
     if len(sample.lengths) > 1:
-        places = torch.cat([torch.arange(length) for length in sample.lengths])[:, None]
-        step = step.within_documents(places, (sample.lengths,))
+        step = step.within_documents(positions_S1, (sample.lengths,))
     else:
-        step = replace(step, positions_SB=places)
-    found = _recorded(model.blocks, lambda: model(sample.ids[:, None], step), lambda x: x[:, 0])
-    names = ["the embedded tokens", *(f"the outputs of block {i}" for i in layers), "the logits"]
-    return [(name, value) for name, (_, value) in zip(names, found, strict=True)]
+        step = replace(step, positions_SB=positions_S1)
+    return [x[:, 0] for x in _recorded(model.blocks, lambda: model(sample.ids[:, None], step))]
 
 
-def _starts(sample: Sample) -> list[int]:
-    return [sum(sample.lengths[:i]) for i in range(len(sample.lengths))]
+def _places(sample: Sample) -> list[Tensor]:
+    """Return the positions of the tokens of each document."""
+    return [torch.arange(sample.first, sample.first + length) for length in sample.lengths]
 
 
-def _recorded(
-    blocks: nn.ModuleList, run: Callable[[], Tensor], row: Callable[[Tensor], Tensor]
-) -> list[tuple[str, Tensor]]:
-    """Run a model; return the input of its first block, the outputs of all, and the result, of the only sample."""
-    found: list[tuple[str, Tensor]] = []
+def _recorded(blocks: nn.ModuleList, run: Callable[[], Tensor]) -> list[Tensor]:
+    """Run a model; return the input of its first block, the outputs of all, and the result."""
+    found: list[Tensor] = []
 
     def note(value: Any) -> None:
-        found.append(("", row(value[0] if isinstance(value, tuple) else value)))
+        found.append(value[0] if isinstance(value, tuple) else value)
 
-    hooks = [
-        blocks[0].register_forward_pre_hook(
-            lambda _, given, named: note(given or named["hidden_states"]), with_kwargs=True
-        )
-    ]
+    def before(_: nn.Module, given: tuple, named: dict[str, Any]) -> None:
+        note(given or named["hidden_states"])
+
+    hooks = [blocks[0].register_forward_pre_hook(before, with_kwargs=True)]
     hooks += [block.register_forward_hook(lambda _, given, value: note(value)) for block in blocks]
     try:
         note(run())

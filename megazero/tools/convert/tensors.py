@@ -15,8 +15,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megazero.model.transformer import Transformer
 from megazero.plan.model import Shape
 
 
@@ -134,3 +135,10 @@ def _links(row: tuple[str, tuple[str, Way]], heads: Heads, layers: int) -> Itera
         for part in ("weight", "bias") if "{part}" in ours else ("",):
             own, other = (tuple(each.format(i=i, part=part).split()) for each in (ours, theirs))
             yield Link(own, other, partial(way.to_ours, heads), partial(way.to_theirs, heads))
+
+
+def filled(model: Transformer, weights: dict[str, Tensor], dtype: torch.dtype) -> Transformer:
+    """Give a model on the meta device these weights, taken out of the mapping one by one, in a dtype; return it."""
+    for name, parameter in dict(model.named_parameters()).items():
+        torch.utils.swap_tensors(parameter, nn.Parameter(weights.pop(name).to(dtype)))
+    return model
