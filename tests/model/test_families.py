@@ -15,9 +15,10 @@ from megazero.plan.job import Job
 from megazero.plan.model import Shape
 from megazero.tools.certify.rank import reduced_gradients
 from megazero.tools.certify.tolerances import difference
+from megazero.tools.convert.proof import widened
 from megazero.zero.placement import Precision
 from tests.layouts import GLOBAL_BATCH, SHAPES, Rank, Trained, job_on, samples, train
-from tests.model.families import FAMILIES, Family, their_model, under_our_names, widened
+from tests.model.families import FAMILIES, Family, their_model
 from tests.model.small import batch, make, step_of
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -46,7 +47,11 @@ def results(family: Family, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tens
         nn.functional.cross_entropy(logits.flatten(0, 1), targets_SB.T.flatten(), reduction="sum").backward()
     weights = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.grad is not None}
-    return under_our_names(family, weights), logits.detach().transpose(0, 1), under_our_names(family, gradients)
+    return (
+        family.renamed(weights),
+        logits.detach().transpose(0, 1),
+        family.renamed(gradients),
+    )
 
 
 def ours(family: Family, weights: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
@@ -109,7 +114,7 @@ def give(family: Family, theirs: nn.Module, weights: Mapping[str, Tensor]) -> No
     places = torch.arange(sum(sizes)).split(sizes)
     named = {n: place.view_as(p) for (n, p), place in zip(theirs.named_parameters(), places, strict=True)}
     flat = torch.full([sum(sizes)], torch.nan, dtype=torch.float64)
-    for name, place in under_our_names(family, named).items():
+    for name, place in family.renamed(named).items():
         flat[place.flatten()] = weights[name].flatten()
     with torch.no_grad():
         nn.utils.vector_to_parameters(flat, theirs.parameters())
@@ -131,7 +136,7 @@ def of_documents(family: Family, weights: Mapping[str, Tensor]) -> tuple[float, 
                 total = total + (nn.functional.cross_entropy(logits, targets, reduction="none") * valid).sum()
         (total / valid_SB.sum()).backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    return float(total.detach() / valid_SB.sum()), under_our_names(family, gradients)
+    return float(total.detach() / valid_SB.sum()), family.renamed(gradients)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ transformers' Llama computes its norms and rotary angles in fp32 whatever the mo
 for the fp64 comparison those two islands are widened, everything else (attention, rotation, MLP, heads) stays theirs.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -21,8 +20,7 @@ from megazero.kernels.select import choose
 from megazero.model.parameter import declaration_of
 from megazero.plan.model import Kind, Rope, Shape
 from megazero.tools.certify.tolerances import difference
-from megazero.tools.convert.families import families
-from megazero.tools.convert.tensors import heads_of, links
+from tests.model.families import under_our_names
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 from tests.ranks import run_ranks
 
@@ -102,18 +100,6 @@ CASES = {
 }
 
 
-def under_our_names(theirs: Mapping[str, Tensor], shape: Shape) -> dict[str, Tensor]:
-    """transformers' weights, or gradients, as an import makes ours of them."""
-    family = families()["gpt2" if shape.learned_positions else "llama"]
-    found = links(family.rows, heads_of(shape, interleaved=False), shape.layers, names_of(shape))
-    ours = [(link.ours, link.to_ours([theirs[name] for name in link.theirs])) for link in found]
-    return {name: value for names, values in ours for name, value in zip(names, values, strict=True)}
-
-
-def names_of(shape: Shape) -> list[str]:
-    return [name for name, _ in make(shape, torch.float32).named_parameters()]
-
-
 @cache
 def reference(case: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
     """transformers' weights under our names, its logits [S, B, V], and its gradients under our names."""
@@ -127,8 +113,9 @@ def reference(case: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor,
     tokens_SB, targets_SB, _ = batch(shape, ROWS)
     logits = theirs(tokens_SB.T).logits
     nn.functional.cross_entropy(logits.flatten(0, 1), targets_SB.T.flatten()).backward()
-    weights = under_our_names({n: p.detach() for n, p in theirs.named_parameters()}, shape)
-    gradients = under_our_names({n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}, shape)
+    kind, named = "gpt2" if shape.learned_positions else "llama", dict(theirs.named_parameters())
+    weights = under_our_names(shape, kind, {n: p.detach() for n, p in named.items()})
+    gradients = under_our_names(shape, kind, {n: p.grad for n, p in named.items() if p.grad is not None})
     return weights, logits.detach().transpose(0, 1), gradients
 
 
