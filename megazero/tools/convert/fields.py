@@ -54,7 +54,7 @@ _NO_FUNCTION = {  # fields that do not change what a trained model computes, or 
         "eos_token",
     ),
     *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "num_beams"),
-    *("base_model_tp_plan", "base_model_pp_plan", "mlp_only_layers", "org_vocab_size", "rope_interleaved"),
+    *("base_model_tp_plan", "base_model_pp_plan", "org_vocab_size", "transformers.js_config"),
 }
 _OF_TRAINING = ("dropout", "init_std", "init_depth", "z_loss", "seq_len")
 
@@ -87,7 +87,11 @@ def model_from_theirs(theirs: Mapping[str, Any], where: Path) -> Model:
         raise UserError(415, f"{lacking} is missing", _WRITTEN, where=where)
     names, values = {}, {}
     for name, way in family.fields.items():
-        values |= dict.fromkeys(way.ours, _read(name, way, given.get(name), theirs["model_type"], where))
+        value = _read(name, way, given.get(name), theirs["model_type"], where)
+        if odd := next((ours for ours in way.ours if values.get(ours, value) != value), None):
+            what = f"{names[odd]} {values[odd]} and {name} {value}: our models have one value there, model.{odd}"
+            raise UserError(415, what, "give both fields one value", where=where)
+        values |= dict.fromkeys(way.ours, value)
         names |= dict.fromkeys(way.ours, name)
     try:
         model = Model.model_validate(_nested(values))  # checks the numbers on which what follows depends
