@@ -25,6 +25,8 @@ from megazero.model.parameter import declare
 from megazero.model.tape import Tape, apply
 from megazero.model.transformer import Shape, Transformer
 from megazero.observe.sinks import Sink, Sinks
+from megazero.optim.groups import Groups
+from megazero.optim.optimizer import Run
 from megazero.zero.engine import Engine, StepNumbers
 from megazero.zero.placement import STAGES, Precision, UnitAxes, ZeroStage
 from megazero.zero.unit import Unit
@@ -82,11 +84,16 @@ class CountingTokens:
 class Momentum:
     """Stochastic gradient descent with momentum, over the flat shards of units (megazero/optim/optimizer.py)."""
 
-    STATE: tuple[str, ...] = ("velocity",)
+    kinds = ("velocity",)
 
     def __init__(self, units: list[Unit], decay: float = 0.9):
         self._decay = decay
-        self.state = {unit: {"velocity": unit.resting.new_state()} for unit in units}
+        self._velocity = {unit: unit.resting.new_state(len(unit.masters)) for unit in units}
+
+    def runs(self, unit: Unit) -> list[Run]:
+        """Return the state of this rank's shard: one value for each element."""
+        velocity = self._velocity[unit]
+        return [Run(slice(0, len(velocity)), "momentum", {"velocity": velocity})]
 
     def steps(self, unit: Unit) -> list[Tensor]:
         """Return no step counts: momentum needs none."""
@@ -94,7 +101,7 @@ class Momentum:
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
         """Update this rank's shard; change nothing if `skip` is 1."""
-        velocity, goes = self.state[unit]["velocity"], (1.0 - skip).to(unit.masters.dtype)
+        velocity, goes = self._velocity[unit], (1.0 - skip).to(unit.masters.dtype)
         gradient = unit.gradients.reduced.to(velocity.dtype) * scale.to(velocity.dtype)
         velocity.lerp_(velocity * self._decay + gradient, goes)
         unit.masters.add_(velocity * goes, alpha=-lr)
@@ -122,8 +129,8 @@ def build(grid: Grid, stage: ZeroStage, dtype: torch.dtype = torch.float32) -> t
     names = [name for name, _ in model.units()]
     axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=stage, replica=grid["replica"])
     resources = resources_of(Precision(dtype, dtype), torch.device("cpu"), grid.comm.ledger)
-    units = build_units(model, names, seed=0, axes=lambda _: axes, resources=resources)
-    told = {"clip": 1.0, "tokens_per_step": 4 * LENGTH, "grid": grid, "scaling": False, "ops": REFERENCE}
+    units = build_units(model, names, Groups("momentum", 0.0), seed=0, axes=lambda _: axes, resources=resources)
+    told = {"clips": [1.0], "tokens_per_step": 4 * LENGTH, "grid": grid, "scaling": False, "ops": REFERENCE}
     engine = Engine([names], units, names, Momentum(units), **told)
     model.layers[:] = engine.shard_layers(engine.stages[0], model.layers, model.units_of_layers(), keep_last=True)
     return model, engine

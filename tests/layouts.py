@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from megazero.model.transformer import Transformer
 from megazero.pipeline.stage import Stage
 from megazero.plan.job import Bytes, Job
 from megazero.plan.model import Rope, Shape
-from megazero.tools.certify.rank import reduced_gradients
+from megazero.tools.certify.rank import reduced_gradients, whole_gradients
 from megazero.zero.engine import StepResult
 from megazero.zero.placement import Precision
 from tests.model.small import GPT, LLAMA
@@ -224,12 +225,12 @@ def record(rank: Rank, one_step: Callable[[Rank, int], StepResult]) -> Trained:
     """Runs the steps and notes what they computed."""
     result = Trained([], [], rank.weights(), {}, {})
     for step in range(DELAYED_STEPS if rank.job.delayed else STEPS):
-        done = one_step(rank, step)
+        with reduced_gradients(rank.engine) if step == 0 else nullcontext({}) as reduced:
+            done = one_step(rank, step)
         result.losses.append(done.loss.item())
         result.norms.append(done.grad_norm.item())
         if step == 0:
-            as_they_are = torch.ones((), dtype=torch.float64)
-            named = reduced_gradients(rank.engine, done.applied, as_they_are)
+            named = whole_gradients(reduced, done.applied)
             result.gradients = {name: value.clone() for name, value in named}
     result.weights = rank.weights()
     return result

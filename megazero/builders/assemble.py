@@ -26,10 +26,13 @@ from megazero.kernels.operations import REFERENCE, Operations
 from megazero.model.batch_context import BatchContext
 from megazero.model.contract import Layer, Model
 from megazero.model.transformer import Transformer
-from megazero.optim.adamw import AdamW
+from megazero.optim.elements import Settings
+from megazero.optim.groups import Asked, Groups
+from megazero.optim.mixture import Mixture
 from megazero.pipeline.executor import Pipeline
 from megazero.pipeline.stage import Stage
 from megazero.pipeline.transport import Transport
+from megazero.plan.optimizers import Optimizers
 from megazero.schedules.layers import Layers, lowered
 from megazero.zero.engine import Engine
 from megazero.zero.placement import Precision, UnitAxes
@@ -96,6 +99,18 @@ def precision_of(config: Config) -> Precision:
     return Precision(dtype, torch.float32 if wide else dtype, reduced)
 
 
+def groups_of(o: Optimizer) -> Groups:
+    """Return the update rules of parameters."""
+    asked = [Asked(*(getattr(own, field) for field in Asked._fields)) for own in o.groups or ()]
+    return Groups(o.name, o.weight_decay, asked, o.muon.lr_factor)
+
+
+def settings_of(o: Optimizer) -> Settings:
+    """Return the options of the optimizers."""
+    muon = o.muon
+    return Settings(o.betas, o.eps, muon.momentum, muon.nesterov, muon.steps, muon.scale)
+
+
 def build_engine(
     model: Model,
     stages: Sequence[range],
@@ -104,7 +119,9 @@ def build_engine(
     axes: Callable[[str], UnitAxes],
     grid: Grid,
     resources: Resources,
-    optimizer: Optimizer,
+    groups: Groups,
+    settings: Settings,
+    clip: float,
     tokens_per_step: int,
     update_ops: Operations,
     recomputed: Container[Layer] = (),
@@ -115,21 +132,21 @@ def build_engine(
         stages: for each stage of this rank, its range of layers in `model.layers`, in forward order.
         seed: of the initial values; None: leave the memory uninitialised.
         resources: shared by all units.
+        groups, settings: of the optimizers.
+        clip: the largest norm of all gradients without a clip of their own; 0: any.
         update_ops: the kernels of the device that runs the update, which may be the host.
         recomputed: layers that run their forward again in backward.
     """
     on_path = model.units_of_layers()
     used = [list(dict.fromkeys(name for i in parts for name in on_path[i])) for parts in stages]
     names = {name for of_stage in used for name in of_stage}
-    units = build_units(model, names, seed=seed, axes=axes, resources=resources)
-    o, bucket = optimizer, grid.comm.bucket
-    adam = AdamW(units, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, bucket=bucket, ops=update_ops)
+    units = build_units(model, names, groups, seed=seed, axes=axes, resources=resources)
     engine = Engine(
         used,
         units,
         [name for name, _ in model.units()],
-        adam,
-        clip=o.clip,
+        Mixture(units, groups.optimizers, settings, bucket=grid.comm.bucket, ops=update_ops),
+        clips=[clip, *groups.clips],
         tokens_per_step=tokens_per_step,
         grid=grid,
         scaling=resources.precision.parameters == torch.float16,
@@ -148,12 +165,17 @@ def build_engine(
 
 @dataclass(frozen=True)
 class Built:
-    """The objects that compute a step on one rank: the pipeline runs the passes, the engine the update."""
+    """The objects that compute a step on one rank: the pipeline runs the passes, the engine the update.
+
+    Attributes:
+        optimizers: which optimizer updates which parameter of the whole model.
+    """
 
     model: Transformer
     engine: Engine
     pipeline: Pipeline
     layers: Layers
+    optimizers: Optimizers
 
 
 def build(
@@ -180,6 +202,7 @@ def build(
     stages = layers.of_rank(grid["pipeline"].rank)
     model = build_model(config, ops, grid["tensor"])
     offload = offload_of(config, host, homes)
+    groups = groups_of(config.optimizer)
     recomputed = recompute(job, model, layers, stages, grid, precision.parameters, device, host, homes)
     extensions = extensions_of(config, grid, ops, precision, device)
     engine = build_engine(
@@ -189,7 +212,9 @@ def build(
         axes=axes_of(config, grid),
         grid=grid,
         resources=resources_of(precision, device, grid.comm.ledger, offload=offload, ops=ops, extensions=extensions),
-        optimizer=config.optimizer,
+        groups=groups,
+        settings=settings_of(config.optimizer),
+        clip=config.optimizer.clip,
         tokens_per_step=config.batch.global_ * config.model.seq_len,
         update_ops=ops if offload.optimizer is None else host_ops or ops,
         recomputed=recomputed,
@@ -212,7 +237,7 @@ def build(
         lambda batch: (local, batch.tokens_SB.shape[1], config.model.hidden),
         engine.reduce_tied,
     )
-    return Built(model, engine, pipeline, layers)
+    return Built(model, engine, pipeline, layers, groups.optimizers)
 
 
 def _run_of(model: Model, parts: range, last: bool) -> Callable[[Tensor | None, StageInputs], Tensor]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megazero.builders.pipeline import model_shape
 from megazero.plan.job import Bytes, Job
+from megazero.plan.optimizers import Optimizers
 
 if TYPE_CHECKING:
     from megazero.config.schema import Config
@@ -47,6 +48,7 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
     item = {"fp64": 8, "fp32": 4}.get(config.precision.dtype, 2)
     gradient = 4 if config.zero.grad_dtype == "fp32" and item < 4 else item
     reduced = {"bf16": 2, "fp32": 4, "param": item}.get(config.zero.reduce_dtype or "", gradient)
+    groups = config.optimizer.groups or ()
     fields = {field: attrgetter(option)(config) for field, option in OPTIONS.items()}
     fields |= {"micro_batch": config.batch.rows, "loss_chunk": config.model.loss_chunk or 0}
     if not apart:
@@ -55,11 +57,13 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
         fields["delayed"] = False
     return Job(
         model_shape(config),
-        Bytes(item, gradient, max(item, 4), reduced),
+        Bytes(item, gradient, max(item, 4), reduced, config.precision.dtype == "bf16"),
         data=ranks // (config.parallel.tensor * config.parallel.pipeline),
         global_batch=config.batch.global_,
         apart=apart,
         mask_eod=config.data.mask_eod,
+        optimizers=Optimizers(config.optimizer.name, tuple((own.match, own.name) for own in groups)),
+        norms=1 + sum(own.clip is not None for own in groups),
         **fields,
     )
 

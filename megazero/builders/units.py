@@ -18,9 +18,10 @@ from megazero.comm.pool import Pool
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.model.contract import TIED, Model
 from megazero.model.parameter import declarations_by_name
+from megazero.optim.groups import Groups
 from megazero.plan.placements import ALIGNMENT
 from megazero.zero.extension import Extension
-from megazero.zero.layout import Entry, Group, lay_out
+from megazero.zero.layout import Entry, lay_out
 from megazero.zero.offload import Offload
 from megazero.zero.placement import STAGES, Precision, UnitAxes
 from megazero.zero.resting import Resources
@@ -60,13 +61,20 @@ def offload_of(config: Config, host: Host, homes: Mapping[str, Home]) -> Offload
 
 
 def build_units(
-    model: Model, names: Collection[str], *, seed: int | None, axes: Callable[[str], UnitAxes], resources: Resources
+    model: Model,
+    names: Collection[str],
+    groups: Groups,
+    *,
+    seed: int | None,
+    axes: Callable[[str], UnitAxes],
+    resources: Resources,
 ) -> list[Unit]:
     """Build the named units: allocate this rank's part of their state and fill it with initial values.
 
     A rank allocates only the part it keeps, never a whole unit first.
 
     Args:
+        groups: the update rules of parameters.
         seed: of the initial values; None: leave the memory uninitialised.
         axes: maps a unit's name to its axes.
         resources: shared by all units (`resources_of`).
@@ -78,10 +86,10 @@ def build_units(
             if name not in names:
                 continue
             declarations = declarations_by_name(members)
-            each = declarations.items()
-            entries = [
-                Entry(n, d.local_shape, Group(d.decay), d.split, d.first_row * d.row, d.partial) for n, d in each
-            ]
+            entries = []
+            for n, d in declarations.items():
+                group = groups.of(n, decays=d.decay, hidden=d.matrix is not None)
+                entries.append(Entry(n, d.local_shape, group, d.split, d.first_row * d.row, d.partial, d.matrix))
             unit = Unit(lay_out(name, entries, alignment), axes(name), resources)
             if seed is not None:
                 unit.resting.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))

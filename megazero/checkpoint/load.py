@@ -63,11 +63,14 @@ def load_tensors(
     """
     copies: list[list[_Copy]] = [[] for _ in manifest.files]
     for holding in holdings:  # an earlier attempt with another step may have filled them
-        for kind in holding.tensors.keys() - set(manifest.kinds):
+        saved = [{*manifest.kinds_of(piece.name)} for piece in holding.pieces]
+        for kind, tensor in holding.tensors.items():
+            if all(kind in kinds for kinds in saved):
+                continue
             if holding.disks is None:
-                holding.tensors[kind].zero_()
+                tensor.zero_()
             else:
-                holding.disks.clear(holding.tensors[kind])
+                holding.disks.clear(tensor)
     for copy in _copies(manifest, holdings):
         copies[copy.shard].append(copy)
     read = 0

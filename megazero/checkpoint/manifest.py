@@ -45,14 +45,15 @@ class Logical(StrictModel):
         pieces: [shard, start, stop, at ...], sorted by start: elements [start, stop) of the flat order are in file
             number `shard`; there is one `at` for each kind, the byte where its values begin.
         dtype: if it differs from the manifest's; else it is left out of the file.
-        trained: True: all of the manifest's kinds are saved, and the field is left out of the file; False: only the
-            weight, of a frozen parameter or a buffer.
+        trained: False: only the weight is saved, of a frozen parameter or a buffer; True is left out of the file.
+        kinds: the kinds of values that are saved, if they are not all of the manifest's; else left out of the file.
     """
 
     shape: Annotated[list[Count], Field(max_length=8)]
     pieces: list[list[Count]]
     dtype: Dtype | None = None
     trained: bool = True
+    kinds: Annotated[list[Kind], Field(max_length=_MOST_KINDS)] | None = None
 
     @property
     def numel(self) -> int:
@@ -75,7 +76,7 @@ class Manifest(StrictModel):
         step: number of steps done, skipped ones included.
         grid: the writer's ranks by axis and its ZeRO stage; for information, not needed to read.
         dtype: of all tensors without a dtype of their own.
-        kinds: the kinds of values saved for every trained parameter: its weight, then the optimizer's states.
+        kinds: the kinds of values saved for trained parameters: the weight, then the optimizers' states.
         tensors: the parameters and buffers by name.
         block: bytes that are hashed together.
         files: the shards.
@@ -117,7 +118,8 @@ class Manifest(StrictModel):
 
     def kinds_of(self, name: str) -> list[str]:
         """Return the kinds of values that are saved for a tensor."""
-        return self.kinds if self.tensors[name].trained else self.kinds[:1]
+        logical = self.tensors[name]
+        return logical.kinds or (self.kinds if logical.trained else self.kinds[:1])
 
     def other_shape(self, shapes: Mapping[str, list[int]]) -> str | None:
         """Return the first name whose shape differs or that only one side has; None if all shapes match."""
@@ -193,6 +195,9 @@ def _contradictions(manifest: Manifest, folder: Path) -> Iterator[str]:
     if manifest.step != (0 if progress is None else progress.updates + progress.skipped):
         yield f"its updates and skipped steps do not add up to step {manifest.step}"
     for name in manifest.tensors:
+        own = manifest.kinds_of(name)
+        if own[:1] != [WEIGHT] or not {*own} <= {*kinds} or len({*own}) < len(own):
+            yield f"{name} has kinds {own}"
         yield from _wrong_pieces(manifest, name)
     if (named := step_of(folder)) is not None and named != manifest.step:
         yield f"the folder is named step {named}, the manifest says step {manifest.step}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from megazero.checkpoint.manifest import WEIGHT
 from megazero.comm.grid import Axis
 from megazero.comm.home import PagedHome
+from megazero.optim.optimizer import Run
 from megazero.plan.placements import aligned
 from megazero.zero.layout import UnitLayout
 from megazero.zero.unit import Unit
@@ -74,20 +75,24 @@ def pieces_of(
             yield Piece(interval.name, first + shift, last + shift, first - held.start)
 
 
-def holding_of(unit: Unit, state: Mapping[str, Tensor], numel: Mapping[str, int], *, saves: bool) -> ShardState:
-    """Return the part of a unit's state that this rank saves, or the part that it loads.
+def holdings_of(unit: Unit, runs: Sequence[Run], numel: Mapping[str, int], *, saves: bool) -> Iterator[ShardState]:
+    """Yield the parts of a unit's state that this rank saves, or those that it loads: one for each run of its shard.
 
     Args:
-        state: the optimizer state of the elements that this rank updates, by kind.
+        runs: the optimizer state of the elements that this rank updates; none: it updates none of them.
         numel: the elements of each parameter over all ranks, without padding.
         saves: True: the part that only this rank saves; False: all elements that it updates, to load them; the rank
             derives its other values from these.
     """
-    share = _share(unit) if saves else unit.shard
-    pieces = tuple(pieces_of(unit.layout, share, numel, unit.axes.tensor, once=saves))
-    within = slice(share.start - unit.shard.start, share.stop - unit.shard.start)
-    tensors = {kind: flat[within] for kind, flat in {WEIGHT: unit.masters, **state}.items()}
-    return ShardState(pieces, tensors, disks=unit.resting.paged if unit.masters.is_meta else None)
+    share, disks = _share(unit) if saves else unit.shard, unit.resting.paged if unit.masters.is_meta else None
+    for run in runs or [Run(slice(0, len(unit.masters)), "", {})]:
+        begin = unit.shard.start + run.where.start
+        first, last = max(share.start, begin), min(share.stop, unit.shard.start + run.where.stop)
+        held = slice(first, max(first, last))
+        pieces = tuple(pieces_of(unit.layout, held, numel, unit.axes.tensor, once=saves))
+        masters = unit.masters[held.start - unit.shard.start : held.stop - unit.shard.start]
+        state = {kind: flat[held.start - begin : held.stop - begin] for kind, flat in run.state.items()}
+        yield ShardState(pieces, {WEIGHT: masters, **state}, disks=disks)
 
 
 def _share(unit: Unit) -> slice:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.collectives import all_gather, begin, nccl_pending, start_all_to_all
+from megazero.comm.collectives import Pending, all_gather, begin, nccl_pending, start_all_to_all
 from megazero.comm.grid import Axis
 
 Counts = list[list[int]]  # [from][to]
@@ -24,37 +24,39 @@ def exchange_counts(own: Sequence[int], axis: Axis, device: torch.device) -> Cou
 
 
 def exchange_rows(rows: Tensor, counts: Counts, axis: Axis, purpose: str) -> Tensor:
-    """Return the rows that all ranks have for this one, in rank order.
+    """Return the rows that all ranks have for this one, in rank order; see `start_exchange`."""
+    return rows if axis.size == 1 else start_exchange(rows, counts, axis, purpose).wait()
+
+
+def start_exchange(rows: Tensor, counts: Counts, axis: Axis, purpose: str, *, out: Tensor | None = None) -> Pending:
+    """Start to send rows to all ranks of an axis; its result are the rows for this one, in rank order.
 
     Args:
         rows: [n, ...], contiguous: rows for rank 0 first, then rows for rank 1, and so on, its own among them.
         counts: the number of rows that each rank has for each.
+        out: memory for the result; None: new memory.
 
     Raises:
         CollectiveError: a rank does not take part.
     """
     outgoing, incoming = counts[axis.rank], [of_rank[axis.rank] for of_rank in counts]
     assert len(rows) == sum(outgoing), f"{len(rows)} rows, {outgoing} were announced"
-    if axis.size == 1:
-        return rows
     width = rows.shape[1:].numel()
     sent = (sum(outgoing) - outgoing[axis.rank]) * width
+    received = rows.new_empty((sum(incoming), *rows.shape[1:])) if out is None else out
     if axis.comm.backend == "nccl":
         begin("all_to_all", rows[:0], axis, purpose, sent)
-        received = rows.new_empty((sum(incoming), *rows.shape[1:]))
         work = dist.all_to_all_single(received, rows, incoming, outgoing, group=axis.group, async_op=True)
-        return nccl_pending(axis, purpose, work, lambda: received).wait()
-    return _exchanged(rows, outgoing, incoming, max(map(max, counts)) * width, axis, purpose, sent)
-
-
-def _exchanged(
-    rows: Tensor, outgoing: list[int], incoming: list[int], longest: int, axis: Axis, purpose: str, sent: int
-) -> Tensor:
-    """Return the received rows, sent as messages padded to `longest` elements; the ledger counts `sent` elements."""
-    messages, places = (rows.new_zeros((axis.size, max(longest, 1))) for _ in range(2))
+        return nccl_pending(axis, purpose, work, lambda: received)
+    messages, places = (rows.new_zeros((axis.size, max(1, *map(max, counts)) * width)) for _ in range(2))
     for k, part in enumerate(rows.split(outgoing)):
         messages[k, : part.numel()] = part.reshape(-1)
-    start_all_to_all(messages.view(-1), places.view(-1), axis, purpose, sent).wait()
-    places[axis.rank] = messages[axis.rank]
-    shape, each = rows.shape[1:], rows.shape[1:].numel()
-    return torch.cat([places[k, : count * each].view(count, *shape) for k, count in enumerate(incoming)])
+    pending = start_all_to_all(messages.view(-1), places.view(-1), axis, purpose, sent)
+
+    def land() -> Tensor:
+        places[axis.rank] = messages[axis.rank]
+        for k, part in enumerate(received.split(incoming)):
+            part.copy_(places[k, : part.numel()].view(part.shape))
+        return received
+
+    return pending.then(land)

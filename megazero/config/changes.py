@@ -30,7 +30,9 @@ class Changeable:
 
     def fits(self, key: str) -> bool:
         """Return True if the row matches an option."""
-        return key == self.keys or (self.keys.endswith(".*") and key.startswith(self.keys[:-1]))
+        return key in (self.keys, self.keys.removesuffix(".*")) or (
+            self.keys.endswith(".*") and key.startswith(self.keys[:-1])
+        )
 
 
 _SHAPE = "the weights have this shape, or were trained with this value"
@@ -50,6 +52,9 @@ CHANGEABLE: tuple[Changeable, ...] = (
     Changeable("model.*", _SHAPE, _SHAPE),
     Changeable("optimizer.lr", "", FREE),
     Changeable("optimizer.clip", "", FREE),
+    Changeable("optimizer.name", _WHOLE, "its moments are those of another optimizer"),
+    Changeable("optimizer.muon.*", _WHOLE, ""),
+    Changeable("optimizer.groups", _WHOLE, ""),
     Changeable("optimizer.*", "", ""),
     Changeable("schedule.*", "", FREE),
     Changeable("stages", "stages cannot be nested", ""),

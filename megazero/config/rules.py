@@ -72,6 +72,12 @@ def _names(v: Values, *options: str) -> list[str]:
     return [each["name"] for option in options for each in v[option] or ()]
 
 
+def _alike(v: Values) -> bool:
+    """Return whether one optimizer updates all parameters, element by element."""
+    named = {v["optimizer.name"], *(group["name"] for group in v["optimizer.groups"] or ())} - {None}
+    return len(named) == 1 and "muon" not in named
+
+
 def _doubled_sets(v: Values) -> list[str]:
     """Return names used by two validation sets. If `data.valid` is a share, each source is a validation set too."""
     shared = v["data.sources"] and isinstance(v["data.valid"], float)
@@ -142,6 +148,12 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     Relation(
         "schedule.min_lr <= optimizer.lr", lambda v: v["schedule.min_lr"] <= v["optimizer.lr"], "lower schedule.min_lr"
+    ),
+    Relation(
+        "one optimizer other than muon in optimizer.name and optimizer.groups "
+        "with zero.offload.delayed, or zero.offload.optimizer nvme",
+        lambda v: not (v["zero.offload.delayed"] or v["zero.offload.optimizer"] == "nvme") or _alike(v),
+        "use zero.offload.optimizer=cpu or none without zero.offload.delayed, or another optimizer",
     ),
     Relation(
         "observe.profile <= run.steps",

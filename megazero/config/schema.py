@@ -139,12 +139,43 @@ class Precision(Section):
     )
 
 
+Update = Literal["adamw", "muon", "lion", "sgd"]
+
+
+class Muon(Section):
+    momentum: Decay = option(0.95, "Decay rate of the momentum.")
+    nesterov: bool = option(True, "Orthogonalise the momentum of the next step.")
+    steps: Annotated[int, Field(ge=1, le=20)] = option(5, "Newton-Schulz iterations.")
+    scale: Literal["rms", "spectral"] = option(
+        "rms", "Factor of updates: rms: 0.2 sqrt(longer side), as large as AdamW's; spectral: sqrt(outputs / inputs)."
+    )
+    lr_factor: Above0 = option(1.0, "Multiplies the learning rate of the matrices that Muon updates.")
+
+
+class OptimizerGroup(Section):
+    """Options of the parameters whose full name matches a pattern; null: those of the optimizer."""
+
+    match: Text = Field(description="Pattern of full parameter names, with * and ?.")
+    name: Update | None = option(None, "Optimizer.")
+    lr_factor: AtLeast0 | None = option(None, "Multiplies the learning rate.")
+    weight_decay: AtLeast0 | None = option(None, "Weight decay of all parameters of the group.")
+    clip: Above0 | None = option(None, "Largest norm of the group's gradients, which leave the global norm's clip.")
+
+
 class Optimizer(Section):
-    lr: Above0 = option(3e-4, "Peak learning rate of AdamW.")
-    betas: tuple[Decay, Decay] = option((0.9, 0.95), "Decay rates of the first and second moments.", strict=False)
+    name: Update = option("adamw", "Optimizer; muon: of the matrices inside of blocks, and adamw of all others.")
+    lr: Above0 = option(3e-4, "Peak learning rate.")
+    betas: tuple[Decay, Decay] = option(
+        (0.9, 0.95), "Decay rates of the moments of adamw and lion; the first is sgd's momentum.", strict=False
+    )
     eps: Annotated[float, Field(ge=1e-20)] = option(1e-8, "Added to the square root of the second moment.")
     weight_decay: AtLeast0 = option(0.1, "Decoupled weight decay, of matmul weights and the token embedding only.")
     clip: AtLeast0 = option(1.0, "Largest allowed global gradient norm; 0 disables clipping.")
+    muon: Muon = Muon()
+    groups: Annotated[tuple[OptimizerGroup, ...], Field(min_length=1, max_length=100)] | None = option(
+        None,
+        "Options of some parameters, the first match counts: a list of {match, name, lr_factor, weight_decay, clip}.",
+    )
 
 
 class LrSchedule(Section):

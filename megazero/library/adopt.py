@@ -24,7 +24,7 @@ from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
 from megazero.library.optimizers import Recipe
 from megazero.library.parts import Member, Part, Place, buffers_of
-from megazero.zero.layout import Entry, UnitLayout, lay_out
+from megazero.zero.layout import UnitLayout, lay_out
 from megazero.zero.offload import Offload
 from megazero.zero.placement import Precision, UnitAxes
 from megazero.zero.resting import Resources
@@ -92,8 +92,11 @@ def give_units(parts: Sequence[Part], dtype: torch.dtype | None, recipe: Recipe,
             several = len({one for one, _ in kinds}) > 1
             words = [str(own).removeprefix("torch.")] * several + ["frozen"] * (not trained)
             name = f"{part.name} ({', '.join(words)})" if words else part.name
-            entries = [Entry(m.name, tuple(m.parameter.shape), recipe.group(m.name), split=True) for m in members]
-            adopt(memory.unit(lay_out(name, entries), own, trained=trained), members, memory.world)
+            adopt(
+                memory.unit(lay_out(name, list(map(recipe.entry_of, members))), own, trained=trained),
+                members,
+                memory.world,
+            )
         part.members = [member for members in kinds.values() for member in members]
         part.find_units()
 

@@ -83,7 +83,7 @@ class Assembly:
             units,
             names,
             self.optimizer,
-            clip=self.clip,
+            clips=[self.clip, *self.recipe.clips],
             tokens_per_step=1,
             grid=self.grid,
             scaling=any(unit.resting.parameters.values.dtype == torch.float16 for unit in units),

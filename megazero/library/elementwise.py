@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import UserError
+from megazero.optim.optimizer import Run
 from megazero.zero.unit import Unit
 
 Factory = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -78,13 +79,13 @@ def _stepped(
 
 
 @dataclass(eq=False)
-class _Piece:
+class TorchPiece:
     """The elements of a unit's shard that are in one group.
 
     Attributes:
         where: their interval in the shard.
         parameter: a view of the masters.
-        states: views of the optimizer's state tensors, by name.
+        states: views of the optimizer's state tensors, by name; `state` returns them in order.
         make: makes the torch optimizer.
         lr_factor: multiplies the learning rate.
         step: counts the updates, fp32, 0-dim, on the host.
@@ -96,6 +97,11 @@ class _Piece:
     make: Callable[[], torch.optim.Optimizer]
     lr_factor: float
     step: Tensor
+
+    @property
+    def state(self) -> Sequence[Tensor]:
+        """Return the state tensors."""
+        return list(self.states.values())
 
     def update(self, gradient: Tensor, lr: float, *, counts: bool) -> None:
         """Update with a gradient in the masters' dtype; a new optimizer gets the old state, with "step" if `counts`."""
@@ -130,24 +136,30 @@ class Elementwise:
         make: makes the optimizer for some parameters.
         options: options that override those of `make`, by the group's name (`zero.layout.Group.optimizer`).
         kept: the state that it keeps.
-
-    Attributes:
-        state: state tensors, by unit and name.
     """
 
     KIND = "torch"
 
     def __init__(self, unit: Unit, make: Factory, options: Mapping[str, Options], kept: Kept):
-        self._counts = kept.counts
-        self.state = {unit: {name: unit.resting.new_state() for name in kept.elements}}
-        self._pieces: list[_Piece] = []
+        self._counts, self.kinds = kept.counts, kept.elements
+        numel = len(unit.masters)
+        self._run = Run(slice(0, numel), self.KIND, {kind: unit.resting.new_state(numel) for kind in self.kinds})
+        self._pieces: list[TorchPiece] = []
         for group, where in unit.layout.group_slices(unit.shard):
             parameter = nn.Parameter(unit.masters[where])
-            states = {name: flat[where] for name, flat in self.state[unit].items()}
+            states = {kind: flat[where] for kind, flat in self._run.state.items()}
             of_group = partial(make, [{"params": [parameter], **options[group.optimizer]}])
-            piece = _Piece(where, parameter, states, of_group, group.lr_factor, torch.zeros(()))
+            piece = TorchPiece(where, parameter, states, of_group, group.lr_factor, torch.zeros(()))
             piece.keep(of_group())  # some optimizers begin with state that is not zero
             self._pieces.append(piece)
+
+    def runs(self, unit: Unit) -> Sequence[Run]:
+        """Return the state of this rank's elements of the unit."""
+        return [self._run]
+
+    def pieces(self, unit: Unit) -> Sequence[TorchPiece]:
+        """Return the pieces in which the unit is updated, in their order."""
+        return self._pieces
 
     def steps(self, unit: Unit) -> list[Tensor]:
         """Return the update counts of the unit's pieces, to be set when a run resumes."""

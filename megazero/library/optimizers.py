@@ -1,11 +1,15 @@
-"""Make the optimizer that a user asks for: megazero's AdamW by name, or any elementwise torch optimizer.
+"""Make the optimizer that a user asks for: one of megazero's by name, or any elementwise torch optimizer.
 
-    "adamw"                                          AdamW with its defaults (those of torch.optim.AdamW)
-    {"name": "adamw", "lr": 3e-4, ...}               with options: lr, betas, eps, weight_decay
+    "adamw"                                          an optimizer with its defaults (`DEFAULTS`)
+    {"name": "muon", "lr": 3e-4, ...}                with options
     lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 Groups are (pattern, options) pairs: a parameter takes the options of the first pattern that its name matches. Groups of
-megazero's AdamW may have "lr", and "weight_decay" (the optimizer's own value or 0).
+megazero's optimizers may have "name", "lr" or "lr_factor", "weight_decay", and "clip".
+
+Muon updates parameters with two dims, except the weights of embeddings; AdamW updates all others. A module's output
+projection is better left to AdamW: give it a group with {"name": "adamw"}. A parameter that joins n matrices of equal
+sizes, one after the other, is split into them if "fused" has its pattern: {"*in_proj_weight": 3}.
 
 An update does not change the values, the state and the update count of frozen parameters. If only some parameters of a
 unit are frozen, each of its parameters becomes a group of its own in the unit's layout, with its own update count. A
@@ -19,19 +23,33 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.base.errors import UserError
 from megazero.kernels.operations import Operations
-from megazero.library.elementwise import Elementwise, Factory, Options, trial
-from megazero.optim.adamw import AdamW
-from megazero.zero.layout import Group
+from megazero.library.elementwise import Elementwise, Factory, Options, TorchPiece, trial
+from megazero.library.parts import Member
+from megazero.optim import groups as rules
+from megazero.optim.elements import Piece, Settings
+from megazero.optim.mixture import Mixture
+from megazero.optim.optimizer import Run
+from megazero.plan.matrices import Matrix
+from megazero.plan.optimizers import STATES
+from megazero.zero.layout import Entry, Group
 from megazero.zero.unit import Unit
 
-UnitOptimizer = AdamW | Elementwise
+UnitOptimizer = Mixture | Elementwise
 Groups = Sequence[tuple[str, Options]]
 Asked = str | Mapping[str, Any] | Callable[[Any], torch.optim.Optimizer]
 _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+_MUON = {"momentum": 0.95, "nesterov": True, "steps": 5, "scale": "rms", "lr_factor": 1.0, "weight_decay": 0.1}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adamw": _ADAMW,
+    "muon": {**_ADAMW, **_MUON, "fused": {"*in_proj_weight": 3}},
+    "lion": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+    "sgd": {"lr": 1e-2, "momentum": 0.0, "weight_decay": 0.0},
+}
+_IN_GROUPS = ("name", "lr", "lr_factor", "weight_decay", "clip")
 _WHERE = "optimizer"
 
 
@@ -41,21 +59,22 @@ class Recipe:
 
     Attributes:
         lr: the learning rate of steps that give none.
-        state: the names of an optimizer's state tensors, which have one value per element.
+        kinds: the kinds of values that the optimizers keep for elements.
         make: (unit, bucket in bytes, kernels) -> the optimizer of a unit.
-        groups: patterns of parameter names, each with its group.
-        rest: the group of all other parameters.
+        entry: (name, shape, whether it is the weight of an embedding) -> the parameter, to be laid out in its unit.
+        clips: the largest norms of the gradients of groups that have one.
     """
 
     lr: float
-    state: tuple[str, ...]
+    kinds: Sequence[str]
     make: Callable[[Unit, int, Operations], UnitOptimizer]
-    groups: Sequence[tuple[str, Group]]
-    rest: Group
+    entry: Callable[[str, tuple[int, ...], bool], Entry]
+    clips: Sequence[float] = ()
 
-    def group(self, name: str) -> Group:
-        """Return the group of the first pattern that a parameter's name matches, else `rest`."""
-        return next((group for pattern, group in self.groups if fnmatchcase(name, pattern)), self.rest)
+    def entry_of(self, member: Member) -> Entry:
+        """Return a parameter of a module, to be laid out in its unit."""
+        embeds = any(isinstance(place.owner, nn.Embedding | nn.EmbeddingBag) for place in member.places)
+        return self.entry(member.name, tuple(member.parameter.shape), embeds)
 
 
 def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
@@ -65,7 +84,7 @@ def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
         UserError: 501, an unknown name or option, or an optimizer that is not elementwise.
     """
     if asked is None:
-        return replace(_adamw(dict(_ADAMW), ()), lr=0.0, state=())
+        return replace(_ours("adamw", dict(_ADAMW), ()), lr=0.0, kinds=())
     if callable(asked):
         return _of_torch(asked, groups)
     if not isinstance(asked, str | Mapping):
@@ -73,29 +92,56 @@ def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
         do = "shard replaces the module's parameters: give lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
         raise UserError(501, what, do, where=_WHERE)
     options = {"name": asked} if isinstance(asked, str) else dict(asked)
-    if (name := options.pop("name", None)) != AdamW.KIND:
-        do = 'give "adamw", or a function that makes a torch optimizer for given parameters'
+    known = DEFAULTS.get(name := options.pop("name", ""))
+    if known is None:
+        do = f"give one of {', '.join(DEFAULTS)}, or a function that makes a torch optimizer for given parameters"
         raise UserError(501, f"unknown optimizer {name!r}", do, where=_WHERE)
-    if odd := sorted(options.keys() - _ADAMW.keys()):
-        raise UserError(501, f"adamw has no option {odd[0]!r}", f"it has {', '.join(_ADAMW)}", where=_WHERE)
-    return _adamw({**_ADAMW, **options}, groups)
+    if odd := sorted(options.keys() - known.keys()):
+        raise UserError(501, f"{name} has no option {odd[0]!r}", f"it has {', '.join(known)}", where=_WHERE)
+    return _ours(name, {**known, **options}, groups)
 
 
-def _adamw(options: dict[str, Any], groups: Groups) -> Recipe:
-    lr, decay = options.pop("lr"), options["weight_decay"]
-    for pattern, own in groups:
-        if odd := sorted(own.keys() - {"lr", "weight_decay"}):
-            raise UserError(501, f"{pattern!r}: adamw has no option {odd[0]!r} for a group", where=_WHERE)
-        if own.get("weight_decay", decay) not in (0.0, decay):
-            what = f"{pattern!r}: weight_decay {own['weight_decay']} differs from the optimizer's {decay}"
-            raise UserError(501, what, "give 0, or a torch optimizer", where=_WHERE)
-    return Recipe(
-        lr,
-        AdamW.STATE,
-        lambda unit, bucket, ops: AdamW([unit], **options, bucket=bucket, ops=ops),
-        [(p, Group(own.get("weight_decay", decay) != 0.0, _lr_factor(p, own, lr))) for p, own in groups],
-        Group(decay != 0.0),
+def _ours(name: str, options: dict[str, Any], groups: Groups) -> Recipe:
+    lr, momentum = options["lr"], options.get("momentum", 0.95)
+    settings = Settings(
+        options.get("betas", (momentum, 0.0)),
+        options.get("eps", 1e-8),
+        *(momentum, options.get("nesterov", True), options.get("steps", 5), options.get("scale", "rms")),
     )
+    if settings.scale not in ("rms", "spectral"):
+        raise UserError(501, f"muon has no scale {settings.scale!r}", "it has rms and spectral", where=_WHERE)
+    asked = []
+    for pattern, own in groups:
+        if odd := sorted(own.keys() - {*_IN_GROUPS}):
+            do = f"it has {', '.join(_IN_GROUPS)}"
+            raise UserError(501, f"{pattern!r}: {name} has no option {odd[0]!r} for a group", do, where=_WHERE)
+        if (other := own.get("name", name)) not in STATES:
+            do = f"give one of {', '.join(STATES)}"
+            raise UserError(501, f"{pattern!r}: unknown optimizer {other!r}", do, where=_WHERE)
+        factor = own.get("lr_factor", 1.0) * _lr_factor(pattern, own, lr)
+        asked.append(rules.Asked(pattern, own.get("name"), factor, own.get("weight_decay"), own.get("clip")))
+    of = rules.Groups(name, options["weight_decay"], asked, options.get("lr_factor", 1.0))
+
+    def entry(parameter: str, shape: tuple[int, ...], embeds: bool) -> Entry:
+        matrix = None if len(shape) != 2 or embeds else _matrix(parameter, shape, options.get("fused", {}))
+        group = of.of(parameter, decays=True, hidden=matrix is not None)
+        return Entry(parameter, shape, group, split=True, matrix=matrix)
+
+    def make(unit: Unit, bucket: int, ops: Operations) -> UnitOptimizer:
+        return Mixture([unit], of.optimizers, settings, bucket=bucket, ops=ops)
+
+    return Recipe(lr, of.optimizers.kinds, make, entry, of.clips)
+
+
+def _matrix(parameter: str, shape: tuple[int, ...], fused: Mapping[str, int]) -> Matrix:
+    """Return the matrices of a parameter. Raises UserError 501: its rows are not so many equal parts."""
+    rows, columns = shape
+    parts = next((parts for pattern, parts in fused.items() if fnmatchcase(parameter, pattern)), 1)
+    if rows % parts:
+        what = f"fused: {parameter} has {rows} rows, which are not {parts} equal matrices"
+        raise UserError(501, what, "correct its pattern in fused", where=_WHERE)
+    each = rows // parts
+    return Matrix(rows, columns, tuple((k * each, (k + 1) * each) for k in range(parts)), rows)
 
 
 def _of_torch(make: Factory, groups: Groups) -> Recipe:
@@ -110,9 +156,14 @@ def _of_torch(make: Factory, groups: Groups) -> Recipe:
         trial(lambda parameters, rest=rest: make([{**one, **rest} for one in parameters]), f"{name} for {pattern!r}")
         kind = f"{Elementwise.KIND} {number}"
         options[kind] = rest
-        own_groups.append((pattern, Group(True, _lr_factor(pattern, own, lr), kind)))
-    rest = Group(True, 1.0, Elementwise.KIND)
-    return Recipe(lr, kept.elements, lambda unit, *_: Elementwise(unit, make, options, kept), own_groups, rest)
+        own_groups.append((pattern, Group(0.0, _lr_factor(pattern, own, lr), kind)))
+    rest = Group(0.0, 1.0, Elementwise.KIND)
+
+    def entry(parameter: str, shape: tuple[int, ...], _: bool) -> Entry:
+        group = next((group for pattern, group in own_groups if fnmatchcase(parameter, pattern)), rest)
+        return Entry(parameter, shape, group, split=True)
+
+    return Recipe(lr, kept.elements, lambda unit, *_: Elementwise(unit, make, options, kept), entry)
 
 
 def _lr_factor(pattern: str, options: Options, lr: float) -> float:
@@ -130,15 +181,13 @@ class Following:
         bucket, ops: arguments of `Recipe.make`.
 
     Attributes:
-        STATE: the names of an optimizer's state tensors.
-        state: the state tensors of each unit, by name.
+        kinds: the kinds of values that they keep.
         frozen: the names of the parameters that the next update does not change.
     """
 
     def __init__(self, units: Sequence[Unit], recipe: Recipe, bucket: int, ops: Operations):
-        self._make, self._bucket, self._ops, self.STATE = recipe.make, bucket, ops, recipe.state
+        self._make, self._bucket, self._ops, self.kinds = recipe.make, bucket, ops, recipe.kinds
         self._of: dict[Unit, UnitOptimizer] = {}
-        self.state: dict[Unit, dict[str, Tensor]] = {}
         self._missed: dict[str, Tensor] = {}  # updates in which a parameter was frozen
         self.frozen: Collection[str] = ()
         for unit in units:
@@ -146,12 +195,15 @@ class Following:
 
     def _add(self, unit: Unit) -> None:
         self._of[unit] = self._make(unit, self._bucket, self._ops)
-        self.state[unit] = self._of[unit].state[unit]
 
     def add(self, unit: Unit, updates: int) -> None:
         """Add a unit that was frozen in the first `updates` updates."""
         self._add(unit)
         self._missed |= {i.name: torch.tensor(float(updates), device=unit.device) for i in unit.layout.intervals}
+
+    def runs(self, unit: Unit) -> Sequence[Run]:
+        """Return the state of this rank's elements of a unit; none of a unit that is not trained."""
+        return self._of[unit].runs(unit) if unit in self._of else ()
 
     def steps(self, unit: Unit) -> list[Tensor]:
         """Return the update counts of a unit's pieces, to be set when a run resumes."""
@@ -184,23 +236,22 @@ class Following:
         for unit in self._of:
             if not counts.keys().isdisjoint(interval.name for interval in unit.layout.intervals):
                 self._separate(unit)
-                for (name, _), step in zip(_pieces(unit), self.steps(unit), strict=True):
-                    step.fill_(counts.get(name, updates))
+                for name, piece in self._named(unit):
+                    piece.step.fill_(counts.get(name, updates))
 
     def _values_of(self, unit: Unit, names: Collection[str]) -> Iterator[Tensor]:
         """Yield this rank's values, state and update counts of some parameters of a unit."""
-        if names:
-            flats = [unit.masters, unit.resting.updated.values, *self.state[unit].values()]
-            for (name, where), step in zip(_pieces(unit), self.steps(unit), strict=True):
-                if name in names:
-                    yield from (step, *(flat[where] for flat in flats))
+        for name, piece in self._named(unit) if names else ():
+            if name in names:
+                flats = (unit.masters, unit.resting.updated.values)
+                yield from (piece.step, *(flat[piece.where] for flat in flats), *(piece.state or ()))
 
     def _separate(self, unit: Unit) -> None:
         """Give each parameter of a unit a group of its own; the unit's new optimizer takes over the state."""
         layout = unit.layout
         if len(layout.groups) == len(layout.intervals):
             return
-        before, steps, state = _pieces(unit), self.steps(unit), self.state[unit]
+        before, runs = self._of[unit].pieces(unit), self.runs(unit)
         of_group = list(layout.group_slices(slice(0, layout.numel)))
         groups = [(group, i.start) for group, of in of_group for i in layout.intervals if of.start <= i.start < of.stop]
         unit.layout = replace(layout, groups=tuple(groups))
@@ -208,16 +259,16 @@ class Following:
         held = ledger.held()
         self._add(unit)
         ledger.let_go(held)
-        for name, values in self.state[unit].items():
-            values.copy_(state[name])
-        starts = [where.start for _, where in before]
-        for (_, where), step in zip(_pieces(unit), self.steps(unit), strict=True):
-            step.copy_(steps[bisect_right(starts, where.start) - 1])
+        for old, new in zip(runs, self.runs(unit), strict=True):
+            for kind, values in new.state.items():
+                values.copy_(old.state[kind])
+        starts = [piece.where.start for piece in before]
+        for piece in self._of[unit].pieces(unit):
+            piece.step.copy_(before[bisect_right(starts, piece.where.start) - 1].step)
 
-
-def _pieces(unit: Unit) -> list[tuple[str, slice]]:
-    """Return (first parameter, interval in the shard) of each group with elements in this rank's shard of a unit."""
-    starts = [interval.start for interval in unit.layout.intervals]
-    places = [where for _, where in unit.layout.group_slices(unit.shard)]
-    firsts = [bisect_right(starts, unit.shard.start + where.start) - 1 for where in places]
-    return [(unit.layout.intervals[first].name, where) for first, where in zip(firsts, places, strict=True)]
+    def _named(self, unit: Unit) -> Iterator[tuple[str, Piece | TorchPiece]]:
+        """Yield the pieces of a unit, each with the name of its first parameter."""
+        starts = [interval.start for interval in unit.layout.intervals]
+        for piece in self._of[unit].pieces(unit):
+            first = bisect_right(starts, unit.shard.start + piece.where.start) - 1
+            yield unit.layout.intervals[first].name, piece

@@ -179,7 +179,7 @@ class Sharded(WholeValues):
         if groups := assembly.tables.groups:
             done, skipped = self.steps + 1 - int(self._skipped), bool(result.skipped)  # waits for the device
             for group in groups:
-                group.update(table_lr, result.applied, done, skipped=skipped)
+                group.update(table_lr, result.applied.view(-1)[0], done, skipped=skipped)
         values.begin_epoch()
         values.gather.finish()
         assembly.begin_step()

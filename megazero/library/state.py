@@ -25,7 +25,7 @@ from megazero.checkpoint.manifest import (
     read_manifest,
     with_pieces,
 )
-from megazero.checkpoint.pieces import Piece, ShardState, holding_of
+from megazero.checkpoint.pieces import Piece, ShardState, holdings_of
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.retention import verify
 from megazero.checkpoint.save import Checkpoints
@@ -34,6 +34,7 @@ from megazero.checkpoint.store import Store
 from megazero.comm.agreement import agree
 from megazero.library.assembly import Assembly
 from megazero.library.parts import saved_buffers
+from megazero.plan.optimizers import STATES
 
 _UPDATES = "updates."  # key in a manifest's config: the count of a parameter that missed some
 
@@ -50,13 +51,17 @@ class State:
         self._rows = {table.name: (table, table.values) for table in assembly.tables.shards}
         for table in assembly.tables.shards:
             self._rows |= {f"{table.name}/{kind}": (table, own) for kind, own in table.state.items()}
-        self._kinds = [WEIGHT, *assembly.optimizer.STATE]
+        self._kinds = [WEIGHT, *assembly.optimizer.kinds]
         self._logical = {name: _logical(buffer.shape, buffer.dtype) for name, buffer in self._buffers.items()}
         for name, (table, own) in self._rows.items():
             self._logical[name] = _logical((table.whole, *own.shape[1:]), own.dtype)
         for unit in self._units:
-            dtype, trained = unit.masters.dtype, unit.trainable
-            self._logical |= {i.name: _logical(i.shape, dtype, trained=trained) for i in unit.layout.intervals}
+            for group, where in unit.layout.group_slices(slice(0, unit.numel)):
+                kinds = [WEIGHT, *STATES.get(group.optimizer, self._kinds[1:])]
+                own = kinds if unit.trainable and kinds != self._kinds else None
+                for i in unit.layout.intervals:
+                    if where.start <= i.start < where.stop:
+                        self._logical[i.name] = _logical(i.shape, unit.masters.dtype, trained=unit.trainable, kinds=own)
 
     def save(self, folder: Path, steps: int, skipped: int) -> Path:
         """Write a step into a folder of steps; return the step's own folder. Every rank calls it.
@@ -141,9 +146,9 @@ class State:
         return manifest.step, progress.skipped
 
     def _held(self, *, saves: bool) -> list[ShardState]:
-        state = self._assembly.optimizer.state
+        runs = self._assembly.optimizer.runs
         numel = {name: math.prod(logical.shape) for name, logical in self._logical.items()}
-        held = [holding_of(u, state[u] if u.trainable else {}, numel, saves=saves) for u in self._units]
+        held = [part for unit in self._units for part in holdings_of(unit, runs(unit), numel, saves=saves)]
         for name, (table, own) in self._rows.items():
             held.append(_held(name, own.view(-1), table.first * own.shape[1:].numel()))
         return held
@@ -187,14 +192,14 @@ class State:
 
     def _require_fitting(self, manifest: Manifest, folder: Path) -> None:
         """Refuse a checkpoint of another module, or of another optimizer. Raises UserError 508."""
+        if manifest.kinds != self._kinds:
+            what = f"expected the state {self._kinds} of this optimizer, got {manifest.kinds}"
+            raise UserError(508, what, "load it with the optimizer that it was saved with", where=folder)
         for name in sorted({*self._logical, *manifest.tensors}):
             own, saved = (_words(logicals.get(name), manifest.dtype) for logicals in (self._logical, manifest.tensors))
             if own != saved:
                 what, do = f"{name}: expected {own}, got {saved}", "load it into the module that it was saved from"
                 raise UserError(508, what, do, where=folder)
-        if manifest.kinds != self._kinds:
-            what = f"expected the state {self._kinds} of this optimizer, got {manifest.kinds}"
-            raise UserError(508, what, "load it with the optimizer that it was saved with", where=folder)
 
 
 def _held(name: str, flat: Tensor, first: int = 0, *, any_value: bool = False) -> ShardState:
@@ -203,12 +208,15 @@ def _held(name: str, flat: Tensor, first: int = 0, *, any_value: bool = False) -
     return ShardState(pieces, {WEIGHT: flat}, any_value=any_value)
 
 
-def _logical(shape: Sequence[int], dtype: torch.dtype, *, trained: bool = False) -> Logical:
-    return Logical(shape=list(shape), pieces=[], dtype=NAMES[dtype], trained=trained)
+def _logical(
+    shape: Sequence[int], dtype: torch.dtype, *, trained: bool = False, kinds: list[str] | None = None
+) -> Logical:
+    return Logical(shape=list(shape), pieces=[], dtype=NAMES[dtype], trained=trained, kinds=kinds)
 
 
 def _words(logical: Logical | None, dtype: str) -> str:
     if logical is None:
         return "nothing"
     frozen = "" if logical.trained else ", frozen or a buffer"
-    return f"{logical.dtype or dtype} {logical.shape}{frozen}"
+    kinds = "" if logical.kinds is None else f" with {', '.join(logical.kinds)}"
+    return f"{logical.dtype or dtype} {logical.shape}{frozen}{kinds}"

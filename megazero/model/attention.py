@@ -56,7 +56,8 @@ class Attention(nn.Module):
         ranks, rows = region.axis.size, (heads + 2 * kv_heads) * size
         assert heads % kv_heads == 0 and heads % ranks == 0
         self.head_dim, self.queries_per_group = size, heads // max(kv_heads, ranks)
-        self.qkv = ColumnLinear(hidden, rows, bias=shape.biased("qkv"), std=shape.init_std, region=region)
+        each = {"bias": shape.biased("qkv"), "std": shape.init_std, "region": region}
+        self.qkv = ColumnLinear(hidden, rows, matrix=shape.qkv_matrix, **each)
         self.projection = SharedHeads(self.qkv.product, shape, region.axis) if kv_heads < ranks else self.qkv.product
         self.out = RowLinear(heads * size, hidden, bias=shape.biased("out"), std=shape.residual_std, region=region)
         self.scale = shape.attention_scale or size**-0.5

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from megazero.comm.regions import Region
 from megazero.model.parameter import declare
 from megazero.model.tape import Owner, Tape
+from megazero.plan.matrices import Matrix
 
 
 class ColumnProducts:
@@ -166,11 +167,18 @@ def _product(x: Tensor, matrix_IO: Tensor, bias_O: Tensor | None, out: Tensor | 
 
 
 class ColumnLinear(nn.Module):
-    """A linear layer whose outputs are split over the tensor axis: weight [outputs, inputs], bias [outputs]."""
+    """A linear layer whose outputs are split over the tensor axis: weight [outputs, inputs], bias [outputs].
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region):
+    Args:
+        matrix: the matrices of the weight; None: it is one.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region, matrix: Matrix | None = None
+    ):
         super().__init__()
-        self.weight = declare((outputs, inputs), std=std, decay=True, axis=region.axis)
+        matrix = matrix or Matrix(outputs, inputs)
+        self.weight = declare((outputs, inputs), std=std, decay=True, axis=region.axis, matrix=matrix)
         self.bias = declare((outputs,), axis=region.axis) if bias else None
         self.product = ColumnProducts(region, self._parameters)
 
@@ -183,7 +191,8 @@ class RowLinear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region):
         super().__init__()
-        self.weight = declare((inputs, outputs), std=std, decay=True, axis=region.axis)
+        matrix = Matrix(inputs, outputs, inputs_first=True)
+        self.weight = declare((inputs, outputs), std=std, decay=True, axis=region.axis, matrix=matrix)
         self.bias = declare((outputs,)) if bias else None
 
     @property

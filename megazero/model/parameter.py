@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megazero.comm.grid import Axis
 from megazero.kernels import counter
+from megazero.plan.matrices import Matrix
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,11 @@ class Declaration:
         shape: the logical shape, over all ranks and without padding.
         std: standard deviation of its initial normal values; 0 for a constant.
         mean: the constant added to them.
-        decay: True if weight decay applies (matmul weights and the token embedding). Only a split parameter may have
-            it, because the engine places these first.
+        decay: True if weight decay applies (matmul weights and the token embedding).
         split: True if rows are split over the tensor axis, False if each of its ranks has all rows.
         partial: each rank of the tensor axis uses the parameter on its part of the heads, and so has a partial
             gradient.
+        matrix: the matrices of a weight inside of a block, for optimizers of whole matrices; None: it is no such one.
         first_row: the logical row at which this rank's part begins.
         local_shape: the shape of this rank's part, padding rows included.
     """
@@ -48,6 +49,7 @@ class Declaration:
     first_row: int
     local_shape: tuple[int, ...]
     partial: bool = False
+    matrix: Matrix | None = None
 
     @property
     def row(self) -> int:
@@ -77,18 +79,19 @@ def declare(
     decay: bool = False,
     axis: Axis | None = None,
     partial: bool = False,
+    matrix: Matrix | None = None,
 ) -> nn.Parameter:
     """Return a parameter without memory, with its declaration.
 
     Args:
         axis: the axis that splits the rows, padded to a multiple of its size; None: each rank has all rows.
-        partial: see `Declaration`.
+        partial, matrix: see `Declaration`.
     """
     rows = axis.shard(shape[0]) if axis else shape[0]
     local_shape = (rows, *shape[1:])
     parameter = nn.Parameter(torch.empty(local_shape, device="meta"))
     first_row = rows * axis.rank if axis else 0
-    declaration = Declaration(shape, std, mean, decay, axis is not None, first_row, local_shape, partial)
+    declaration = Declaration(shape, std, mean, decay, axis is not None, first_row, local_shape, partial, matrix)
     parameter.declaration = declaration  # type: ignore[attr-defined]
     return parameter
 

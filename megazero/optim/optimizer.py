@@ -1,10 +1,10 @@
 """Define the interface of optimizers that the engine and checkpoints use.
 
-An optimizer declares its state per updated element; checkpoints save and load the declared state. `adamw.py`
-implements it with fused kernels, `library/elementwise.py` with any elementwise optimizer of torch.
+`mixture.py` implements it with megazero's optimizers, `library/elementwise.py` with any elementwise optimizer of torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -12,17 +12,31 @@ from torch import Tensor
 from megazero.zero.unit import Unit
 
 
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Consecutive elements of a unit's shard for which an optimizer keeps the same kinds of values.
+
+    Attributes:
+        where: their slice of the shard.
+        optimizer: its name.
+        state: the values by kind, one for each element; empty tensors of their length stand for values on disks.
+    """
+
+    where: slice
+    optimizer: str
+    state: Mapping[str, Tensor]
+
+
 class Optimizer(Protocol):
     """An optimizer over the flat shards of units."""
 
     @property
-    def STATE(self) -> tuple[str, ...]:
-        """Return the names of the values that it keeps for each element."""
+    def kinds(self) -> Sequence[str]:
+        """Return the kinds of values that it keeps for some elements of the model."""
         ...
 
-    @property
-    def state(self) -> Mapping[Unit, Mapping[str, Tensor]]:
-        """Return the state of each unit by these names: flat tensors of the length of its masters."""
+    def runs(self, unit: Unit) -> Sequence[Run]:
+        """Return the state of this rank's elements of a unit, in their order."""
         ...
 
     def steps(self, unit: Unit) -> list[Tensor]:
@@ -32,8 +46,10 @@ class Optimizer(Protocol):
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
         """Update a unit's masters with gradients times `scale`; write them, in forward's dtype, to `resting.updated`.
 
+        All units are updated in the order in which they were given, on every rank.
+
         Args:
-            scale: 0-dim, any float dtype.
+            scale: any float dtype: 0-dim, or one value for each norm by which groups are clipped.
             skip: 0-dim fp32; when 1 nothing changes.
         """
         ...

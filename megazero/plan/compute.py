@@ -143,8 +143,12 @@ class Compute:
         return PassTimes(self.moved(4 * stream), 0.0, self.moved(3 * stream))
 
     def update(self, elements: float) -> float:
-        """Return the seconds of Adam's update of `elements` elements."""
-        return self.moved(elements * self.job.bytes.moved_by_update)
+        """Return the seconds of an update of `elements` elements, without whole matrices."""
+        return self.moved(elements * self.job.bytes.moved_by_update(self.job.kept))
+
+    def orthogonal(self, operations: float) -> float:
+        """Return the seconds of matrix products with so many floating-point operations."""
+        return operations / self._rate
 
     def codes(self, own: Sequence[Flow], gathered: int, reduced: int) -> tuple[float, float]:
         """Return the seconds of a step's passes that quantise parameters, and gradients.

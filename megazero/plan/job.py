@@ -12,6 +12,7 @@ from typing import Literal
 from megazero.base.quantized import BITS, BLOCK
 from megazero.plan.flops import block_costs
 from megazero.plan.model import Kind, Shape
+from megazero.plan.optimizers import ADAMW, STATES, Optimizers
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, ZeroStage
 from megazero.schedules.layers import Layers, cut
 
@@ -24,12 +25,14 @@ class Bytes:
 
     Attributes:
         reduced: of a gradient while it is summed over the data axis and copies of a tied weight; None: `gradient`.
+        narrow_matrices: optimizers of whole matrices compute in the dtype of parameters, not in that of masters.
     """
 
     parameter: int
     gradient: int
     master: int
     reduced: int | None = None
+    narrow_matrices: bool = False
 
     @property
     def summed(self) -> int:
@@ -37,14 +40,23 @@ class Bytes:
         return self.gradient if self.reduced is None else self.reduced
 
     @property
+    def whole(self) -> int:
+        """Return the bytes of an element of a matrix that is updated whole."""
+        return self.parameter if self.narrow_matrices else self.master
+
+    @property
     def optimizer(self) -> int:
         """Return the bytes of both moments, and of the master where it is not the parameter itself."""
         return (2 if self.master == self.parameter else 3) * self.master
 
-    @property
-    def moved_by_update(self) -> int:
-        """Return the bytes that an update moves for one element: moments and master in and out, gradient, parameter."""
-        return 6 * self.master + self.gradient + (0 if self.master == self.parameter else self.parameter)
+    def moved_by_update(self, kept: int) -> int:
+        """Return the bytes that an update moves for one element: state and master in and out, gradient, parameter.
+
+        Args:
+            kept: values of state for an element.
+        """
+        apart = 0 if self.master == self.parameter else self.parameter
+        return 2 * (kept + 1) * self.master + self.gradient + apart
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,8 @@ class Job:
         micro_batch, global_batch: `batch.micro` and `batch.global`, in sequences.
         apart: host and device have separate memories; where they share one, nothing is offloaded to the host.
         mask_eod: attention does not cross the ends of documents.
+        optimizers: which optimizer updates which parameter.
+        norms: number of norms by which gradients are clipped.
 
     `megazero explain` describes the other fields under `parallel`, `pipeline`, `zero` and `memory`; and
     `model.loss_chunk`.
@@ -90,6 +104,8 @@ class Job:
     error_feedback: bool = False
     apart: bool = True
     mask_eod: bool = False
+    optimizers: Optimizers = ADAMW
+    norms: int = 1
 
     def __str__(self) -> str:
         """Return a short text of how the job differs from one process."""
@@ -224,6 +240,11 @@ class Job:
         return self.placements.optimizer is Placement.SHARD
 
     @property
+    def kept(self) -> int:
+        """Return the values of state that the run's optimizer keeps for an element."""
+        return len(STATES[self.optimizers.name])
+
+    @property
     def uses_disks(self) -> bool:
         """True if anything rests on disks."""
         return "nvme" in (self.offload, self.offload_optimizer, self.offload_parameters)
@@ -268,8 +289,8 @@ class Job:
     @property
     def alone(self) -> "Job":
         """Return the job of this model, precision and batch on one rank, with nothing recomputed or offloaded."""
-        same = {"micro_batch": self.micro_batch, "global_batch": self.global_batch, "mask_eod": self.mask_eod}
-        return Job(self.shape, self.bytes, **same)
+        kept = ("micro_batch", "global_batch", "mask_eod", "optimizers", "norms")
+        return Job(self.shape, self.bytes, **{name: getattr(self, name) for name in kept})
 
     @property
     def omits_last(self) -> bool:

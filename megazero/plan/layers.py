@@ -29,6 +29,7 @@ from functools import cache
 from typing import Literal
 
 from megazero.plan.job import Job
+from megazero.plan.matrices import Matrix
 from megazero.plan.model import Kind, Shape
 
 
@@ -67,14 +68,36 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class Weight:
+    """A parameter of a layer.
+
+    Attributes:
+        name: its name in its block, or its full name outside of blocks.
+        rows, columns: over all tensor ranks, as stored.
+        zone: `split`: tensor ranks have different rows; `whole`: every one holds it; `partial`: every one holds it and
+            uses it on its own heads, so that gradients are summed.
+        matrix: the matrices of a weight inside of a block.
+    """
+
+    name: str
+    rows: int
+    columns: int = 1
+    zone: Literal["split", "whole", "partial"] = "split"
+    matrix: Matrix | None = None
+
+    @property
+    def numel(self) -> int:
+        """Return its elements, those of every tensor rank counted once."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True)
 class Layer:
     """The cost of one layer.
 
     Attributes:
         name: as plans print it.
-        split: rows and columns of each parameter whose rows are split over the tensor ranks.
-        whole: elements of each parameter that every tensor rank holds.
-        partial: elements of each that every tensor rank holds and uses on its own heads, so that gradients are summed.
+        weights: its parameters.
         product: its matrix product from `inputs` to `outputs` numbers a token: `column` splits outputs over tensor
             ranks, `row` inputs; both communicate the residual stream over the tensor axis. None: no product.
         kept: elements kept for backward, in the dtype of activations.
@@ -93,9 +116,7 @@ class Layer:
     """
 
     name: str
-    split: tuple[tuple[int, int], ...] = ()
-    whole: tuple[int, ...] = ()
-    partial: tuple[int, ...] = ()
+    weights: tuple[Weight, ...] = ()
     product: Literal["column", "row"] | None = None
     inputs: int = 0
     outputs: int = 0
@@ -125,7 +146,7 @@ class Layer:
     @property
     def parameters(self) -> int:
         """Return the elements of all parameters; those that every tensor rank holds count once."""
-        return sum(rows * columns for rows, columns in self.split) + sum(self.whole + self.partial)
+        return sum(weight.numel for weight in self.weights)
 
 
 @cache  # a search asks for equal models thousands of times
@@ -140,30 +161,32 @@ def block(
         replays_core: selective recompute.
     """
     before, after = shape.norm_place != "post", shape.norm_place != "pre"
-    norm, post = (_norm(shape, "norm"),) * before, (_norm(shape, "post norm"),) * after
-    rows = (shape.width + 2 * shape.kv_width,)
+    norm, second = ((_norm(shape, "norm", f"{of}_norm"),) * before for of in ("attention", "mlp"))
+    post, last = ((_norm(shape, "post norm", f"{of}_post_norm"),) * after for of in ("attention", "mlp"))
+    qkv = Weight("attention.qkv.weight", shape.qkv_matrix.rows, shape.hidden, matrix=shape.qkv_matrix)
     attended = replace(shape, kv_heads=max(shape.kv_heads, tensor))
-    attention = (_column(shape, "qkv", rows, biased="qkv"), *_core(attended, kind, documents, ranks=tensor))
+    attention = (_column(shape, "qkv", (qkv,), "attention.qkv.bias"), *_core(attended, kind, documents, ranks=tensor))
     if shape.residual == "serial":
-        out, down = (_row(shape, "out", "out", shape.width), *post), (_row(shape, "down", "mlp", shape.ffn), *post)
-        return (*norm, *attention, *out, *norm, *_mlp(shape), *down)
+        out, down = (_row(shape, "out", "attention.out"), *post), (_row(shape, "down", "mlp.down"), *last)
+        return (*norm, *attention, *out, *second, *_mlp(shape), *down)
     # The gradient of attention's output waits for the MLP's backward, and so does this output where attention keeps it.
     keeps = not (documents or replays_core or _is_blocked(shape, kind))
     waits = (1 + keeps) * shape.width
-    end = replace(_row(shape, "out and down", "out", shape.width, shape.ffn), passed=Width(split=waits))
+    end = replace(_row(shape, "out and down", "attention.out", "mlp.down"), passed=Width(split=waits))
     attention = (*attention[:-1], replace(attention[-1], passed=Width(split=-waits)))
     up, activation = _mlp(shape)
     if shape.residual == "parallel_shared":  # the norm's output is kept once, and the gradient of `up` waits for qkv's
         up = replace(up, kept=Width(), passed=Width(stream=shape.hidden))
         return (*norm, *attention, up, activation, end)
-    return (*norm, *attention, replace(_norm(shape, "norm"), kept=Width()), up, activation, end)  # of the same input
+    (same,) = second  # its input is that of the first
+    return (*norm, *attention, replace(same, kept=Width()), up, activation, end)
 
 
 def head(shape: Shape) -> tuple[Layer, ...]:
     """Return the layers after the last block: the norm and the projection to the vocabulary."""
-    split = () if shape.tie_embeddings else ((shape.vocab, shape.hidden),)
-    norm = _norm(shape, "last norm")
-    return norm, Layer("head", split, product="column", inputs=shape.hidden, outputs=shape.vocab)
+    own = () if shape.tie_embeddings else (Weight("head.weight", shape.vocab, shape.hidden),)
+    norm = _norm(shape, "last norm", "head.norm")
+    return norm, Layer("head", own, product="column", inputs=shape.hidden, outputs=shape.vocab)
 
 
 def parameters(shape: Shape) -> int:
@@ -240,10 +263,14 @@ def _qk_norms(shape: Shape, ranks: int, rotated: bool) -> Layer:
     gradients = q + 2 * kv + q * heads  # of queries, keys and values, and a contiguous copy of one
     wide = Width(split=4 * q if heads else 3 * (q + kv))
     copies = Moment("qk norm", Width(split=gradients), wide=wide, reference=heads)
+    names = ("attention.q_norm.weight", "attention.k_norm.weight")
+    if heads:
+        weights = tuple(Weight(name, shape.head_dim, zone="partial") for name in names)
+    else:
+        weights = tuple(Weight(name, rows) for name, rows in zip(names, (q, kv), strict=True))
     return Layer(
         "qk norm",
-        split=() if heads else ((q, 1), (kv, 1)),
-        partial=(shape.head_dim, shape.head_dim) if heads else (),
+        weights,
         spared=Width(split=(q + kv) * copied),
         statistics=Width(split=shape.heads + shape.kv_heads) if heads else Width(whole=2),
         core=True,
@@ -269,17 +296,24 @@ def _mlp(shape: Shape) -> tuple[Layer, ...]:
         backward=Width(split=(1 + 2 * inputs) * f),
         kernels=(1, 1),
     )
-    return _column(shape, "up", (f,) * inputs, biased="mlp"), activation
+    names = ("mlp.gate", "mlp.up") if shape.gated else ("mlp.up",)
+    weights = tuple(Weight(f"{each}.weight", f, shape.hidden, matrix=Matrix(f, shape.hidden)) for each in names)
+    biases = [f"{each}.bias" for each in names] if shape.gated else ["mlp.up_bias"]
+    return _column(shape, "up", weights, *biases), activation
 
 
-def _norm(shape: Shape, name: str) -> Layer:
-    """Return a norm of the residual stream; an RMSNorm that is not fused makes four wide copies in backward."""
-    h, statistics = shape.hidden, 2 if shape.layernorm else 1
+def _norm(shape: Shape, name: str, prefix: str) -> Layer:
+    """Return a norm of the residual stream; an RMSNorm that is not fused makes four wide copies in backward.
+
+    Args:
+        prefix: of the names of its parameters.
+    """
+    h, statistics, biased = shape.hidden, 2 if shape.layernorm else 1, shape.layernorm and shape.biased("norm")
     own_gradient = name != "post norm" or shape.dropout > 0 or shape.residual_scale != 1  # else the residual stream's
     copies = Moment(name, Width(stream=h * own_gradient), wide=Width(stream=4 * h), reference=True)
     return Layer(
         name,
-        whole=(h,) * (1 + (shape.layernorm and shape.biased("norm"))),
+        tuple(Weight(f"{prefix}.{each}", h, zone="whole") for each in ("weight", "bias")[: 1 + biased]),
         kept=Width(stream=h),
         statistics=Width(stream=statistics),
         moments=() if shape.layernorm else (copies,),
@@ -289,37 +323,50 @@ def _norm(shape: Shape, name: str) -> Layer:
     )
 
 
-def _column(shape: Shape, name: str, rows: tuple[int, ...], *, biased: str) -> Layer:
-    """Return a product from the residual stream, with one weight of `rows[i]` rows for each i.
+def _column(shape: Shape, name: str, weights: tuple[Weight, ...], *biases: str) -> Layer:
+    """Return a product from the residual stream.
 
     Args:
-        biased: the place of its biases.
+        biases: the names that the biases of the weights have, if there are any.
     """
-    h, has_bias = shape.hidden, shape.biased(biased)
-    split = (*((each, h) for each in rows), *((each, 1) for each in rows if has_bias))
-    biases = Width(split=sum(rows) if has_bias else 0)
-    return Layer(name, split, product="column", inputs=h, outputs=sum(rows), kept=Width(h), biases=biases)
+    rows = [weight.rows for weight in weights]
+    has_bias = shape.biased("qkv" if name == "qkv" else "mlp")
+    own = tuple(Weight(bias, each) for bias, each in zip(biases, rows, strict=True)) if has_bias else ()
+    read = Width(split=sum(rows) if has_bias else 0)
+    h, outputs = shape.hidden, sum(rows)
+    return Layer(name, weights + own, product="column", inputs=h, outputs=outputs, kept=Width(h), biases=read)
 
 
-def _row(shape: Shape, name: str, biased: str, *inputs: int) -> Layer:
-    """Return a product, or the sum of two, back to the residual stream, with dropout, scale and the residual sum."""
+def _row(shape: Shape, name: str, *prefixes: str) -> Layer:
+    """Return a product, or the sum of two, back to the residual stream, with dropout, scale and the residual sum.
+
+    Args:
+        prefixes: of the names of its parameters.
+    """
     h, dropped, scaled = shape.hidden, shape.dropout > 0, shape.residual_scale != 1
-    biases = sum(map(shape.biased, (biased, "mlp")[: len(inputs)]))
+    weights, biased = [], 0
+    for prefix in prefixes:
+        of_attention = prefix == "attention.out"
+        rows = shape.width if of_attention else shape.ffn
+        weights.append(Weight(f"{prefix}.weight", rows, h, matrix=Matrix(rows, h, inputs_first=True)))
+        if shape.biased("out" if of_attention else "mlp"):
+            weights.append(Weight(f"{prefix}.bias", h, zone="whole"))
+            biased += 1
+    inputs = sum(weight.rows for weight in weights if weight.matrix is not None)
     mask = Moment("mask", words=Width(stream=2 * h), reference=True)  # the hash of a mask
     copies = (dropped or scaled) + (shape.norm_place != "pre")  # of the branch's gradient
     return Layer(
         name,
-        tuple((each, h) for each in inputs),
-        (h,) * biases,
+        tuple(weights),
         product="row",
-        inputs=sum(inputs),
+        inputs=inputs,
         outputs=h,
-        kept=Width(split=sum(inputs)),
+        kept=Width(split=inputs),
         moments=(mask,) if dropped else (),
         forward=Width(stream=(5 if scaled else 3) * h),
         backward=Width(stream=(4 if scaled else 2) * h),
         masks=h if dropped else 0,
         kernels=(1 + scaled, 1 + scaled),
-        biases=Width(stream=biases * h),
+        biases=Width(stream=biased * h),
         working=Width(stream=copies * h),
     )

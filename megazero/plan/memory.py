@@ -4,6 +4,7 @@
     pool          whole buffers of states that are sharded over the data axis: gathered parameters (stage 3) and
                   gradients before their reduce-scatter (stages 2 and 3), one in use and one in transfer (`pool.py`)
     secondary     1/n of all parameters in the format in which they are sent, where n neighbours keep second shards
+    matrices      of optimizers of whole matrices (`waves.py`)
     residuals     of error feedback: the quantisation errors of gradients, (N-1)/N of all gradients
     angles        of rotary positions, a table for each kind of them: 2 s d e (cos and sin, d channels of a head)
     inputs        of full recompute: blocks x micro-batches that the schedule keeps x n (the bytes of a block's input),
@@ -27,8 +28,10 @@ take host memory up to a bound that an option sets for all jobs (`host_pieces` o
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 from megazero.base.quantized import sent_bytes
+from megazero.plan import waves
 from megazero.plan.activations import kept_by_blocks, kept_input, kept_logits, logits
 from megazero.plan.communicators import communicators
 from megazero.plan.job import Job
@@ -37,7 +40,7 @@ from megazero.plan.liveness import Moment, liveness
 from megazero.plan.machines import Machine
 from megazero.plan.peak import of_block, of_head
 from megazero.plan.pool import pool
-from megazero.plan.share import share_of
+from megazero.plan.share import Share, share_of
 from megazero.plan.states import states
 
 HOST, DISK = "host_", "nvme_"  # prefixes of the categories of offloaded states
@@ -68,16 +71,20 @@ class RankMemory:
         return sum(size for category, size in self.held.items() if category.startswith(DISK))
 
 
-def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
+def memory(job: Job, rank: int, *, fused: bool = True, place: tuple[int, int] | None = None) -> RankMemory:
     """Return the memory of rank `rank` of the pipeline axis.
 
     Args:
         fused: the kernels of norms and activations make no copies of their own.
+        place: its numbers on the shard and the tensor axis; None: those of the rank that holds most.
     """
-    stages = job.layers.of_rank(rank)
-    units = share_of(job, rank).units
+    stages, own = job.layers.of_rank(rank), share_of(job, rank)
+    units = own.units
     share = sum(unit.padded * unit.count for unit in units) // job.shard
     held = states(share, job.shard, job.stage, job.bytes)
+    place = place or _fullest(own)
+    held["optimizer"] += (own.kept(place[0]) - 2 * own.updated) * job.bytes.master
+    held["matrices"] = waves.memory(job, rank, *place)
     held["pool"] = pool(job, [*stages.values()])
     if job.secondary_ranks is not None:
         sent = (
@@ -94,6 +101,18 @@ def memory(job: Job, rank: int, *, fused: bool = True) -> RankMemory:
         held["graphs"] = 4 * job.stream
     held["activations"], cause = _activations(job, rank, stages, backwards, fused)
     return RankMemory(_offloaded(job, share, held), cause)
+
+
+def _fullest(own: Share) -> tuple[int, int]:
+    """Return the numbers on the shard and the tensor axis of a rank that holds most."""
+    job = own.job
+    if len(job.optimizers.names) == 1:  # every rank holds as much
+        return 0, 0
+
+    def size(place: tuple[int, int]) -> int:
+        return own.kept(place[0]) * job.bytes.master + waves.memory(job, own.rank, *place)
+
+    return max(product(range(job.shard), range(job.tensor)), key=size)
 
 
 def planned(job: Job, rank: int, machine: Machine, counted: RankMemory | None = None) -> RankMemory:

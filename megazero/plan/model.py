@@ -11,6 +11,8 @@ For GPT-2 (q = k = h, f = 4 h, a bias on every linear) this is 12 L h^2 + 13 L h
 
 from dataclasses import dataclass
 
+from megazero.plan.matrices import Matrix
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -136,6 +138,13 @@ class Shape:
     def width(self) -> int:
         """Return the width of the queries of all heads: hidden, unless the head dim is given."""
         return self.heads * self.head_dim
+
+    @property
+    def qkv_matrix(self) -> Matrix:
+        """Return the matrices of the projection: queries, keys and values, whose rows take turns for each group."""
+        queries, group = self.width // self.kv_heads, self.width // self.kv_heads + 2 * self.head_dim
+        parts = (0, queries), (queries, queries + self.head_dim), (queries + self.head_dim, group)
+        return Matrix(self.kv_heads * group, self.hidden, parts, group)
 
     @property
     def kv_width(self) -> int:

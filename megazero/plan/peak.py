@@ -76,7 +76,7 @@ def _of_product(job: Job, layer: Layer) -> int:
     else:
         own = bytes_of(job, Width(split=layer.inputs), item) + bytes_of(job, layer.working, item)
         own += job.tokens * layer.outputs * item if job.sequence else 0
-    return own + max(_narrow(job, *each) for each in layer.split)
+    return own + max(_narrow(job, each.rows, each.columns) for each in layer.weights if each.zone == "split")
 
 
 def _of_column(job: Job, layer: Layer) -> int:

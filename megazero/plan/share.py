@@ -7,7 +7,8 @@ from functools import cached_property
 
 from megazero.plan.job import Job
 from megazero.plan.model import Kind
-from megazero.plan.states import units_of
+from megazero.plan.optimizers import STATES
+from megazero.plan.states import UnitSize, kept, units_of
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Unit:
         tail: the first element whose gradient is summed over the tensor axis; None: no gradient is.
         count: number of such units.
         forward, backward: how often stage 3 gathers it in the forward, and in the backward, of a micro-batch.
+        size: the sizes of its parameters.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Unit:
     count: int
     forward: int
     backward: int
+    size: UnitSize
 
     @property
     def times(self) -> int:
@@ -44,6 +47,7 @@ class Share:
         kinds: number of blocks of each kind.
         embedding, head: whether the rank has the embedding, the head.
         sends, returns: number of stages on other ranks to which it sends activations, and gradients.
+        rank: number of the rank on the pipeline axis.
     """
 
     job: Job
@@ -52,6 +56,7 @@ class Share:
     head: bool
     sends: int = 0
     returns: int = 0
+    rank: int = 0
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -66,7 +71,8 @@ class Share:
             own = padded // job.shard if job.shards_optimizer else padded
             forward = self.embedding + self.head if unit.name == "tied" else 1
             tail = unit.summed_from(sequence=job.sequence)
-            found.append(Unit(unit.name, padded, own, tail, count, forward, backward=int(unit.name in counts)))
+            backward = int(unit.name in counts)
+            found.append(Unit(unit.name, padded, own, tail, count, forward, backward, unit))
         return found
 
     @property
@@ -91,6 +97,16 @@ class Share:
         forward = sum(unit.padded * unit.count * unit.forward for unit in self.units)
         return forward, sum(unit.padded * unit.count * unit.backward for unit in self.units)
 
+    def kept(self, shard_rank: int) -> int:
+        """Return the values of optimizer state that a shard rank keeps, besides the masters."""
+        job = self.job
+        counts = {len(STATES[name]) for name in job.optimizers.names}
+        if len(counts) == 1:
+            return counts.pop() * self.updated
+        at = shard_rank if job.shards_optimizer else 0
+        each = (range(at * unit.own, (at + 1) * unit.own) for unit in self.units)
+        return sum(u.count * kept(u.size, job.optimizers, own) for u, own in zip(self.units, each, strict=True))
+
     @property
     def updated(self) -> int:
         """Return the elements that the rank updates, padding included."""
@@ -108,4 +124,5 @@ def share_of(job: Job, rank: int) -> Share:
         last in stages,
         sends=sum(stage < last and layers.rank_of[stage + 1] != rank for stage in stages),
         returns=sum(stage > 0 and layers.rank_of[stage - 1] != rank for stage in stages),
+        rank=rank,
     )

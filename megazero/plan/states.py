@@ -15,53 +15,76 @@ element, or k = 2 m where p = m, because parameters are then their own masters:
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import chain
 
 from megazero.plan.job import Bytes, Job
-from megazero.plan.layers import Layer, block, head
+from megazero.plan.layers import Layer, Weight, block, head
 from megazero.plan.model import Shape
+from megazero.plan.optimizers import STATES, Optimizers, order
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, aligned
 
 
 @dataclass(frozen=True)
 class UnitSize:
-    """The size of one unit on a tensor rank: the elements of each of its parameters.
+    """The size of one unit on a tensor rank.
 
     Attributes:
-        split: elements of each parameter that is split over the tensor axis.
-        whole: elements of each parameter that is whole on every tensor rank; they follow the split ones.
-        partial: elements of each whole parameter whose gradient is a partial sum on each tensor rank; they come last.
+        name: the unit's name.
+        weights: its parameters, in the model's order; those outside of blocks have their full names.
+        tensor: number of tensor ranks.
         alignment: every parameter begins at a multiple of this many elements.
     """
 
     name: str
-    split: tuple[int, ...]
-    whole: tuple[int, ...] = ()
+    weights: tuple[Weight, ...]
+    tensor: int = 1
     alignment: int = ALIGNMENT
-    partial: tuple[int, ...] = ()
 
     @cached_property
     def tail(self) -> int:
         """Return the first element of the flat buffer's part that is whole on every tensor rank."""
-        return self._length(self.split)
+        return self._length("split")
 
     @cached_property
     def end(self) -> int:
         """Return the length of the flat buffer in elements, before it is padded to a multiple of the shards."""
-        return self.tail + self._length(self.whole + self.partial)
+        return self.tail + self._length("whole") + self._length("partial")
 
     def summed_from(self, *, sequence: bool) -> int | None:
         """Return the first element whose gradient is summed over the tensor axis; None: no gradient is."""
         if sequence:
             return self.tail
-        return self.end - self._length(self.partial) if self.partial else None
+        partial = self._length("partial")
+        return self.end - partial if partial else None
 
-    def _length(self, parameters: Sequence[int]) -> int:
-        return sum(aligned(numel, alignment=self.alignment) for numel in parameters)
+    def _length(self, zone: str) -> int:
+        return sum(aligned(self._numel(own), alignment=self.alignment) for own in self.weights if own.zone == zone)
+
+    def _numel(self, weight: Weight) -> int:
+        split = weight.zone == "split"
+        return -(-weight.rows // self.tensor) * weight.columns if split else weight.numel
 
     def padded(self, shard: int) -> int:
         """Return the length in elements of the flat buffer that is padded for `shard` ranks."""
         return aligned(self.end, shard, self.alignment)
+
+    def placed(self, optimizers: Optimizers) -> list[tuple[Weight, str, int, int]]:
+        """Return each parameter with its optimizer and its elements [start, stop) of the flat buffer, in their order.
+
+        They are placed as `zero/layout.py` does: by zone, then by optimizer and group.
+        """
+        prefix = f"{self.name}." if self.name.startswith("blocks.") else ""
+
+        def key(weight: Weight) -> tuple[object, ...]:
+            name = prefix + weight.name
+            place = order(optimizers.of(name, hidden=weight.matrix is not None), optimizers.group_of(name))
+            return ("split", "whole", "partial").index(weight.zone), *place
+
+        found, at = [], 0
+        for weight in sorted(self.weights, key=key):
+            optimizer = optimizers.of(prefix + weight.name, hidden=weight.matrix is not None)
+            found.append((weight, optimizer, at, at + self._numel(weight)))
+            at = aligned(found[-1][3], alignment=self.alignment)
+        return found
 
 
 @cache  # a search asks for equal parts thousands of times
@@ -74,24 +97,44 @@ def units(
         parts: ranges of parts; None: all parts.
     """
     own = {i for path in parts or [range(shape.layers + 2)] for i in path}
-    vocabulary = (-(-shape.vocab // tensor) * shape.hidden,)
-    own_vocabulary = () if shape.tie_embeddings else vocabulary
-    found = (
-        [UnitSize("tied", vocabulary, (), alignment)] if shape.tie_embeddings and own & {0, shape.layers + 1} else []
-    )
+    tokens = Weight("embedding.tokens.weight", shape.vocab, shape.hidden)
+    found = []
+    if shape.tie_embeddings and own & {0, shape.layers + 1}:
+        found.append(("tied", (tokens,)))
     if 0 in own:
-        positions = (shape.seq_len * shape.hidden,) if shape.learned_positions else ()
-        found.append(UnitSize("embedding", own_vocabulary, positions, alignment))
-    blocks = (i - 1 for i in sorted(own) if 1 <= i <= shape.layers)
-    found += (_unit(f"blocks.{i}", block(shape, shape.kind(i)), tensor, alignment) for i in blocks)
+        positions = Weight("embedding.positions.weight", shape.seq_len, shape.hidden, "whole")
+        found.append(("embedding", (tokens,) * (not shape.tie_embeddings) + (positions,) * shape.learned_positions))
+    found += (
+        (f"blocks.{i - 1}", _weights(block(shape, shape.kind(i - 1)))) for i in sorted(own) if 1 <= i <= shape.layers
+    )
     if shape.layers + 1 in own:
-        found.append(_unit("head", head(shape), tensor, alignment))
-    return tuple(unit for unit in found if unit.split or unit.whole)
+        found.append(("head", _weights(head(shape))))
+    return tuple(UnitSize(name, weights, tensor, alignment) for name, weights in found if weights)
 
 
 def units_of(job: Job, parts: Sequence[range] | None = None) -> Sequence[UnitSize]:
     """Return the units of some parts of a job's model, on a tensor rank; see `units`."""
     return units(job.shape, job.tensor, None if parts is None else tuple(parts), job.alignment)
+
+
+@cache
+def kept(unit: UnitSize, optimizers: Optimizers, elements: range) -> int:
+    """Return the values of optimizer state of some elements of a unit's flat buffer, besides the masters."""
+    runs: list[tuple[str, int]] = []  # (optimizer, first element)
+    for _, optimizer, start, _ in unit.placed(optimizers):
+        if not runs or runs[-1][0] != optimizer:
+            runs.append((optimizer, start))
+    ends = [*(start for _, start in runs[1:]), elements.stop]
+    return sum(
+        len(STATES[optimizer]) * max(0, min(end, elements.stop) - max(start, elements.start))
+        for (optimizer, start), end in zip(runs, ends, strict=True)
+    )
+
+
+def kept_in_all(shape: Shape, optimizers: Optimizers) -> int:
+    """Return the values of optimizer state of a whole model, as a checkpoint holds them."""
+    placed = (each for unit in units(shape, 1) for each in unit.placed(optimizers))
+    return sum(weight.numel * len(STATES[optimizer]) for weight, optimizer, _, _ in placed)
 
 
 def states(share: int, shard: int, stage: int, bytes_: Bytes) -> dict[str, int]:
@@ -108,8 +151,10 @@ def states(share: int, shard: int, stage: int, bytes_: Bytes) -> dict[str, int]:
     }
 
 
-def _unit(name: str, layers: Sequence[Layer], tensor: int, alignment: int) -> UnitSize:
-    """Return the unit of some layers."""
-    split = tuple(-(-rows // tensor) * columns for layer in layers for rows, columns in layer.split)
-    whole, partial = (tuple(chain(*each)) for each in zip(*((one.whole, one.partial) for one in layers), strict=True))
-    return UnitSize(name, split, whole, alignment, partial)
+_ORDER = ("attention.qkv.weight", "attention.out.weight", "mlp.gate.weight", "mlp.up.weight", "mlp.down.weight")
+
+
+def _weights(layers: Sequence[Layer]) -> tuple[Weight, ...]:
+    """Return the parameters of some layers, matrices in the model's order."""
+    found = [weight for layer in layers for weight in layer.weights]
+    return tuple(sorted(found, key=lambda weight: _ORDER.index(weight.name) if weight.name in _ORDER else len(_ORDER)))

@@ -24,6 +24,7 @@ from megazero.plan.machines import Machine
 from megazero.plan.share import Share
 from megazero.plan.systems import OURS, System
 from megazero.plan.traffic import Flow, flows
+from megazero.plan.waves import operations
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def step_time(job: Job, machine: Machine, system: System = OURS) -> StepTime:
     reduced = elements * job.shard * (m if job.shards_gradients else 1)
     coded = compute.codes(own, m * sum(gathered), reduced)
     data, hidden = _data(links, own, gathered, 1 / max(1, share.blocks), busy, system, coded)
-    update, offload = _update(machine, compute, own, elements, busy)
+    update, offload = _update(links, compute, own, elements, busy)
     parts = {
         "compute": m * work,
         "recompute": m * busy.again,
@@ -233,9 +234,9 @@ def _rest(traffic: float, computation: float, first: float) -> float:
     return max(traffic - computation, traffic * first)
 
 
-def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, busy: PassTimes) -> tuple[float, float]:
+def _update(links: Links, compute: Compute, own: list[Flow], elements: int, busy: PassTimes) -> tuple[float, float]:
     """Return the seconds of the update on the device, and the seconds that a step waits for the host or disks."""
-    job, m = compute.job, compute.job.micro_batches
+    job, m, machine = compute.job, compute.job.micro_batches, links.machine
     moved: dict[str, float] = {}
     for flow in own:
         if flow.axis in AWAY:
@@ -246,9 +247,13 @@ def _update(machine: Machine, compute: Compute, own: list[Flow], elements: int, 
     if job.parameters_away:  # brought to the device during the passes
         offload += max(0.0, back - m * (busy.forward + busy.backward))
         back = 0.0
+    exchanges = (links.exchange(flow.axis, flow.bytes, flow.ops) for flow in own if flow.purpose == "matrices")
+    matrices = compute.orthogonal(operations(job, 0)) + sum(exchanges)
     if not job.optimizer_away:
-        return compute.update(elements), offload
-    update = elements * job.bytes.moved_by_update / (machine.host_memory_bandwidth or machine.host_link_bandwidth)
+        return compute.update(elements) + matrices, offload
+    update = (
+        elements * job.bytes.moved_by_update(job.kept) / (machine.host_memory_bandwidth or machine.host_link_bandwidth)
+    )
     # A disk reads and writes in turns, while the update runs.
     update = max(update, sum(moved.get(f"optimizer {way}", 0.0) for way in ("out", "back")))
     if job.delayed:  # the next step hides it, and waits for the rest at its end

@@ -28,8 +28,9 @@ quantised between shard ranks (`zero.quantize`) in bytes of codes and scales (`b
 
     pipeline        n' for each micro-batch and neighbour stage on another rank
     ends            the tied weight's reduced gradient, 2 / 2 = 1 of each element
-    norm, loss      fp64 scalars: a sum of squares for each unit; over all ranks the loss, the count of its tokens, and
-                    the votes on ending the run
+    matrices        parts of matrices that one rank updates whole, and their updates (`waves.py`)
+    norm, loss      fp64 scalars: a sum of squares for each unit and norm of clipping; over all ranks the loss, the
+                    count of its tokens, and the votes on ending the run
     host, disk      copies to and from offloaded state
 
 In stage 3 a forward gathers every unit of the stage. A backward gathers those of the blocks only, because the embedding
@@ -38,8 +39,10 @@ needs no parameters and the head's are still gathered.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from megazero.base.quantized import sent_bytes
+from megazero.plan import waves
 from megazero.plan.activations import kept_input
 from megazero.plan.heads import counts
 from megazero.plan.job import Job
@@ -94,6 +97,7 @@ def flows(own: Share, shard_rank: int | None = None, tensor_rank: int | None = N
     if job.tensor > job.shape.kv_heads:
         yield _heads(own, tensor_rank)
     yield from _tails(own, job.shard - 1 if shard_rank is None else shard_rank)
+    yield from _matrices(own, shard_rank, tensor_rank)
     yield from _pipeline(own)
     yield from _scalars(own)
     yield from _gradients_away(own)
@@ -190,6 +194,18 @@ def _heads(own: Share, tensor_rank: int | None) -> Flow:
     return Flow("tensor", "heads", passes * (forward + 1), passes * elements * job.bytes.parameter)
 
 
+def _matrices(own: Share, shard_rank: int | None, tensor_rank: int | None) -> list[Flow]:
+    """Return the exchanges of matrices of a rank; where its numbers are None, of a rank that sends most."""
+    job = own.job
+    if not job.optimizers.whole:
+        return []
+    shards = range(job.shard) if shard_rank is None else (shard_rank,)
+    tensors = range(job.tensor) if tensor_rank is None else (tensor_rank,)
+    ranks = ([*waves.messages(job, own.rank, *place)] for place in product(shards, tensors))
+    most = max(ranks, key=lambda sent: sum(size for _, _, size in sent))
+    return [Flow(axis, "matrices", ops, size) for axis, ops, size in most]
+
+
 def _tails(own: Share, shard_rank: int) -> Iterator[Flow]:
     """Yield the sums of the tails over the tensor axis, once a step."""
     job = own.job
@@ -217,10 +233,10 @@ def _scalars(own: Share) -> Iterator[Flow]:
     for unit in own.tied:
         yield Flow("ends", "tied", 1, unit.own * job.bytes.summed)
     ends = 2 if job.shape.learned_positions or not job.shape.tie_embeddings else 1  # units without the tied one
-    everywhere = job.shape.layers + job.shape.tie_embeddings + ends
-    sums = [("tensor", "norm", own.count), ("pipeline", "norm", everywhere), ("world", "loss", TOTALS)]
-    sums += [(job.shard_axis, "norm", own.count)] * job.shards_optimizer
-    sums += [("replica", "norm", own.count)] * (job.replicas > 1)
+    everywhere, here = (job.shape.layers + job.shape.tie_embeddings + ends) * job.norms, own.count * job.norms
+    sums = [("tensor", "norm", here), ("pipeline", "norm", everywhere), ("world", "loss", TOTALS)]
+    sums += [(job.shard_axis, "norm", here)] * job.shards_optimizer
+    sums += [("replica", "norm", here)] * (job.replicas > 1)
     for axis, purpose, numbers in sums:
         size = axis_size(job, axis)
         yield Flow(axis, purpose, int(size > 1), 2 * (size - 1) * -(-numbers // size) * WIDE)
@@ -245,12 +261,16 @@ def _update_on_disks(own: Share) -> Iterator[Flow]:
     """Yield the disk reads and writes of a step's gradient norm and update."""
     job = own.job
     item, gradients, shard = job.bytes, job.gradients_home == "nvme", own.updated
-    states = 3 * item.master  # masters and two moments
+    states = (1 + job.kept) * item.master  # masters and state
     if gradients:
         yield Flow("disk", "gradients back", own.count, shard * item.gradient)
-    yield Flow("disk", "optimizer back", (3 + gradients) * own.count, shard * (states + gradients * item.gradient))
+    yield Flow(
+        "disk", "optimizer back", (1 + job.kept + gradients) * own.count, shard * (states + gradients * item.gradient)
+    )
     rounded = job.offload_parameters == "nvme" and item.master != item.parameter
-    yield Flow("disk", "optimizer out", (3 + rounded) * own.count, shard * (states + rounded * item.parameter))
+    yield Flow(
+        "disk", "optimizer out", (1 + job.kept + rounded) * own.count, shard * (states + rounded * item.parameter)
+    )
 
 
 def _parameters_away(own: Share) -> Iterator[Flow]:

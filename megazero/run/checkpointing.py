@@ -8,13 +8,14 @@ import contextlib
 import logging
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from megazero.base.errors import UserError
 from megazero.base.files import flush_file
 from megazero.builders.assemble import Built
+from megazero.checkpoint import pieces
 from megazero.checkpoint.manifest import FORMAT, SOFTWARE, WEIGHT, Logical, Manifest, WrittenShard, with_pieces
-from megazero.checkpoint.pieces import ShardState, holding_of
+from megazero.checkpoint.pieces import ShardState
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.retention import retire
 from megazero.checkpoint.save import Checkpoints
@@ -22,8 +23,9 @@ from megazero.checkpoint.shard import BLOCK, DTYPES, NAMES
 from megazero.checkpoint.store import Store
 from megazero.config.flat import plain
 from megazero.config.stages import Course
-from megazero.model.parameter import whole_shapes
+from megazero.model.parameter import declaration_of, whole_shapes
 from megazero.observe.sinks import warn
+from megazero.plan.optimizers import STATES
 from megazero.run.resume import Start
 from megazero.run.run import Run
 
@@ -31,10 +33,10 @@ from megazero.run.run import Run
 def holdings_of(built: Built, *, saves: bool) -> list[ShardState]:
     """Return the states that this rank alone saves (`saves`), or all states that it updates (for loading)."""
     numel = {name: math.prod(shape) for name, shape in whole_shapes(built.model).items()}
-    units, state = built.engine.units, built.engine.optimizer.state
+    units, optimizer = built.engine.units, built.engine.optimizer
     if saves:  # of several copies, the first pipeline rank with one saves it
         units = [unit for unit in units if unit.axes.copies.rank == 0]
-    return [holding_of(unit, state[unit], numel, saves=saves) for unit in units]
+    return [each for unit in units for each in pieces.holdings_of(unit, optimizer.runs(unit), numel, saves=saves)]
 
 
 def about_run(run: Run, start: Start, built: Built, data: str, tokenizer: str | None) -> Manifest:
@@ -55,8 +57,8 @@ def about_run(run: Run, start: Start, built: Built, data: str, tokenizer: str | 
         step=0,
         grid={**sizes, "stage": config.zero.stage},
         dtype=NAMES[built.engine.units[0].masters.dtype],
-        kinds=[WEIGHT, *built.engine.optimizer.STATE],
-        tensors={name: Logical(shape=shape, pieces=[]) for name, shape in whole_shapes(built.model).items()},
+        kinds=(kinds := [WEIGHT, *built.engine.optimizer.kinds]),
+        tensors=dict(_logical(built, kinds)),
         block=BLOCK,
         files=[],
         progress=None,
@@ -66,6 +68,15 @@ def about_run(run: Run, start: Start, built: Built, data: str, tokenizer: str | 
         software=SOFTWARE,
         history=history,
     )
+
+
+def _logical(built: Built, kinds: list[str]) -> Iterator[tuple[str, Logical]]:
+    """Yield each parameter of the model, with its kinds of values if they are not all of these."""
+    for name, parameter in built.model.named_parameters():
+        declared = declaration_of(parameter)
+        optimizer = built.optimizers.of(name, hidden=declared.matrix is not None)
+        own = [WEIGHT, *STATES[optimizer]]
+        yield name, Logical(shape=list(declared.shape), pieces=[], kinds=None if own == kinds else own)
 
 
 def checkpoints_of(run: Run, start: Start, built: Built, about: Manifest) -> Checkpoints:

@@ -56,9 +56,10 @@ def check_same(found: Manifest, ours: Manifest, course: Course, where: Path, loa
     if found.progress is None and load == "optimizer":
         raise UserError(412, "holds only weights, no moments", "give checkpoint.load=weights", where=where)
     load = taken(found, load)
-    if load != "weights" and found.kinds != ours.kinds:
-        what = f"expected the state {ours.kinds} of this optimizer, got {found.kinds}"
-        raise UserError(412, what, "give checkpoint.load=weights", where=where)
+    for name in ours.tensors if load != "weights" else ():
+        if name in found.tensors and (kinds := found.kinds_of(name)) != ours.kinds_of(name):
+            what = f"{name}: expected {ours.kinds_of(name)}, as its optimizer keeps, got {kinds}"
+            raise UserError(412, what, "give checkpoint.load=weights", where=where)
     other = _others(found, ours, load)
     grows = new_rows(found, ours) > 0
     if grown := grows and load == "weights":

@@ -76,8 +76,10 @@ class StepResult:
         skipped: True if the update was suppressed.
         finite: False if loss or gradient norm were not finite although there were valid tokens.
         loss_scale: the scale with which the gradients were computed.
-        squares: sum of squared (scaled) gradients of each unit, fp64 [units].
-        applied: the factor by which the update multiplied gradients: the mean, the loss scale and clipping in one.
+        squares: sums of squared (scaled) gradients: of each unit, and in it of each norm of clipping; fp64.
+        applied: the factor by which the update multiplied gradients: the mean, the loss scale and clipping in one; with
+            several norms, one for each.
+        mean: the factor that makes gradients in memory those of the mean loss, without clipping.
         packed: loss, grad_norm, loss_scale, finite, skipped, and how many ranks cast each vote: fp64 [5 + VOTES], so
             that one copy brings all of them to the host.
     """
@@ -89,6 +91,7 @@ class StepResult:
     loss_scale: Tensor
     squares: Tensor
     applied: Tensor
+    mean: Tensor
     packed: Tensor
 
 
@@ -100,7 +103,8 @@ class Engine:
         units: all units of this rank, in forward order.
         order: the names of all units of the model, in forward order.
         optimizer: updates these units.
-        clip: the largest allowed global gradient norm; 0 disables clipping.
+        clips: the largest norms of gradients: of those without a norm of their own, then of each norm that groups of
+            parameters name (`Group.clip`); 0 disables clipping.
         tokens_per_step: global batch x sequence length, the constant that losses are divided by.
         grid: the ranks that share the step.
         scaling: whether losses are scaled, as fp16 needs.
@@ -121,7 +125,7 @@ class Engine:
         order: list[str],
         optimizer: Optimizer,
         *,
-        clip: float,
+        clips: Sequence[float],
         tokens_per_step: int,
         grid: Grid,
         scaling: bool,
@@ -134,7 +138,7 @@ class Engine:
         self._halts = halts
         self._offload, self._extensions = offload or Offload(), extensions
         self.units, self.optimizer, self.grid, self.ops = units, optimizer, grid, ops
-        self.clip, self.tokens_per_step = clip, tokens_per_step
+        self.clips, self.tokens_per_step = clips, tokens_per_step
         device = units[0].device if units else torch.device("cpu")
         self.gather = gather or Gather(device)
         self.delayed = Delayed(self.gather.publish) if self._offload.delayed else None
@@ -151,7 +155,8 @@ class Engine:
         self._places = torch.tensor(places, device=device)
         # The norm counts a unit of both ends of the pipeline once: on the first stage. The last stage has a copy.
         copies = {place for place, unit in zip(places, units, strict=True) if unit.axes.copies.rank > 0}
-        self._counted = torch.tensor([place not in copies for place in range(len(order))], device=device)
+        counted = [[place not in copies] * len(clips) for place in range(len(order))]
+        self._counted = torch.tensor(counted, device=device)
         # Sum of losses, count of valid tokens, sum of squares if it is not finite, votes: one tensor, so that all are
         # summed over ranks at once. Counts are exact in fp64 up to 2^53.
         self._totals = torch.zeros(3 + VOTES, dtype=torch.float64, device=device)
@@ -234,7 +239,7 @@ class Engine:
         self.loss_scale.update(finite, counts=~empty)
         for extension in self._extensions:
             extension.end_step(skipped, loss_scale, self.loss_scale.scale)
-        scale, skip = factor * clip_factor(norm, self.clip), skipped.to(torch.float32)
+        scale, skip = factor * self._clip_factors(norm, squares, factor, odd, beside), skipped.to(torch.float32)
         applied = scale
         if self._offload.optimizer is not None:  # the host does the update
             scale, skip = Readback(scale, skip).wait()
@@ -254,7 +259,23 @@ class Engine:
                 self.gather.publish(unit)
         flags = (x.to(torch.float64) for x in (loss, norm, loss_scale, finite, skipped))
         packed = torch.cat([torch.stack([*flags]), self._totals[3:]])
-        return StepResult(loss, norm, skipped, finite, loss_scale, squares, applied, packed)
+        return StepResult(loss, norm, skipped, finite, loss_scale, squares.view(-1), applied, factor, packed)
+
+    def _clip_factors(
+        self, norm: Tensor, squares: Tensor, factor: Tensor, odd: Tensor, beside: Tensor | None
+    ) -> Tensor:
+        """Return the factor of each norm by which gradients are clipped; 0-dim if there is only the global one.
+
+        Args:
+            norm: of all gradients.
+            squares, factor, odd, beside: see `finish_step`.
+        """
+        if len(self.clips) == 1:
+            return clip_factor(norm, self.clips[0])
+        sums = squares.sum(0) + odd
+        if beside is not None:
+            sums[0] += beside
+        return torch.stack([clip_factor(s.sqrt() * factor, clip) for s, clip in zip(sums, self.clips, strict=True)])
 
     def _sum_totals(self, squares: Tensor, votes: Iterable[int]) -> Tensor:
         """Return the totals of a step, summed over all ranks; see `_totals`."""

@@ -1,17 +1,17 @@
 """Lay out the parameters of a unit in its flat buffer.
 
-A unit (one block, or the embedding, or the head) has one flat buffer. Its parameters are in groups with one update rule
-each, those with weight decay first. At the end of the last group are the parameters that every rank of the tensor axis
-holds whole (norms, biases of row-parallel weights, learned positions); the last of these are the ones that each rank
-uses only on its own heads:
+A unit (one block, or the embedding, or the head) has one flat buffer. Parameters that are split over the tensor axis
+come first, then those that every rank of it holds whole (norms, biases of row-parallel weights, learned positions); the
+last of these are the ones that each rank uses only on its own heads. In each of the three zones, parameters with one
+update rule are next to each other: those of whole matrices first, then those with weight decay:
 
-    | decayed | not decayed, split over the tensor axis | not decayed, whole: tp_replicated | tp_partial |
+    | split: matrices | decayed | not decayed | whole, from tp_replicated on | from tp_partial on |
 
 (with a few elements of padding after each parameter, always zero and never saved)
 
 so that
 
-- an optimizer makes at most one fused call for each group,
+- an optimizer makes few fused calls: one for each rule in a zone,
 - if a rank's gradients of the last part are sums over its own tokens only (sequence parallelism) or its own heads,
   one all-reduce of that part over the tensor axis completes them, and the norm counts them once,
 - collectives, norms and copies run on contiguous memory,
@@ -26,6 +26,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megazero.plan.matrices import Matrix
+from megazero.plan.optimizers import order
 from megazero.plan.placements import ALIGNMENT, aligned
 
 
@@ -34,14 +36,23 @@ class Group:
     """The update rule of parameters that are next to each other.
 
     Attributes:
-        decay: whether weight decay applies.
+        decay: the weight decay.
         lr_factor: multiplies the learning rate.
-        optimizer: the kind of optimizer that updates them (`optim/optimizer.py`).
+        optimizer: the name of the optimizer that updates them.
+        number: the number of the user's group that they are in; -1: in none.
+        clip: the number of the gradient norm by which they are clipped; 0: the norm of all that have no other.
     """
 
-    decay: bool
+    decay: float
     lr_factor: float = 1.0
     optimizer: str = "adamw"
+    number: int = -1
+    clip: int = 0
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Return a key that sorts groups in a zone of a flat buffer."""
+        return (*order(self.optimizer, self.number), not self.decay)
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,7 @@ class Entry:
         split: it is split over the tensor axis.
         partial: it is whole, and each rank of the tensor axis has a part of its gradient.
         first: the element at which it begins in the flat order of the whole parameter, over all ranks.
+        matrix: the matrices of the whole parameter, if it is a weight inside of a block.
     """
 
     name: str
@@ -63,6 +75,7 @@ class Entry:
     split: bool
     first: int = 0
     partial: bool = False
+    matrix: Matrix | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,7 @@ class Interval:
     start: int
     stop: int
     first: int = 0
+    matrix: Matrix | None = None
 
 
 @dataclass(frozen=True)
@@ -124,28 +138,27 @@ class UnitLayout:
 
 
 def lay_out(name: str, entries: list[Entry], alignment: int = ALIGNMENT) -> UnitLayout:
-    """Place the entries of one unit one after the other, group by group; groups that decay come first.
-
-    In a group, entries that are split come first, and entries whose gradients are partial come last.
+    """Place the entries of one unit one after the other: split ones, whole ones, partial ones; in each by group.
 
     Args:
         alignment: a multiple of `ALIGNMENT`, in elements.
     """
-    groups = sorted(dict.fromkeys(entry.group for entry in entries), key=lambda group: not group.decay)
-    assert all(e.split or e.group == groups[-1] for e in entries), "what is whole over the tensor axis is at the end"
-    intervals, starts, position = [], [], 0
+    found = list(dict.fromkeys(entry.group for entry in entries))
+    places = {group: number for number, group in enumerate(sorted(found, key=lambda group: group.place))}
+    starts: list[tuple[Group, int]] = []
+    intervals, position = [], 0
     tp_replicated: int | None = None
     tp_partial: int | None = None
-    for group in groups:
-        starts.append((group, position))
-        members = [entry for entry in entries if entry.group == group]
-        for entry in sorted(members, key=lambda entry: (not entry.split, entry.partial)):  # stable: the model's order
-            if not entry.split and tp_replicated is None:
-                tp_replicated = position
-            if entry.partial and tp_partial is None:
-                tp_partial = position
-            stop = position + math.prod(entry.shape)
-            intervals.append(Interval(entry.name, entry.shape, position, stop, entry.first))
-            position = aligned(stop, alignment=alignment)
+    # stable: entries of a group in a zone keep the model's order
+    for entry in sorted(entries, key=lambda entry: (not entry.split, entry.partial, places[entry.group])):
+        if not starts or starts[-1][0] != entry.group:
+            starts.append((entry.group, position))
+        if not entry.split and tp_replicated is None:
+            tp_replicated = position
+        if entry.partial and tp_partial is None:
+            tp_partial = position
+        stop = position + math.prod(entry.shape)
+        intervals.append(Interval(entry.name, entry.shape, position, stop, entry.first, entry.matrix))
+        position = aligned(stop, alignment=alignment)
     end = position if tp_replicated is None else tp_replicated
     return UnitLayout(name, tuple(intervals), tuple(starts), end, position, alignment, tp_partial)

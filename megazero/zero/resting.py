@@ -118,13 +118,15 @@ class RestingState:
         """Return the parameters that this rank updates, in the precision of forward and backward."""
         return self.parameters.part(self.shard, {self._axes.shard: self._axes.stage.optimizer})
 
-    def new_state(self) -> Tensor:
-        """Return zeros for optimizer state, one value per element that this rank updates, where the masters are."""
+    def new_state(self, numel: int) -> Tensor:
+        """Return zeros for optimizer state: `numel` values, in the dtype and on the home of the masters."""
         masters, home = self.masters.values, self._offload.optimizer
         if masters.is_meta or home is None:
-            return self._rest(self.shard, masters.dtype, "optimizer", home).values
-        self._axes.shard.comm.ledger.hold("host_optimizer", masters.nbytes)
-        return torch.zeros_like(masters)  # only the host reads and writes it: pinned pages would cost more
+            return self._rest(slice(0, numel), masters.dtype, "optimizer", home).values
+        self._axes.shard.comm.ledger.hold("host_optimizer", numel * masters.element_size())
+        return torch.zeros(
+            numel, dtype=masters.dtype
+        )  # only the host reads and writes it: pinned pages would cost more
 
     @property
     def updates_on(self) -> torch.device:

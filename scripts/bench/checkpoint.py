@@ -236,7 +236,8 @@ def _dcp(
     mesh = init_device_mesh("cpu", (grid["world"].size,))
     state = {}
     for unit in built.engine.units:
-        for name, flat in {"weight": unit.masters, **built.engine.optimizer.state[unit]}.items():
+        (run,) = built.engine.optimizer.runs(unit)
+        for name, flat in {"weight": unit.masters, **run.state}.items():
             # DCP's staging for async_save copies whole storages, and fails on a tensor that is a part of one.
             own = flat.clone() if kind in ("stall", "behind") else flat
             state[f"{unit.layout.name}.{name}"] = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)

@@ -109,7 +109,7 @@ def train(case: Case, grid: Grid, device: torch.device) -> Results:
         built.pipeline.train(batches, lambda batch: feed_of(batch, step, True))
 
     results = Results()
-    record(results, built, passes, STEPS, LR, CLIP, overflow=-1)
+    record(results, built, passes, STEPS, LR, overflow=-1)
     return results
 
 

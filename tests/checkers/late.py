@@ -27,7 +27,7 @@ from megazero.comm.grid import make_grid
 from megazero.comm.pool import same_place
 from megazero.model.transformer import Shape
 from megazero.optim import delayed
-from megazero.optim.adamw import AdamW
+from megazero.optim.mixture import Mixture
 from megazero.plan.job import Job
 from megazero.zero.engine import StepResult
 from megazero.zero.placement import Precision
@@ -286,10 +286,10 @@ def _now(value: Any) -> Any:
 
 
 def _host_updates(on_host: Callable[[Tensor], bool]) -> Callable[..., None]:
-    """Return `AdamW.update`, which the host does at once on its memory, counters and scalars included."""
-    honest = AdamW.update
+    """Return `Mixture.update`, which the host does at once on its memory, counters and scalars included."""
+    honest = Mixture.update
 
-    def update(adam: AdamW, unit: Unit, **how: Any) -> None:
+    def update(adam: Mixture, unit: Unit, **how: Any) -> None:
         with _disable_current_modes() if on_host(unit.masters) else nullcontext():
             honest(adam, unit, **how)
 
@@ -322,7 +322,7 @@ def on_gpus(world: int, order: Order, work: Callable[[CommContext, Gpu], Result]
         ) as patch,
         detector.watch_hosts(),
     ):
-        patch.setattr(AdamW, "update", _host_updates(detector.on_host))
+        patch.setattr(Mixture, "update", _host_updates(detector.on_host))
         patch.setattr(delayed, "ThreadPoolExecutor", lambda **_: _Updates(here.gpu))
         threads = [threading.Thread(target=be, args=(rank,), daemon=True) for rank in range(world)]
         for thread in threads:

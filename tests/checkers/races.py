@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megazero.optim import delayed
-from megazero.optim.adamw import AdamW
+from megazero.optim.mixture import Mixture
 from megazero.zero.unit import Unit
 from tests.checkers.trace import Await, Operation, Point, Trace
 
@@ -142,15 +142,15 @@ class Races(Trace):
             self._touch(x, by, writes=True)
 
     def watching(self, on_host: Callable[[Tensor], bool]) -> AbstractContextManager[object]:
-        honest = AdamW.update
+        honest = Mixture.update
 
-        def update(adam: AdamW, unit: Unit, **how: Any) -> None:
+        def update(adam: Mixture, unit: Unit, **how: Any) -> None:
             here = self.current if self.current == UPDATES or not on_host(unit.masters) else HOST
             with self.use(here):  # counters and scalars beside the host's memory are its own too
                 honest(adam, unit, **how)
 
         stack = ExitStack()
-        stack.enter_context(patch.object(AdamW, "update", update))
+        stack.enter_context(patch.object(Mixture, "update", update))
         stack.enter_context(Accesses(self, on_host))
         return stack
 

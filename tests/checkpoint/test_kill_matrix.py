@@ -21,7 +21,7 @@ from megazero.data.loader import BatchLoader
 from megazero.memory.activation_store import Arena
 from megazero.nvme.disk import Disk
 from megazero.observe.jsonl import JsonlSink, read_rows
-from megazero.optim.adamw import AdamW
+from megazero.optim.mixture import Mixture
 from megazero.pipeline.stage import Stage
 from megazero.run.folder import RunFolder
 from megazero.tools.training.launch import launch
@@ -43,7 +43,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "backward": (Stage, "backward", 9),
     "reduce gradients": (Reduction, "_start", 9),
     "norm and clip": ("megazero.zero.engine", "unit_squares", 4),
-    "in the middle of an update": (AdamW, "update", 14),
+    "in the middle of an update": (Mixture, "update", 14),
     "gather parameters": (Gather, "publish", 14),
     "validate": (Validation, "score", 1),
     "begin to save": (Checkpoints, "save", 2),

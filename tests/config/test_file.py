@@ -217,15 +217,14 @@ def test_a_key_of_two_thousand_sections() -> None:
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        ("optimizer.name", "see `megazero explain`"),  # not optimizer.eps: nothing but the section is alike
-        ("optimizer.moments", "see `megazero explain`"),
+        ("optimizer.kind", "see `megazero explain`"),  # not optimizer.betas: nothing but the section is alike
         ("parallel.context", "see `megazero explain`"),
         ("precision.masters", "see `megazero explain`"),
         ("model.breadth", "see `megazero explain`"),
         ("optimizer.bettas", "did you mean optimizer.betas?"),
         ("optimizr.lr", "did you mean optimizer.lr?"),
         ("zero.stag", "did you mean zero.stage?"),
-        ("model.steps", "did you mean run.steps or schedule.steps?"),
+        ("model.steps", "did you mean run.steps or optimizer.muon.steps or schedule.steps?"),
         ("modle.hiden", "did you mean model.hidden?"),
     ],
 )

@@ -143,6 +143,13 @@ ROWS: dict[str, Works] = {
     # memory.partition: tests/memory/test_recompute.py; memory.cuda_graphs: tests/memory/test_graphs.py
     "precision.dtype": Works("fp64", losses),
     # precision.kernels: test_kernels
+    "optimizer.name": Works("lion", losses),
+    "optimizer.muon.momentum": Works("0.5", losses, ("optimizer.name=muon",)),
+    "optimizer.muon.nesterov": Works("false", losses, ("optimizer.name=muon",)),
+    "optimizer.muon.steps": Works("2", losses, ("optimizer.name=muon",)),
+    "optimizer.muon.scale": Works("spectral", losses, ("optimizer.name=muon",)),
+    "optimizer.muon.lr_factor": Works("2.0", losses, ("optimizer.name=muon",)),
+    "optimizer.groups": Works('[{{match: "*qkv*", lr_factor: 0.0}}]', losses),
     "optimizer.lr": Works("0.01", losses),
     "optimizer.betas": Works("[0.5, 0.5]", losses),
     "optimizer.eps": Works("0.01", losses),

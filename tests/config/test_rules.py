@@ -67,6 +67,11 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["pipeline.schedule=interleaved", "pipeline.chunks=1"],
         "pipeline.chunks=2",
     ),
+    "one optimizer other than muon in optimizer.name and optimizer.groups "
+    "with zero.offload.delayed, or zero.offload.optimizer nvme": (
+        ["optimizer.name=muon", "zero.offload.optimizer=cpu", "zero.offload.delayed=true"],
+        "zero.offload.delayed=false",
+    ),
     "schedule.min_lr <= optimizer.lr": (["schedule.min_lr=0.1"], "optimizer.lr=0.1"),
     "observe.profile <= run.steps": (["observe.profile=11", "run.steps=10"], "run.steps=11"),
     "zero.stage >= 1 with zero.shard_ranks": (["zero.shard_ranks=2", "zero.stage=0"], "zero.stage=1"),

@@ -8,7 +8,7 @@ import shutil
 from megazero.checkpoint.manifest import FILE_NAME
 from megazero.checkpoint.store import Store
 from megazero.observe.jsonl import JsonlSink
-from megazero.optim.adamw import AdamW
+from megazero.optim.mixture import Mixture
 from megazero.run.lock import RunLock
 from tests.faults.site import (
     SINCE,
@@ -260,14 +260,14 @@ def _(site: Site) -> list[str]:
     SINCE,
 )
 def _(site: Site) -> list[str]:
-    honest = AdamW.update
+    honest = Mixture.update
 
-    def update(self: AdamW, unit: object, **options: object) -> None:
+    def update(self: Mixture, unit: object, **options: object) -> None:
         content = json.loads((site.run / "lock").read_text())
         (site.run / "lock").write_text(json.dumps(content | {"word": "other"}))
         honest(self, unit, **options)  # type: ignore[arg-type]
 
-    site.patch.setattr(AdamW, "update", update)
+    site.patch.setattr(Mixture, "update", update)
     return site.resume()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megazero.data.windows import WindowDataset
-from megazero.optim.adamw import AdamW
+from megazero.optim.mixture import Mixture
 from megazero.pipeline.stage import Stage
 from tests.faults.site import SINCE, TWO, Site, before_each_update, fault, is_rank_1
 
@@ -45,13 +45,13 @@ def _(site: Site) -> list[str]:
     SINCE,
 )
 def _(site: Site) -> list[str]:
-    honest = AdamW.update
+    honest = Mixture.update
 
-    def update(self: AdamW, unit: object, **options: object) -> None:
+    def update(self: Mixture, unit: object, **options: object) -> None:
         honest(self, unit, **options)  # type: ignore[arg-type]
-        self.state[unit]["exp_avg"][3] = float("inf")
+        self.runs(unit)[0].state["exp_avg"][3] = float("inf")
 
-    site.patch.setattr(AdamW, "update", update)
+    site.patch.setattr(Mixture, "update", update)
     return site.resume("observe.every=100")
 
 

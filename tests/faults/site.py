@@ -12,7 +12,7 @@ import pytest
 from megazero.checkpoint import shard
 from megazero.checkpoint.store import Store
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.optim.adamw import AdamW
+from megazero.optim.mixture import Mixture
 from tests.tiny_run import TinyData
 
 STEP = "RUN/checkpoints/step_00000004"
@@ -97,13 +97,13 @@ def full_from(site: Site, call: int, only: Callable[[], bool] = lambda: True) ->
 
 def before_each_update(site: Site, do: Callable[[], object]) -> None:
     """Something happens to the files of a run while it trains."""
-    honest = AdamW.update
+    honest = Mixture.update
 
     def update(*arguments: object, **options: object) -> object:
         do()
         return honest(*arguments, **options)  # type: ignore[arg-type]
 
-    site.patch.setattr(AdamW, "update", update)
+    site.patch.setattr(Mixture, "update", update)
 
 
 def children() -> list[int]:

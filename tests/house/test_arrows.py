@@ -25,15 +25,18 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "plan": {"comm.axes", "schedules"},
     "config": set(),
     # first floor
-    "model": {"comm", "kernels", "plan.heads", "plan.model"},
+    "model": {"comm", "kernels", "plan.heads", "plan.matrices", "plan.model"},
     # second floor: never the model, and each other only where named
-    "zero": {"comm", "kernels", "optim", "plan.placements"},
-    "optim": {"comm", "kernels", "zero.placement", "zero.unit"},
+    "zero": {"comm", "kernels", "optim", "plan.matrices", "plan.optimizers", "plan.placements"},
+    "optim": {
+        *("comm", "kernels", "plan.matrices", "plan.optimizers", "plan.placements"),
+        *("zero.layout", "zero.placement", "zero.unit"),
+    },
     "memory": {"comm", "zero.gradients"},
     "pipeline": {"comm", "schedules"},
     "extensions": {"comm", "config", "kernels", "nvme.opening", "zero"},  # of zero, which the registry alone knows
     # third floor
-    "checkpoint": {"comm", "plan.placements", "zero.layout", "zero.unit"},
+    "checkpoint": {"comm", "optim.optimizer", "plan.placements", "zero.layout", "zero.unit"},
     "data": set(),
     "observe": {"comm", "zero.unit"},
     # a run, from its step to its folder
@@ -65,7 +68,10 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     "run": EVERYTHING,
     # ZeRO for modules of others
-    "library": {"checkpoint", "comm", "kernels", "launcher", "observe.unit_table", "optim", "zero"},
+    "library": {
+        *("checkpoint", "comm", "kernels", "launcher", "observe.unit_table", "optim"),
+        *("plan.matrices", "plan.optimizers", "zero"),
+    },
     # what no run imports
     "tools": EVERYTHING,
     "__main__": EVERYTHING,

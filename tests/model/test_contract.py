@@ -14,7 +14,6 @@ from megazero.builders.units import resources_of
 from megazero.comm.grid import Axis, single
 from megazero.comm.ledger import Ledger
 from megazero.comm.regions import Region
-from megazero.config.schema import Optimizer
 from megazero.kernels.operations import REFERENCE
 from megazero.model import contract
 from megazero.model.batch_context import BatchContext
@@ -22,6 +21,8 @@ from megazero.model.embedding import Lookup
 from megazero.model.linear import ColumnProducts
 from megazero.model.parameter import declaration_of, declare
 from megazero.model.tape import apply
+from megazero.optim.elements import Settings
+from megazero.optim.groups import Groups
 from megazero.zero.placement import STAGES, Precision, UnitAxes
 from tests.model.small import GPT, LLAMA, batch, make, step_of
 
@@ -90,7 +91,9 @@ def test_a_model_of_a_few_lines_trains_one_step(stage: int) -> None:
         axes=lambda unit: UnitAxes(Axis("shard"), Axis("tensor"), STAGES[stage]),
         grid=single(),
         resources=resources_of(Precision(torch.float64, torch.float64), CPU, Ledger()),
-        optimizer=Optimizer(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, clip=0.0),
+        groups=Groups("adamw", 0.1),
+        settings=Settings((0.9, 0.999)),
+        clip=0.0,
         tokens_per_step=ROWS * GPT.seq_len,
         update_ops=REFERENCE,
     )

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from megazero.comm.grid import Grid
 from megazero.kernels.select import choose
-from megazero.optim.clip import clip_factor
 from megazero.plan.job import Job
 from megazero.plan.model import Shape
-from megazero.tools.certify.rank import reduced_gradients
+from megazero.tools.certify.rank import reduced_gradients, whole_gradients
 from megazero.tools.certify.tolerances import difference
 from megazero.tools.convert.proof import widened
 from megazero.zero.placement import Precision
@@ -101,10 +100,9 @@ def after_a_step(grid: Grid, job: Job, shape: Shape, precision: Precision) -> Tr
     rank.passes(0)
     rank.engine.finish_step(lr=0.1)
     initial = rank.weights()
-    done = rank.step(1)
-    clipped = clip_factor(done.grad_norm, rank.engine.clip)
-    named = reduced_gradients(rank.engine, done.applied, clipped)
-    gradients = {name: value.clone() for name, value in named}
+    with reduced_gradients(rank.engine) as reduced:
+        done = rank.step(1)
+    gradients = {name: value.clone() for name, value in whole_gradients(reduced, done.mean)}
     return Trained([done.loss.item()], [done.grad_norm.item()], initial, gradients, rank.weights())
 
 

@@ -15,7 +15,7 @@ from megazero.plan.activations import kept_by_block, kept_input
 from megazero.plan.bubble import bubble_of
 from megazero.plan.compute import Compute, PassTimes
 from megazero.plan.job import Job
-from megazero.plan.layers import block_parameters, parameters
+from megazero.plan.layers import Weight, block_parameters, parameters
 from megazero.plan.machines import MACHINES
 from megazero.plan.model import Shape
 from megazero.plan.states import Bytes, UnitSize, states
@@ -64,14 +64,16 @@ def test_model_states_of_zero() -> None:
     cells = list(table_1())
     for ranks, model, stage, _, printed in cells:
         parameters = int(float(model[:-1]) * {"B": 10**9, "T": 10**12}[model[-1]])
-        ours = states(UnitSize("all", (parameters,)).padded(ranks) // ranks, ranks, PAPER[stage], Bytes(2, 2, 4))
+        ours = states(
+            UnitSize("all", (Weight("all", parameters),)).padded(ranks) // ranks, ranks, PAPER[stage], Bytes(2, 2, 4)
+        )
         assert agrees(sum(ours.values()) / 1e9, printed), (ranks, model, stage)
     assert len(cells) == 54
 
 
 def test_the_largest_models_of_zero() -> None:
     """Table 2: what 32 GB hold, 64 ranks of the data axis, cells as the paper rounds them."""
-    one = UnitSize("all", (10**9,)).padded(64) // 64
+    one = UnitSize("all", (Weight("all", 10**9),)).padded(64) // 64
     stages = {"baseline": 0, "P_os": 1, "P_os+g": 2, "P_os+g+p": 3}
     each = {name: sum(states(one, 64, stage, Bytes(2, 2, 4)).values()) / 1e9 for name, stage in stages.items()}
     for row in table("zero_table_2"):

@@ -34,7 +34,7 @@ def state(trainer: Trainer) -> list[Tensor]:
     engine = trainer.engine
     tensors = [unit.resting.parameters.values for unit in engine.units] + [unit.masters for unit in engine.units]
     for unit in engine.units:
-        tensors += [*engine.optimizer.state[unit].values(), *engine.optimizer.steps(unit)]
+        tensors += [*engine.optimizer.runs(unit)[0].state.values(), *engine.optimizer.steps(unit)]
     bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}
     return [tensor.view(bits[tensor.element_size()]).clone() for tensor in tensors]
 

@@ -9,13 +9,15 @@ from megazero.builders.assemble import build_engine
 from megazero.builders.units import resources_of
 from megazero.comm.grid import Axis, single
 from megazero.comm.ledger import Ledger
-from megazero.config.schema import Optimizer
 from megazero.kernels.operations import REFERENCE
 from megazero.kernels.select import choose
 from megazero.model.parameter import declaration_of
 from megazero.model.transformer import Transformer
-from megazero.optim.adamw import AdamW
 from megazero.optim.clip import clip_factor
+from megazero.optim.elements import Settings
+from megazero.optim.groups import Groups
+from megazero.optim.mixture import Mixture
+from megazero.plan.optimizers import Optimizers
 from megazero.tools.certify.tolerances import WEIGHTS_FP32, WEIGHTS_FP64, weight_differences
 from megazero.zero.engine import Engine
 from megazero.zero.layout import Entry, Group, lay_out
@@ -34,7 +36,6 @@ PADDED = replace(GPT, hidden=36, ffn=100)  # no unit is a multiple of 16 element
 def engine_of(shape, dtype: torch.dtype, *, clip: float, rows: int, kernels: str = "reference"):
     ops = choose(kernels, CPU, dtype)
     model = Transformer(shape, seed=0, tensor=Axis("tensor"), sequence=False, ops=ops)
-    adam = Optimizer(betas=BETAS, eps=EPS, weight_decay=DECAY, clip=clip)
     return model, build_engine(
         model,
         [range(len(model.layers))],
@@ -42,7 +43,9 @@ def engine_of(shape, dtype: torch.dtype, *, clip: float, rows: int, kernels: str
         axes=lambda unit: ALONE,
         grid=single(),
         resources=resources_of(Precision(dtype, dtype), CPU, Ledger(), ops=ops),
-        optimizer=adam,
+        groups=Groups("adamw", DECAY),
+        settings=Settings(BETAS, EPS),
+        clip=clip,
         tokens_per_step=rows * shape.seq_len,
         update_ops=ops,
     )
@@ -92,7 +95,7 @@ def state(engine: Engine) -> list[torch.Tensor]:
     """Everything an update may change."""
     tensors = [unit.resting.parameters.values for unit in engine.units]
     for unit in engine.units:
-        tensors += [*engine.optimizer.state[unit].values(), *engine.optimizer.steps(unit)]
+        tensors += [*engine.optimizer.runs(unit)[0].state.values(), *engine.optimizer.steps(unit)]
     return [tensor.clone() for tensor in tensors]
 
 
@@ -167,11 +170,11 @@ def test_the_optimizer_does_not_depend_on_how_units_are_cut() -> None:
     for cuts in ([5008], [16, 32, 960, 4000], [2496, 2512]):
         units = []
         for number, piece in enumerate(values.split(cuts)):
-            layout = lay_out(str(number), [Entry(f"p{number}", (len(piece),), Group(decay=True), split=True)])
+            layout = lay_out(str(number), [Entry(f"p{number}", (len(piece),), Group(decay=DECAY), split=True)])
             unit = Unit(layout, ALONE, resources_of(Precision(), CPU, Ledger()))
             unit.resting.parameters.values.copy_(piece)
             units.append(unit)
-        optimizer = AdamW(units, betas=BETAS, eps=EPS, weight_decay=DECAY, bucket=1 << 20, ops=REFERENCE)
+        optimizer = Mixture(units, Optimizers(), Settings(BETAS, EPS), bucket=1 << 20, ops=REFERENCE)
         for grad in grads:
             for unit, piece in zip(units, grad.split(cuts), strict=True):
                 unit.resting.gradients.values.copy_(piece)

@@ -99,7 +99,9 @@ def everything(rank: Rank) -> list[torch.Tensor]:
     """All that an update may change."""
     engine = rank.engine
     kept = [
-        t for u in engine.units for t in (u.resting.parameters.values, u.masters, *engine.optimizer.state[u].values())
+        t
+        for u in engine.units
+        for t in (u.resting.parameters.values, u.masters, *engine.optimizer.runs(u)[0].state.values())
     ]
     return [t.clone() for t in kept + [step for u in engine.units for step in engine.optimizer.steps(u)]]
 

@@ -16,6 +16,7 @@ from megazero.comm.ledger import Ledger
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.kernels.select import choose
 from megazero.model.transformer import Transformer
+from megazero.optim.groups import Groups
 from megazero.plan.placements import ALIGNMENT
 from megazero.zero.gradients import DeliveryCounter, GradientAccumulator
 from megazero.zero.layout import Entry, Group, lay_out
@@ -28,7 +29,7 @@ KINDS = [(True, True, False), (False, True, False), (False, False, False), (Fals
 # (decay, split, partial): what decays is a matrix, and split
 entries = st.lists(
     st.builds(
-        lambda name, shape, kind: Entry(name, shape, Group(kind[0]), kind[1], partial=kind[2]),
+        lambda name, shape, kind: Entry(name, shape, Group(float(kind[0])), kind[1], partial=kind[2]),
         st.uuids().map(str),
         st.tuples(st.integers(1, 9), st.integers(1, 9)),
         st.sampled_from(KINDS),
@@ -65,7 +66,7 @@ def built(shape, dtype=torch.float64):
     names = [name for name, _ in model.units()]
     precision = Precision(dtype, dtype)
     resources = resources_of(precision, CPU, ledger)
-    return model, build_units(model, names, seed=0, axes=lambda unit: axes, resources=resources)
+    return model, build_units(model, names, Groups("adamw", 0.1), seed=0, axes=lambda unit: axes, resources=resources)
 
 
 def test_the_model_lives_in_the_units_memory() -> None:
@@ -207,7 +208,7 @@ class Calls(TorchDispatchMode):
 
 def test_a_buffer_that_has_been_seen_needs_no_new_views() -> None:
     """Of a unit in stage 3 with two parts: the second time parameters and gradients are shown without slicing."""
-    layout = lay_out("unit", [Entry("a", (4, 8), Group(decay=True), True), Entry("b", (32,), Group(decay=True), True)])
+    layout = lay_out("unit", [Entry("a", (4, 8), Group(decay=0.1), True), Entry("b", (32,), Group(decay=0.1), True)])
     shard = Axis("shard", 2)
     resources = resources_of(Precision(), CPU, Ledger())
     unit = Unit(layout, UnitAxes(shard, Axis("tensor"), STAGES[3]), resources)
@@ -233,7 +234,7 @@ def test_a_buffer_that_has_been_seen_needs_no_new_views() -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_padding_is_cleared_before_gradients_are_reduced(stage: int) -> None:
     """Also of memory that is there from the beginning: a quantised block that was not finite may have been in it."""
-    layout = lay_out("unit", [Entry("a", (5,), Group(decay=True), True), Entry("b", (3,), Group(decay=False), True)])
+    layout = lay_out("unit", [Entry("a", (5,), Group(decay=0.1), True), Entry("b", (3,), Group(decay=0.0), True)])
     resources = resources_of(Precision(), CPU, Ledger())
     unit = Unit(layout, UnitAxes(Axis("shard", 2), Axis("tensor"), STAGES[stage]), resources)
     resources.partials.give(torch.full((unit.numel,), torch.nan))

@@ -143,8 +143,8 @@ def versions(grid: Grid, layout: Job) -> list[list[set[int]]]:
         rank.step(step)
     engine = rank.engine
     disks: Any = engine.units[0].resting.paged
-    state = engine.optimizer.state
-    return [[*map(disks.versions, (unit.masters, *state[unit].values()))] for unit in engine.units]
+    states = {unit: engine.optimizer.runs(unit)[0].state.values() for unit in engine.units}
+    return [[*map(disks.versions, (unit.masters, *states[unit]))] for unit in engine.units]
 
 
 def test_a_skipped_update_touches_no_disk() -> None:

@@ -64,7 +64,7 @@ def left(rank: Rank) -> dict[str, Tensor]:
     rank.engine.flush_delayed()
     found = rank.weights()
     for unit in rank.engine.units:
-        for name, values in rank.engine.optimizer.state[unit].items():
+        for name, values in rank.engine.optimizer.runs(unit)[0].state.items():
             found |= {} if values.is_meta else {f"{unit.name} {name}": values.clone()}
         found |= {f"{unit.name} {n}": step.clone() for n, step in enumerate(rank.engine.optimizer.steps(unit))}
     return found

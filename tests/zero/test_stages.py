@@ -193,7 +193,7 @@ def many_steps(
                 u.resting.parameters.values,
                 u.resting.gradients.values,
                 u.masters,
-                *rank.engine.optimizer.state[u].values(),
+                *rank.engine.optimizer.runs(u)[0].state.values(),
             )
         ]
         return {tensor.untyped_storage().data_ptr() for tensor in free + kept}

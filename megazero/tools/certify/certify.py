@@ -157,6 +157,11 @@ def certify(config: Config, layouts: Sequence[Job], steps: int) -> Iterator[Row]
 def tolerance_for(config: Config, layout: Job | None = None) -> Tolerance:
     """Return the tolerances of a layout; None: those of layouts that send nothing as integers."""
     job = layout or alone_of(config)
-    bits = {"parameter_bits": job.parameter_bits, "gradient_bits": job.gradient_bits}
     summed = layout is None or layout.ranks > 1  # one process sums nothing
-    return tolerance_of(config.precision.dtype, reduced=summed and job.bytes.summed < job.bytes.gradient, **bits)
+    return tolerance_of(
+        config.precision.dtype,
+        reduced=summed and job.bytes.summed < job.bytes.gradient,
+        parameter_bits=job.parameter_bits,
+        gradient_bits=job.gradient_bits,
+        optimizers=job.optimizers.names,
+    )

@@ -5,7 +5,7 @@
     computed     losses, gradient norms, the first step's gradients, the weights before and after each step
     held once    the ranks would save every element of every parameter exactly once
     replicas     the weights that every rank computes with are those that would be saved, in its dtype
-    held         both moments of Adam, and the update (the weights after all steps minus the first ones, in the
+    held         the optimizers' state, and the update (the weights after all steps minus the first ones, in the
                  optimizer's precision): each parameter as a whole; and the size of the update of all matrices, and of
                  all vectors
     codes        values sent as integers (`codes.py`)
@@ -31,7 +31,7 @@ from megazero.tools.certify.tolerances import (
 
 Heads = tuple[int, int]  # the model's numbers of query heads and of key-value heads
 State = Mapping[str, Mapping[str, Tensor]]  # [kind of tensor][parameter], flat
-_KINDS = ("first", "weight", "exp_avg", "exp_avg_sq")
+_STATES = {"exp_avg": "first moment", "exp_avg_sq": "second moment", "momentum": "momentum"}
 _EARLIER = "earlier weights"  # no fault by themselves: they show where a weight began to differ
 _NOTED = {"initial": ("initial weights", "initial "), "gradient": ("first gradients", "gradient of ")}
 _ORDER = ("initial weights", "loss", "first gradients", "gradient norm", "later norms", _EARLIER, "weights")
@@ -156,7 +156,9 @@ def _computed(ranks: Sequence[Results], alone: Results, heads: Heads, tolerance:
             mine = {name: _in_place(part, theirs[name], rank.rows.get(name)) for name, part in rank.tensors(kind)}
             same = {name: theirs[name] for name in mine}
             measure, what = _NOTED.get(kind, ("weights" if step == last else _EARLIER, "weight "))
-            for name, apart in weight_differences(mine, same, heads=heads[0], kv_heads=heads[1]).items():
+            signs = tolerance.signs and kind.startswith("weight")
+            differences = weight_differences(mine, same, heads=heads[0], kv_heads=heads[1], signs=signs)
+            for name, apart in differences.items():
                 yield found(measure, apart, what + name, step, number, name)
 
 
@@ -227,14 +229,14 @@ def stale_replica(ranks: Sequence[Results], weights: Mapping[str, Tensor]) -> st
 
 def _assembled(ranks: Sequence[Results]) -> State:
     """Assemble the states of all ranks into whole tensors; each element must be held once."""
-    state: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
+    state: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("first", "weight", *_STATES)}
     for rank in ranks:
         for number, (name, start, stop) in enumerate(rank.held):
-            for kind in _KINDS:
-                part = rank.stored[f"{kind}/{number}"]
-                whole = state[kind].setdefault(name, part.new_empty(math.prod(rank.shapes[name])))
-                whole[start:stop] = part
-    wide = {kind: {name: value.double() for name, value in state[kind].items()} for kind in _KINDS}
+            for kind in state:
+                if (part := rank.stored.get(f"{kind}/{number}")) is not None:
+                    whole = state[kind].setdefault(name, part.new_empty(math.prod(rank.shapes[name])))
+                    whole[start:stop] = part
+    wide = {kind: {name: value.double() for name, value in state[kind].items()} for kind in state}
     wide["update"] = {name: value - wide["first"][name] for name, value in wide["weight"].items()}
     return {**wide, "weight": state["weight"]}
 
@@ -243,11 +245,15 @@ def _held(
     mine: State, theirs: State, shapes: Mapping[str, Sequence[int]], heads: Heads, tolerance: Tolerance
 ) -> Iterator[Difference]:
     """Yield the differences of the moments and the update of each parameter, then of the sizes of all updates."""
-    for kind, measure in {"exp_avg": "first moment", "exp_avg_sq": "second moment", "update": "update"}.items():
-        for name, apart in state_distances(mine[kind], theirs[kind], heads=heads[0], kv_heads=heads[1]).items():
-            yield Difference(measure, apart, tolerance.states, f"after the last step: {measure} of {name}")
+    for kind, measure in {**_STATES, "update": "update"}.items():
+        most = tolerance.states if kind != "update" or tolerance.updates is None else tolerance.updates
+        signs = tolerance.signs and kind == "update"
+        distances = state_distances(mine[kind], theirs[kind], heads=heads[0], kv_heads=heads[1], signs=signs)
+        for name, apart in distances.items():
+            yield Difference(measure, apart, most, f"after the last step: {measure} of {name}")
     for what, dims in (("matrices", 2), ("vectors", 1)):
         names = [name for name, shape in shapes.items() if len(shape) == dims]
+        names = [name for name in names if not (tolerance.signs and name.endswith("attention.qkv.bias"))]
         if names:
             a, b = ([state["update"][name] for name in names] for state in (mine, theirs))
             where = f"after the last step: size of the updates of all {what}"

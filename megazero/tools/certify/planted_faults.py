@@ -20,7 +20,7 @@ from megazero.kernels.reference import scales_of
 from megazero.memory.partition import PartitionedStore
 from megazero.memory.recompute import Recomputed
 from megazero.model.block import Block
-from megazero.optim.adamw import AdamW
+from megazero.optim.mixture import Mixture
 from megazero.plan.job import Job
 from megazero.plan.states import units_of
 from megazero.tools.certify.fault import (
@@ -58,10 +58,13 @@ def _of_one_rank(plant: Plant) -> Plant:
 
 
 def _pieces(change: Callable[[Any], dict[str, float]]) -> Plant:
-    """Return the fault that gives each piece (elements that AdamW updates at once) the settings `change(piece)`."""
+    """Return the fault that gives each piece (elements that are updated at once) the settings `change(its group)`."""
 
     def of_all(of: dict[Unit, list[Any]]) -> dict[Unit, list[Any]]:
-        return {unit: [replace(each, **change(each)) for each in pieces] for unit, pieces in of.items()}
+        for pieces in of.values():
+            for each in pieces:
+                object.__setattr__(each, "group", replace(each.group, **change(each.group)))
+        return of
 
     return changed(itself, f"{_ADAM}._pieces", of_all)
 
@@ -77,12 +80,12 @@ def _late_bias_correction(rig: Rig) -> None:
             step.fill_(1)
 
 
-def _count_skip(adam: AdamW, unit: Unit, *, skip: Tensor, **how: Any) -> None:
+def _count_skip(adam: Mixture, unit: Unit, *, skip: Tensor, **how: Any) -> None:
     for step in adam.steps(unit):
         step += skip
 
 
-def _update_but_norms(adam: AdamW, update: Callable[..., None], unit: Unit, **how: Any) -> None:
+def _update_but_norms(adam: Mixture, update: Callable[..., None], unit: Unit, **how: Any) -> None:
     kept = unit.masters.clone()
     update(unit, **how)
     for interval in unit.layout.intervals:
@@ -92,7 +95,7 @@ def _update_but_norms(adam: AdamW, update: Callable[..., None], unit: Unit, **ho
     unit.resting.round_masters()
 
 
-def _update_but_block(adam: AdamW, update: Callable[..., None], unit: Unit, **how: Any) -> None:
+def _update_but_block(adam: Mixture, update: Callable[..., None], unit: Unit, **how: Any) -> None:
     if unit.layout.name != "blocks.0":
         update(unit, **how)
 
@@ -217,9 +220,9 @@ def _shorter(holding: ShardState) -> list[Any]:
     return [replace(first, stop=first.stop - 1), *rest]
 
 
-_NO_DECAY, _OTHER_DECAY = _pieces(lambda piece: {"decay": 0.0}), _pieces(lambda piece: {"decay": DECAY - piece.decay})
-_ONE_RATE = _pieces(lambda piece: {"lr_factor": 1.0})
-_LOOSE_CLIP = changed(itself, "built.engine.clip", lambda clip: 3 * clip)
+_NO_DECAY, _OTHER_DECAY = _pieces(lambda group: {"decay": 0.0}), _pieces(lambda group: {"decay": DECAY - group.decay})
+_ONE_RATE = _pieces(lambda group: {"lr_factor": 1.0})
+_LOOSE_CLIP = changed(itself, "built.engine.clips", lambda clips: [3 * clip for clip in clips])
 _FASTER = instead(itself, _UPDATE, lambda adam, update, unit, *, lr, **how: update(unit, lr=1.02 * lr, **how))
 _FROZEN_NORMS = instead(itself, _UPDATE, _update_but_norms)
 _NO_UPDATE = _of_one_rank(instead(itself, _UPDATE, _update_but_block))

@@ -1,10 +1,11 @@
 """Record the results of one rank in a few steps of training, in a file for comparison."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 import xxhash
@@ -14,9 +15,9 @@ from torch import Tensor
 from megazero.builders.assemble import Built
 from megazero.comm.collectives import all_gather
 from megazero.model.parameter import declarations_by_name
-from megazero.optim.clip import clip_factor
 from megazero.zero.engine import Engine
 from megazero.zero.placement import FlatBuffer, redistribute
+from megazero.zero.unit import Unit
 
 
 class Coded(TypedDict):
@@ -46,7 +47,7 @@ class Results:
         skips: for each step whether it changed nothing, and the loss scale after it; lists, as in JSON.
         rows: for each split parameter this rank's first row and number of rows, without padding.
         stored: this rank's parts of all tensors, under "initial/NAME", "gradient/NAME", "weight/STEP/NAME"; the pieces
-            that it would save are under "KIND/NUMBER": first (before training), weight, exp_avg, exp_avg_sq.
+            that it would save are under "KIND/NUMBER": first (before training), weight, and the optimizer's state.
         held: (parameter, first element, one past the last) of the piece of each NUMBER.
         shapes: the whole shape of every parameter of the model.
         data_rank: number of the rank on the data axis.
@@ -98,13 +99,12 @@ def digest_of(tokens_S: Tensor, targets_S: Tensor, valid_S: Tensor) -> str:
 
 
 def record(
-    results: Results, built: Built, passes: Callable[[int], object], steps: int, lr: float, clip: float, overflow: int
+    results: Results, built: Built, passes: Callable[[int], object], steps: int, lr: float, overflow: int
 ) -> None:
     """Train, and record this rank's results; finish a delayed update after the last step.
 
     Args:
         passes: runs forward and backward of a step.
-        clip: the clip norm of the config.
         overflow: the step whose loss is scaled so that gradients overflow; -1: none.
     """
     engine, rows = built.engine, results.rows
@@ -122,10 +122,11 @@ def record(
         more = _MORE if step == overflow else 1.0
         engine.loss_scale.scale.mul_(more)
         passes(step)
-        done = engine.finish_step(lr)
+        with reduced_gradients(engine) if step == 0 else nullcontext({}) as reduced:
+            done = engine.finish_step(lr)
         engine.loss_scale.scale.div_(more)
         if step == 0:
-            note("gradient", reduced_gradients(engine, done.applied, clip_factor(done.grad_norm, clip)))
+            note("gradient", whole_gradients(reduced, done.mean))
         if step + 1 == steps:
             engine.flush_delayed()
         note(f"weight/{step}", parameters_as_they_rest(engine))
@@ -146,17 +147,30 @@ def parameters_as_they_rest(engine: Engine) -> Iterator[tuple[str, Tensor]]:
             yield interval.name, whole.values[interval.start : interval.stop].view(interval.shape)
 
 
-def reduced_gradients(engine: Engine, applied: Tensor, clipped: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield this tensor rank's part of the reduced gradients after an update, without its clip factor.
+@contextmanager
+def reduced_gradients(engine: Engine) -> Iterator[dict[Unit, Tensor]]:
+    """Yield a dictionary that holds, after this context, each unit's reduced gradients before its update."""
+    honest, found = engine.optimizer.update, dict.fromkeys(engine.units, torch.empty(0))
+
+    def update(unit: Unit, **how: Any) -> None:
+        with unit.gradients.reduced_in_memory() as own:
+            found[unit] = own.clone()
+        honest(unit, **how)
+
+    vars(engine.optimizer)["update"] = update
+    yield found
+    for unit in engine.units:
+        unit.gradients.wait()  # until an update under way has ended
+    vars(engine.optimizer)["update"] = honest
+
+
+def whole_gradients(reduced: Mapping[Unit, Tensor], mean: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield this tensor rank's part of the gradient of the mean loss, before clipping.
 
     Args:
-        applied: factor by which the update multiplied gradients in memory; gradients on disks are unchanged.
-        clipped: the clip factor, which is part of `applied`.
+        mean: the factor of reduced gradients.
     """
-    for unit in engine.units:
-        unit.gradients.wait()  # an update under way changes offloaded gradients
-        factor = clipped / applied if unit.gradients.reduced.is_meta else clipped
-        with unit.gradients.reduced_in_memory() as own:
-            flat = own if len(own) == unit.numel else all_gather(own.contiguous(), unit.axes.shard, "examination")
-            for interval in unit.layout.intervals:
-                yield interval.name, flat[interval.start : interval.stop].view(interval.shape) / factor.to(flat.device)
+    for unit, own in reduced.items():
+        flat = own if len(own) == unit.numel else all_gather(own.contiguous(), unit.axes.shard, "examination")
+        for interval in unit.layout.intervals:
+            yield interval.name, flat[interval.start : interval.stop].view(interval.shape) * mean.to(flat.device)

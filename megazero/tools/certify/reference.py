@@ -2,7 +2,8 @@
 
 Every layout and the one process run the same model, optimizer, clipping and quantisation, so a fault in these is equal
 on both sides of a comparison. This file imports nothing of them. It is plain torch in fp64: forward (`plain_model.py`)
-and AdamW written from the papers (`torch.optim` would import a compiler in every rank), autograd, and torch's clipping.
+and optimizers written from the papers (`plain_optimizers.py`; `torch.optim` would import a compiler in every rank), and
+autograd.
 It shares the random numbers (`kernels/counter.py`, with vectors in docs/numerics.md) and the text, which it reads as
 tokens with each token's document number.
 
@@ -25,8 +26,8 @@ from megazero.config.schema import Config
 from megazero.data.mixture import Mixture
 from megazero.kernels import counter
 from megazero.tools.certify.plain_model import Text, initial, losses
+from megazero.tools.certify.plain_optimizers import KINDS, chosen, clip_factors, update
 from megazero.tools.certify.rank import OVERFLOW, SCALE, Results, digest_of
-from megazero.tools.certify.tolerances import BETAS, CLIP, DECAY, LR, VECTORS
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _BLOCK = 256  # values that share a scale
@@ -60,8 +61,8 @@ def follow(config: Config, mixture: Mixture, steps: int, *, late: bool) -> Resul
     masters = {name: value.to(wide).double() for name, value in initial(config).items()}
     first = {name: value.clone().flatten() for name, value in masters.items()}
     results = Results([], [], {}, {}, shapes={name: list(value.shape) for name, value in masters.items()})
-    moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in masters.items()}
-    updates = 0
+    o, updates = config.optimizer, 0
+    state = {n: {kind: torch.zeros_like(v) for kind in KINDS[chosen(n, v, o)]} for n, v in masters.items()}
 
     def rounded() -> dict[str, Tensor]:
         return {name: value.clone().to(dtype) for name, value in masters.items()}
@@ -79,7 +80,9 @@ def follow(config: Config, mixture: Mixture, steps: int, *, late: bool) -> Resul
             value.grad = seen[name].grad
         if step == 0:
             note("gradient", {name: value.grad for name, value in masters.items() if value.grad is not None})
-        norm = torch.nn.utils.clip_grad_norm_(masters.values(), CLIP).item()
+        gradients = {name: value.grad for name, value in masters.items() if value.grad is not None}
+        norm = torch.nn.utils.get_total_norm(gradients.values()).item()
+        factors = clip_factors(gradients, o)
         published = rounded()  # the next forward uses these if updates are late
         skipped = dtype == torch.float16 and step == OVERFLOW
         if skipped:
@@ -87,7 +90,8 @@ def follow(config: Config, mixture: Mixture, steps: int, *, late: bool) -> Resul
         else:
             updates += 1
             for name, value in masters.items():
-                _adamw(value, *moments[name], updates, config.optimizer.eps, decays=_decays(name, value))
+                gradient = gradients[name] * factors[name]
+                update(name, value, gradient, state[name], updates, o, config.model, bf16=dtype == torch.bfloat16)
                 value.copy_(value.to(wide))
         if not late or step + 1 == steps:
             published = rounded()
@@ -99,30 +103,9 @@ def follow(config: Config, mixture: Mixture, steps: int, *, late: bool) -> Resul
         results.samples.append([(id_, digest_of(*row)) for id_, *row in rows])
     for number, (name, value) in enumerate(masters.items()):
         results.held.append((name, 0, value.numel()))
-        kept = {"first": first[name], "weight": value, "exp_avg": moments[name][0], "exp_avg_sq": moments[name][1]}
+        kept = {"first": first[name], "weight": value, **state[name]}
         results.stored.update({f"{kind}/{number}": each.flatten().clone() for kind, each in kept.items()})
     return results
-
-
-def _decays(name: str, value: Tensor) -> bool:
-    """Return whether a parameter has weight decay: matrices have, except learned positions."""
-    return value.dim() == 2 and "positions" not in name
-
-
-def _adamw(weight: Tensor, first: Tensor, second: Tensor, updates: int, eps: float, *, decays: bool) -> None:
-    """Update a weight and its moments by its gradient (Kingma and Ba 2015; Loshchilov and Hutter 2019).
-
-    Args:
-        updates: number of updates, this one included.
-        decays: apply weight decay; if False, there is none, and the learning rate is `VECTORS` times LR.
-    """
-    assert weight.grad is not None, "backward has reached every parameter"
-    rate = LR * (1.0 if decays else VECTORS)
-    first.copy_(BETAS[0] * first + (1 - BETAS[0]) * weight.grad)
-    second.copy_(BETAS[1] * second + (1 - BETAS[1]) * weight.grad**2)
-    size = (second / (1 - BETAS[1] ** updates)).sqrt() + eps
-    weight *= 1 - rate * (DECAY if decays else 0.0)
-    weight -= rate * first / (1 - BETAS[0] ** updates) / size
 
 
 def _backward(seen: Mapping[str, Tensor], config: Config, text: Text, step: int) -> float:

@@ -64,8 +64,8 @@ The certificate trains with its own settings, so that an error in one of them ex
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -100,26 +100,33 @@ def difference(a: Tensor | Sequence[float], b: Tensor | Sequence[float]) -> floa
 
 
 def weight_differences(
-    a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, heads: int, kv_heads: int
+    a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, heads: int, kv_heads: int, signs: bool = False
 ) -> dict[str, float]:
     """Return `difference` of each weight (or gradient), with key bias rows on the scale of the QKV weight.
+
+    With `signs` these rows are not compared.
 
     Softmax does not depend on a constant added to every score, so the key bias has a mathematically zero gradient: its
     computed gradient is rounding noise, which Adam divides by its own size.
     """
 
     def noise(mine: Tensor, theirs: Tensor, weight: Tensor) -> float:
-        return float((mine - theirs).abs().max() / weight.abs().max())
+        return 0.0 if signs else float((mine - theirs).abs().max() / weight.abs().max())
 
     return _by_parameter(a, b, heads, kv_heads, difference, noise)
 
 
-def state_distances(a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, heads: int, kv_heads: int) -> dict[str, float]:
-    """Return |a - b| / |b| of each flat moment or update, with key bias rows on the scale of the QKV weight."""
+def state_distances(
+    a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, heads: int, kv_heads: int, signs: bool = False
+) -> dict[str, float]:
+    """Return |a - b| / |b| of each flat moment or update, with key bias rows on the scale of the QKV weight.
+
+    With `signs` these rows are not compared.
+    """
 
     def noise(mine: Tensor, theirs: Tensor, weight: Tensor) -> float:
         typical = weight.norm() * math.sqrt(mine.numel() / weight.numel())
-        return _ratio((mine - theirs).norm(), typical)
+        return 0.0 if signs else _ratio((mine - theirs).norm(), typical)
 
     return _by_parameter(a, b, heads, kv_heads, _distance, noise)
 
@@ -146,7 +153,8 @@ def _by_parameter(
         mine, theirs = (tensors[name].view(kv_heads, heads // kv_heads + 2, -1) for tensors in (a, b))
         others = [index for index in range(mine.shape[1]) if index != mine.shape[1] - 2]
         own = measure(mine[:, others], theirs[:, others])
-        found[name] = max(own, noise(mine[:, -2], theirs[:, -2], b[name.replace("bias", "weight")]))
+        scale = b.get(name.replace("bias", "weight"), theirs)  # a weight of another optimizer has no such state
+        found[name] = max(own, noise(mine[:, -2], theirs[:, -2], scale))
     return found
 
 
@@ -173,6 +181,8 @@ class Tolerance:
         weights: for weights, and for every number computed from updated weights.
         states: for moments and updates, each parameter as a whole.
         sizes: for the size of the update of all matrices, and of all vectors.
+        updates: for updates, if not as for moments.
+        signs: an optimizer takes signs of gradients, also of the noise in key biases, which are not compared then.
     """
 
     loss: float
@@ -181,6 +191,8 @@ class Tolerance:
     weights: float
     states: float
     sizes: float
+    updates: float | None = None
+    signs: bool = False
 
 
 REDUCED = Tolerance(2.0**-11, 2.0**-9, 2.0**-5, math.inf, 2.0**-6, 2.0**-10)
@@ -192,7 +204,12 @@ PARAMETER_CODES = {8: Tolerance(2.0**-8, 2.0**-5, 2.0**-3, math.inf, 2.0**-3, 2.
 
 
 def tolerance_of(
-    dtype: str, *, reduced: bool = False, parameter_bits: int | None = None, gradient_bits: int | None = None
+    dtype: str,
+    *,
+    reduced: bool = False,
+    parameter_bits: int | None = None,
+    gradient_bits: int | None = None,
+    optimizers: Collection[str] = ("adamw",),
 ) -> Tolerance:
     """Return the tolerances of a dtype.
 
@@ -201,6 +218,8 @@ def tolerance_of(
     Args:
         reduced: gradients are summed over ranks in 16 bits, and wider otherwise; this adds `REDUCED`.
         parameter_bits, gradient_bits: bits of values sent between shard ranks as integers; these add their tolerances.
+        optimizers: the names of the optimizers. The size of Muon's and Lion's updates does not depend on that of their
+            gradients, so where gradients have errors of whole numbers of steps, their updates have no tolerance.
     """
     own = {
         "fp64": Tolerance(LOSS_FP64, GRADIENT_FP64, GRADIENT_FP64, WEIGHTS_FP64, WEIGHTS_FP64, WEIGHTS_FP64),
@@ -211,4 +230,9 @@ def tolerance_of(
     more = [REDUCED] * reduced
     more += [PARAMETER_CODES[parameter_bits]] if parameter_bits else []
     more += [GRADIENT_CODES[gradient_bits]] if gradient_bits else []
-    return Tolerance(*map(sum, zip(*(astuple(each) for each in (own, *more)), strict=True)))
+    numbers = (astuple(each)[:6] for each in (own, *more))
+    loss, norm, gradients, weights, states, sizes = map(sum, zip(*numbers, strict=True))
+    found = Tolerance(loss, norm, gradients, weights, states, sizes)
+    steep = not {"muon", "lion"}.isdisjoint(optimizers)
+    found = replace(found, sizes=math.inf, updates=math.inf) if more and steep else found
+    return replace(found, signs="lion" in optimizers)

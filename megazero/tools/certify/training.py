@@ -1,29 +1,27 @@
 """Train one rank with the certificate's own settings, and keep everything that is compared."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.builders.assemble import DTYPES, Built, StageInputs, bucket_of, build, feeds_of, grid_of
+from megazero.builders.assemble import DTYPES, Built, StageInputs, build, feeds_of, grid_of
 from megazero.builders.job import changed
 from megazero.builders.pipeline import model_shape
 from megazero.checkpoint.pieces import Piece, ShardState
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid
 from megazero.comm.host import Host
-from megazero.config.schema import Config
+from megazero.config.schema import Config, OptimizerGroup
 from megazero.config.stages import Course, Part
 from megazero.data.batch import MicroBatch
 from megazero.data.windows import WindowTokens
 from megazero.extensions.homes import HOMES
-from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
 from megazero.launcher.world import World
 from megazero.model.parameter import whole_shapes
-from megazero.optim.adamw import AdamW
 from megazero.plan.layers import parameters
 from megazero.run.build import loader_of
 from megazero.run.checkpointing import holdings_of
@@ -33,7 +31,6 @@ from megazero.tools.certify.codes import record_codes
 from megazero.tools.certify.rank import OVERFLOW, Results, digest_of, record
 from megazero.tools.certify.reference import follow
 from megazero.tools.certify.tolerances import BETAS, CLIP, DECAY, LR, VECTORS, eps_of
-from megazero.zero.engine import Engine
 
 
 @dataclass
@@ -63,7 +60,9 @@ def nothing(rig: Rig) -> None:
 def settings(config: Config) -> Config:
     """Return the config with the certificate's optimizer settings (`tools/certify/tolerances.py` has the reasons)."""
     eps = eps_of(parameters(model_shape(config)))
-    chosen = {"lr": LR, "betas": BETAS, "eps": eps, "weight_decay": DECAY, "clip": CLIP}
+    slow = [OptimizerGroup(match=match, lr_factor=VECTORS) for match in ("*norm.weight", "*bias", "*positions.weight")]
+    groups = (*(config.optimizer.groups or ()), *slow)  # the first match counts
+    chosen = {"lr": LR, "betas": BETAS, "eps": eps, "weight_decay": DECAY, "clip": CLIP, "groups": groups}
     return changed(config, {f"optimizer.{name}": value for name, value in chosen.items()})
 
 
@@ -79,7 +78,6 @@ def train_rank(comm: CommContext, world: World, config: Config, steps: int, plan
     ops = choose(config.precision.kernels, device, DTYPES[config.precision.dtype])
     disks = open_disks(HOMES, config, device, comm.ledger)
     built = build(config, grid, device, ops, host, homes={"nvme": disks} if disks else {})
-    _slow_vectors(built.engine, config, ops)
     data, first = _opened(config)
     loader = loader_of(first, data, grid["data"], device)
     feed = feeds_of(grid["tensor"], device, config.parallel.sequence)
@@ -123,16 +121,6 @@ def _with_more_ends(read: Callable[[int], WindowTokens]) -> Callable[[int], Wind
     return cut
 
 
-def _slow_vectors(engine: Engine, config: Config, ops: Operations) -> None:
-    """Give parameters without decay their own learning rate, as a user's parameter group may have."""
-    for unit in engine.units:
-        groups = [(replace(group, lr_factor=1.0 if group.decay else VECTORS), at) for group, at in unit.layout.groups]
-        unit.layout = replace(unit.layout, groups=tuple(groups))
-    o = config.optimizer
-    given = {"betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay, "bucket": bucket_of(config), "ops": ops}
-    engine.optimizer = AdamW(engine.units, **given)
-
-
 def _recorded(rig: Rig, config: Config, steps: int) -> Results:
     results = Results(shapes=whole_shapes(rig.built.model), data_rank=rig.grid["data"].rank)
 
@@ -149,7 +137,7 @@ def _recorded(rig: Rig, config: Config, steps: int) -> Results:
     before = [values["weight"].clone() for _, values in _held(rig)]
     record_codes(rig.built.engine.units, results)
     overflow = OVERFLOW if config.precision.dtype == "fp16" else -1
-    record(results, rig.built, passes, steps, config.optimizer.lr, config.optimizer.clip, overflow)
+    record(results, rig.built, passes, steps, config.optimizer.lr, overflow)
     for number, (first, (piece, values)) in enumerate(zip(before, _held(rig), strict=True)):
         results.held.append((piece.name, piece.start, piece.stop))
         for kind, value in {"first": first, **values}.items():

@@ -165,8 +165,9 @@ def two_steps(
         ledger.repeat(record.traffic, 1)
     ledger.hold("activations", steady.timeline.peak)
     ledger.hold("activations", -steady.timeline.peak)
-    planned = memory(job, pipeline.rank, fused=fuses(ops))
-    sent = traffic(job, pipeline.rank, grid["shard"].rank, grid["tensor"].rank)
+    place = grid["shard"].rank, grid["tensor"].rank
+    planned = memory(job, pipeline.rank, fused=fuses(ops), place=place)
+    sent = traffic(job, pipeline.rank, *place)
     return Simulated(grid, first, steady, job.micro_batches, number, ledger, planned, sent)
 
 

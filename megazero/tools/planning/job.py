@@ -24,12 +24,13 @@ from megazero.plan.links import split_by_node
 from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.memory import RankMemory, planned
 from megazero.plan.search import Found, Search, fits, savings, search, usable
+from megazero.plan.states import kept_in_all
 from megazero.plan.systems import OURS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import traffic
 from megazero.tools.planning.micro_batch import sized
 
-BUFFERS = ("pool", "secondary", "residuals", "angles", "graphs", "communicators", "batch", "allocator")
+BUFFERS = ("pool", "matrices", "secondary", "residuals", "angles", "graphs", "communicators", "batch", "allocator")
 ACTIVATIONS = ("activations", "inputs", "scores")
 SHARED_RATE = 1e9  # bytes/s from one node into a file system that all nodes see: assumed where no disk was measured
 _STEPS, _SAVES = 2, 1.5  # steps and saves that a stopped run may still take, as for run.time_limit
@@ -41,7 +42,7 @@ class Checkpoint:
     """A checkpoint of a job.
 
     Attributes:
-        bytes: weights in full precision and both moments.
+        bytes: weights in full precision and the optimizers' state.
         rate: bytes/s from one node.
         measured: the rate is that of a disk in the machine's file.
         save_s: seconds that all ranks need to copy their parts to the host and write them.
@@ -57,7 +58,7 @@ class Checkpoint:
 
 def checkpoint_of(job: Job, machine: Machine, step_s: float) -> Checkpoint:
     """Return the checkpoint of a job; each rank writes an equal part of it."""
-    size = 3 * job.bytes.master * parameters(job.shape)
+    size = job.bytes.master * (parameters(job.shape) + kept_in_all(job.shape, job.optimizers))
     in_node = min(job.ranks, machine.devices_per_node)
     measured = None if machine.name in MACHINES else machine.disk
     rate = SHARED_RATE if measured is None else measured.write * in_node

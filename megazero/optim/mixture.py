@@ -1,0 +1,129 @@
+"""Update the shards of units, the parameters of each group with the optimizer of their group.
+
+Optimizers of elements update a shard piece by piece (`elements.py`); those of whole matrices gather these at their
+owners first (`muon.py`). State is on the home of the masters: one flat tensor for each kind of value and each run of
+elements with the same optimizer.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megazero.kernels.operations import Operations
+from megazero.optim.elements import UPDATES, Flats, Now, Piece, Settings
+from megazero.optim.muon import Muon
+from megazero.optim.optimizer import Run
+from megazero.plan.optimizers import STATES, WHOLE, Optimizers
+from megazero.zero.unit import Unit
+
+
+class Mixture:
+    """The optimizers of the elements that this rank updates; the interface is in `optim/optimizer.py`.
+
+    Args:
+        units: the units whose masters are updated, in place.
+        optimizers: the optimizers of the whole model, from which the groups of the units' layouts were made.
+        bucket: bytes; longer intervals are updated in pieces of this size where gradients have to be copied.
+        ops: the kernels for the device of the masters.
+
+    Attributes:
+        kinds: the kinds of values that they keep.
+    """
+
+    def __init__(self, units: list[Unit], optimizers: Optimizers, settings: Settings, *, bucket: int, ops: Operations):
+        self.settings, self.kinds = settings, optimizers.kinds
+        self._adamw = ops.adamw_ if all(unit.resting.updated.values.dtype.itemsize == 2 for unit in units) else None
+        self._runs = {unit: list(_runs_of(unit)) for unit in units}
+        self._pieces = {unit: list(self._pieces_of(unit, bucket)) for unit in units}
+        copied = [piece for unit in units for piece in self._pieces[unit] if self._copies(unit, piece.group.optimizer)]
+        longest = max((piece.where.stop - piece.where.start for piece in copied), default=0)
+        self._staging = units[0].resting.new_staging(longest) if units else torch.empty(0)
+        self._muon = Muon(units, self._pieces, settings, self._staging)
+
+    def runs(self, unit: Unit) -> Sequence[Run]:
+        """Return the state of this rank's elements of a unit, in their order."""
+        return self._runs[unit]
+
+    def pieces(self, unit: Unit) -> Sequence[Piece]:
+        """Return the pieces in which a unit is updated, in their order."""
+        return self._pieces[unit]
+
+    def steps(self, unit: Unit) -> list[Tensor]:
+        """Return the update counts of a unit's pieces, for a resumed run to set."""
+        return [piece.step for piece in self._pieces[unit]]
+
+    def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
+        """Update a unit's masters with gradients times `scale`; see `Optimizer.update`."""
+        now, pieces = Now(lr, scale, scale.reciprocal().to(torch.float32), skip), iter(self._pieces[unit])
+        self._muon.gather(unit, now)
+        piece = next(pieces, None)
+        state = self._runs[unit][0].state if unit.masters.is_meta else {}
+        for where, (masters, gradients, *kept, updated) in unit.resting.update_windows(state, skip):
+            while piece is not None and piece.where.stop <= where.stop:  # a piece never crosses a window's end
+                here = slice(piece.where.start - where.start, piece.where.stop - where.start)
+                own = [values[here] for values in kept] if piece.state is None else piece.state
+                self._update(unit, piece, Flats(masters[here], gradients[here], own, updated[here]), now)
+                piece = next(pieces, None)
+        assert piece is None or (unit.masters.is_meta and bool(skip)), "every piece is within a window"
+
+    def _update(self, unit: Unit, piece: Piece, flats: Flats, now: Now) -> None:
+        name = piece.group.optimizer
+        if name in WHOLE:
+            self._muon.apply(piece, flats, now)
+        elif name == "adamw" and self._adamw is not None:
+            own, divide_by = self.settings, now.of(piece.group, now.divide_by)
+            rates = (now.lr * piece.group.lr_factor, *own.betas, own.eps, piece.group.decay)
+            masters, gradients, (first, second), updated = flats
+            self._adamw(masters, gradients, first, second, updated, piece.step, divide_by, now.skip, *rates)
+        else:
+            UPDATES[name](piece, flats, now, self.settings, self._staging)
+
+    def _copies(self, unit: Unit, optimizer: str) -> bool:
+        """Return whether an optimizer's gradients are copied before the update."""
+        if optimizer == "adamw":
+            return self._adamw is None and unit.gradients.reduced.dtype != unit.masters.dtype
+        return True
+
+    def _pieces_of(self, unit: Unit, bucket: int) -> Iterator[Piece]:
+        """Yield the pieces of a unit's shard: its groups, split where they are copied, and at the ends of windows.
+
+        A window (`RestingState.update_windows`) is the part of a shard on disks that is in memory at once, else the
+        shard. Parameters with whole matrices are pieces of their own.
+        """
+        for group, elements in unit.layout.group_slices(unit.shard):
+            run = next(run for run in self._runs[unit] if elements.start < run.where.stop)
+            for where in self._cuts(unit, group.optimizer, elements, bucket):
+                here = slice(where.start - run.where.start, where.stop - run.where.start)
+                state = None if unit.masters.is_meta else [values[here] for values in run.state.values()]
+                yield Piece(where, group, state, torch.zeros((), dtype=torch.float32, device=unit.resting.updates_on))
+
+    def _cuts(self, unit: Unit, optimizer: str, elements: slice, bucket: int) -> Iterator[slice]:
+        longest = unit.resting.window
+        if self._copies(unit, optimizer):  # round to a power of two, like the window length
+            longest = min(longest, 1 << max(bucket // unit.masters.element_size(), 16).bit_length() - 1)
+        starts = [elements]
+        if optimizer in WHOLE:
+            spans = [slice(i.start - unit.shard.start, i.stop - unit.shard.start) for i in unit.layout.intervals]
+            starts = [slice(max(s.start, elements.start), min(s.stop, elements.stop)) for s in spans]
+        for part in starts:
+            cut = part.start
+            while cut < part.stop:
+                stop = min((cut // longest + 1) * longest, part.stop)
+                yield slice(cut, stop)
+                cut = stop
+
+
+def _runs_of(unit: Unit) -> Iterator[Run]:
+    """Yield the runs of a unit's shard, with new state."""
+    found: list[tuple[str, slice]] = []
+    for group, where in unit.layout.group_slices(unit.shard):
+        if found and found[-1][0] == group.optimizer:
+            found[-1] = group.optimizer, slice(found[-1][1].start, where.stop)
+        else:
+            found.append((group.optimizer, where))
+    for optimizer, where in found:
+        state: Mapping[str, Tensor] = {
+            kind: unit.resting.new_state(where.stop - where.start) for kind in STATES[optimizer]
+        }
+        yield Run(where, optimizer, state)

@@ -1,0 +1,237 @@
+"""Muon: update matrices by their orthogonalised momentum, whole, wherever their elements are (Jordan et al. 2024).
+
+    m <- b m + (1 - b) g      u = b m + (1 - b) g (Nesterov) or m      w <- (1 - lr decay) w - lr s orthogonal(u)
+
+    scale s     rms       0.2 sqrt(max(rows, columns)): the size of AdamW's updates     Liu et al. 2025, 2502.16982
+                spectral  sqrt(max(1, outputs / inputs))                                Jordan et al. 2024
+
+Momentum, weights and u have a place in a shard like any optimizer's values. Only `orthogonal` needs a whole matrix: the
+parts of u are sent to the matrix's owner, and its result back (`plan/matrices.py`). It is computed in the dtype of
+parameters if that is bf16, else in that of the masters; the parts are sent in this dtype. A parameter that is several
+matrices, such as queries, keys and values, has one owner, who updates each of them by itself.
+
+The parts of a wave are gathered while the owners compute the wave before. All buffers are allocated once.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import Pending, done, start_all_gather_in_place
+from megazero.comm.grid import Axis
+from megazero.comm.pool import same_place
+from megazero.comm.rows import start_exchange
+from megazero.optim.elements import Flats, Now, Piece, Settings, decay_
+from megazero.optim.orthogonal import Orthogonaliser
+from megazero.plan.matrices import Buffers, Item, Matrix, Wave, waves_of
+from megazero.plan.optimizers import WHOLE
+from megazero.plan.placements import Placement
+from megazero.zero.unit import Unit
+
+PURPOSE = "matrices"  # in the ledger
+
+
+class Muon:
+    """The update of all parameters of a rank's units whose group has an optimizer of whole matrices.
+
+    Args:
+        units: in the order of their updates.
+        pieces: the pieces in which each unit is updated.
+        staging: memory of the masters' dtype for the longest piece.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], pieces: Mapping[Unit, Sequence[Piece]], settings: Settings, staging: Tensor
+    ):
+        self._settings, self._staging = settings, staging
+        items = [list(_items(number, unit)) for number, unit in enumerate(units)]
+        self._begins: dict[Unit, int] = {}
+        self._waves: list[_Wave] = []
+        if not any(items):
+            return
+        axes, device = units[0].axes, units[0].device
+        self._dtype = dtype_of(units[0])
+        sharded = axes.stage.optimizer is Placement.SHARD
+        waves = list(waves_of(items, axes.shard.size, axes.tensor.size, sharded=sharded))
+        self._begins = {units[min(item.unit for item in wave.items)]: i for i, wave in enumerate(waves)}
+        needs = [wave.buffers(axes.shard.rank, axes.tensor.rank) for wave in waves]
+        most = Buffers(*map(max, zip(*needs, strict=True)))
+        own = [item.matrix for wave in waves for item in _owned(wave, axes.shard, axes.tensor)]
+        shapes = [shape for matrix in own for shape in matrix.shapes]
+        self._orthogonal = Orthogonaliser(shapes, settings.iterations, self._dtype, device)
+        longest = max((matrix.rows * matrix.columns for matrix in own), default=0)
+        self._whole = torch.empty(longest, dtype=self._dtype, device=device)
+        sets = [
+            [torch.empty(numel, dtype=self._dtype, device=device) for numel in most] for _ in range(min(2, len(waves)))
+        ]
+        held = sum(each.nbytes for memory in sets for each in memory) + self._whole.nbytes + self._orthogonal.nbytes
+        axes.shard.comm.ledger.hold(PURPOSE, held)
+        for number, wave in enumerate(waves):
+            self._waves.append(_Wave(wave, sets[number % 2], units, pieces, axes.shard, axes.tensor))
+        self._results = {piece: part for wave in self._waves for _, piece, part in wave.pieces}
+        self._gathering: dict[int, Pending] = {}
+
+    def gather(self, unit: Unit, now: Now) -> None:
+        """Compute the results of a wave, if the unit is its first; start to gather the next wave."""
+        number = self._begins.get(unit)
+        if number is None:
+            return
+        if number not in self._gathering:
+            self._begin(number, now)
+        if number + 1 < len(self._waves):
+            self._begin(number + 1, now)
+        wave = self._waves[number]
+        wave.receive(self._gathering.pop(number))
+        for item, parts in wave.own:
+            self._compute(item.matrix, parts)
+        wave.send_back()
+
+    def _begin(self, number: int, now: Now) -> None:
+        """Update the momenta of a wave, and start to send its parts to their owners."""
+        wave, beta = self._waves[number], self._settings.momentum
+        for unit, piece, into in wave.pieces:
+            assert piece.state is not None, "muon's state is in memory"
+            (momentum,), reduced = piece.state, unit.resting.reduced_gradients[piece.where]
+            gradients = now.scaled(reduced, piece.group, self._staging)
+            momentum.lerp_(gradients, (1.0 - now.skip.to(momentum.dtype)) * (1.0 - beta))
+            into.copy_(gradients.lerp_(momentum, beta) if self._settings.nesterov else momentum)
+        self._gathering[number] = wave.send()
+
+    def _compute(self, matrix: Matrix, parts: Sequence[Tensor]) -> None:
+        """Replace the parts of one parameter by its update, before the learning rate."""
+        whole = torch.cat(list(parts), out=self._whole[: matrix.rows * matrix.columns])
+        period, turns = matrix.turns
+        rows = whole.view(-1, period, matrix.columns)
+        for (start, stop), shape in zip(turns, matrix.shapes, strict=True):
+            self._orthogonal(rows[:, start:stop], self._factor(*shape, inputs_first=matrix.inputs_first))
+        for part, result in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.copy_(result)
+
+    def _factor(self, rows: int, columns: int, *, inputs_first: bool) -> float:
+        outputs, inputs = (columns, rows) if inputs_first else (rows, columns)
+        if self._settings.scale == "rms":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1.0, outputs / inputs))
+
+    def apply(self, piece: Piece, flats: Flats, now: Now) -> None:
+        """Update the masters of a piece by the result of its owner."""
+        result, rate = self._results[piece], now.rate(piece.group, flats.masters)
+        decay_(flats.masters, rate, piece.group)
+        flats.masters.sub_(self._staging[: len(result)].copy_(result).mul_(rate))
+        if not same_place(flats.updated, flats.masters):
+            flats.updated.copy_(flats.masters)
+
+
+class _Wave:
+    """A wave on this rank, in the buffers of one set.
+
+    Attributes:
+        pieces: each piece with its unit, and its part of the buffer that is sent and receives the result.
+        own: the items that this rank owns, each with the parts of it in the order of its elements.
+    """
+
+    def __init__(
+        self,
+        wave: Wave,
+        memory: Sequence[Tensor],
+        units: Sequence[Unit],
+        pieces: Mapping[Unit, Sequence[Piece]],
+        shard: Axis,
+        tensor: Axis,
+    ):
+        self._shard, self._tensor, self._wave = shard, tensor, wave
+        mine = wave.of_shard(shard.rank)
+        need = wave.buffers(shard.rank, tensor.rank)
+        self._parts, self._gathered, self._joined, self._whole = (
+            buffer[:numel] for buffer, numel in zip(memory, need, strict=True)
+        )
+        self.pieces: list[tuple[Unit, Piece, Tensor]] = []
+        for item, at in _places(wave, shard.rank):
+            first, unit = item.held(shard.rank).start - units[item.unit].shard.start, units[item.unit]
+            stop = first + item.held(shard.rank).stop - item.held(shard.rank).start
+            for piece in pieces[unit]:
+                if first <= piece.where.start and piece.where.stop <= stop:
+                    begin = at + piece.where.start - first
+                    part = self._parts[begin : begin + piece.where.stop - piece.where.start]
+                    self.pieces.append((unit, piece, part))
+        # The items of this shard rank, one after the other, as far as they need not be joined.
+        here = self._parts[shard.rank * wave.longest :] if not wave.sharded else self._joined
+        sizes = [item.numel for item in mine]
+        self._items = [here[at : at + n] for at, n in zip(accumulate([0, *sizes]), sizes, strict=False)]
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        found: list[list[Tensor]] = [[item] for item in self._items]
+        if wave.sharded:
+            places = wave.over_shards.places(shard.rank)
+            found = [[self._gathered[part] for part in parts] for parts in places.values()]
+            if tensor.size > 1:
+                for item, parts in zip(self._items, found, strict=True):
+                    self._pairs += zip(item.split([len(part) for part in parts]), parts, strict=True)
+        self._across = wave.over_tensor(shard.rank)
+        if tensor.size > 1:
+            self._from = here[: sum(sizes)]
+            places = self._across.places(tensor.rank)
+            self.own = [(mine[k], [self._whole[part] for part in parts]) for k, parts in places.items()]
+        else:
+            self.own = list(zip(mine, found, strict=True))
+
+    def send(self) -> Pending:
+        """Start to send the parts along the shard axis."""
+        if not self._wave.sharded:
+            return done(self._parts)
+        return start_exchange(self._parts, self._wave.over_shards.counts, self._shard, PURPOSE, out=self._gathered)
+
+    def receive(self, gathered: Pending) -> None:
+        """Wait for the parts from the shard axis, and exchange those of this shard rank's items on the tensor axis."""
+        gathered.wait()
+        if self._tensor.size > 1 and self._items:
+            for joined, part in self._pairs:
+                joined.copy_(part)
+            start_exchange(self._from, self._across.counts, self._tensor, PURPOSE, out=self._whole).wait()
+
+    def send_back(self) -> None:
+        """Send the results back, along the tensor axis and then along the shard axis."""
+        if self._tensor.size > 1 and self._items:
+            start_exchange(self._whole, self._across.back, self._tensor, PURPOSE, out=self._from).wait()
+            for joined, part in self._pairs:
+                part.copy_(joined)
+        if self._wave.sharded:
+            start_exchange(self._gathered, self._wave.over_shards.back, self._shard, PURPOSE, out=self._parts).wait()
+        elif self._shard.size > 1:
+            start_all_gather_in_place(self._parts, self._shard, PURPOSE).wait()
+
+
+def dtype_of(unit: Unit) -> torch.dtype:
+    """Return the dtype in which matrices are orthogonalised."""
+    narrow = unit.resting.parameters.values.dtype
+    return narrow if narrow == torch.bfloat16 else unit.masters.dtype
+
+
+def _items(number: int, unit: Unit) -> Iterator[Item]:
+    """Yield the parameters of a unit that are updated whole."""
+    each = len(unit.masters) if unit.axes.stage.optimizer is Placement.SHARD else None
+    for group, where in unit.layout.group_slices(slice(0, unit.numel)):
+        for interval in unit.layout.intervals if group.optimizer in WHOLE else ():
+            if where.start <= interval.start < where.stop:
+                assert interval.matrix is not None, f"{interval.name} is no matrix"
+                yield Item(number, interval.start, interval.stop, each, interval.matrix)
+
+
+def _owned(wave: Wave, shard: Axis, tensor: Axis) -> list[Item]:
+    """Return the items of a wave that a rank owns."""
+    place = shard.rank * tensor.size + tensor.rank
+    return [item for item, owner in zip(wave.items, wave.owners, strict=True) if owner == place]
+
+
+def _places(wave: Wave, shard: int) -> Iterator[tuple[Item, int]]:
+    """Yield each item with the place of this shard rank's part of it in the buffer of parts."""
+    at, last = 0, 0
+    for item, owner in zip(wave.items, wave.owners, strict=True):
+        rank = owner // wave.tensors
+        if not wave.sharded and rank != last:  # each shard rank's results have equal room
+            at, last = rank * wave.longest, rank
+        yield item, at
+        held = item.held(shard)
+        at += held.stop - held.start

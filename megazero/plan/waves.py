@@ -1,0 +1,76 @@
+"""Matrices that one rank updates whole: the buffers, the messages and the work of their optimizers.
+
+matrices (memory)     each in bytes of the dtype in which it is computed: the buffers of two waves (one if there is
+                      only one), the largest parameter that the rank owns, and of its largest matrix, m <= n,
+                      2 m n + 2 m^2 for the iteration
+matrices (traffic)    in each wave a rank sends its parts of the parameters that others own, and their results to
+                      the holders of those it owns; first along the shard axis, then the tensor axis. In stage 0
+                      all ranks hold all gradients, and the results are gathered
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+from megazero.plan.job import Job
+from megazero.plan.matrices import Buffers, Item, Wave, waves_of
+from megazero.plan.optimizers import WHOLE
+from megazero.plan.states import units_of
+
+_ITERATIONS = 5
+
+
+@cache
+def waves(job: Job, rank: int) -> tuple[Wave, ...]:
+    """Return the waves of a rank of the pipeline axis, in the order in which its units are updated."""
+    items = []
+    for number, unit in enumerate(units_of(job, [*job.layers.of_rank(rank).values()])):
+        each = unit.padded(job.shard) // job.shard if job.shards_optimizer else None
+        placed = unit.placed(job.optimizers)
+        items.append(
+            [
+                Item(number, start, stop, each, weight.matrix)
+                for weight, optimizer, start, stop in placed
+                if optimizer in WHOLE and weight.matrix is not None
+            ]
+        )
+    return tuple(waves_of(items, job.shard, job.tensor, sharded=job.shards_optimizer))
+
+
+def memory(job: Job, rank: int, shard: int, tensor: int) -> int:
+    """Return the bytes of a rank's buffers for whole matrices."""
+    found = waves(job, rank) if job.optimizers.whole else ()
+    if not found:
+        return 0
+    most = Buffers(*map(max, zip(*(wave.buffers(shard, tensor) for wave in found), strict=True)))
+    matrices = [item.matrix for wave in found for item in _owned(wave, shard * job.tensor + tensor)]
+    sides = [(min(shape), max(shape)) for matrix in matrices for shape in matrix.shapes]
+    longest = max((matrix.rows * matrix.columns for matrix in matrices), default=0)
+    wide, square = (max(sizes, default=0) for sizes in ([m * n for m, n in sides], [m * m for m, _ in sides]))
+    return job.bytes.whole * (min(2, len(found)) * sum(most) + longest + 2 * wide + 2 * square)
+
+
+def messages(job: Job, rank: int, shard: int, tensor: int) -> Iterator[tuple[str, int, int]]:
+    """Yield (axis, operations, bytes) of what a rank sends in a step."""
+    for wave in waves(job, rank):
+        if wave.sharded:
+            yield job.shard_axis, 2, job.bytes.whole * wave.over_shards.sent(shard)
+        elif job.shard > 1:
+            yield job.shard_axis, 1, job.bytes.whole * (job.shard - 1) * wave.longest
+        if job.tensor > 1 and wave.of_shard(shard):
+            yield "tensor", 2, job.bytes.whole * wave.over_tensor(shard).sent(tensor)
+
+
+def operations(job: Job, rank: int) -> float:
+    """Return the floating-point operations of the rank that computes most, wave by wave."""
+    if not job.optimizers.whole:
+        return 0.0
+    return sum(max(_operations(wave, place) for place in {*wave.owners}) for wave in waves(job, rank))
+
+
+def _operations(wave: Wave, place: int) -> float:
+    sides = [sorted(shape) for item in _owned(wave, place) for shape in item.matrix.shapes]
+    return _ITERATIONS * sum(4.0 * m * m * n + 2.0 * m**3 for m, n in sides)
+
+
+def _owned(wave: Wave, place: int) -> list[Item]:
+    return [item for item, owner in zip(wave.items, wave.owners, strict=True) if owner == place]
