@@ -174,6 +174,11 @@ def _plan(options: argparse.Namespace) -> int:
         show(shown, search_as_text(shown, flatten(config)), as_json=options.json)
         return 0
     check_parts(Course(sized(config, options.gpus, machine)), options.gpus, f"--gpus {options.gpus}")
+    if options.parameters:
+        from megazero.tools.planning.parameters import rows, table
+
+        show(found := rows(config), table(found), as_json=options.json)
+        return 0
     with doing("planning"):
         planned = plan(config, options.gpus, machine, options.tokens, system)
     show(as_json(planned), as_text(planned), as_json=options.json)
@@ -270,6 +275,8 @@ def _add_planning(verbs: Any) -> None:
     plan.add_argument("--hardware", required=True, metavar="NAME|FILE.yaml", help=hardware)
     systems = ("ours", "megatron-2021", "megatron-core", "deepspeed", "fsdp")
     plan.add_argument("--system", choices=systems, default="ours", help="training system to plan for (default: ours)")
+    listed = "list the parameters with their optimizer, learning rate and weight decay instead"
+    plan.add_argument("--parameters", action="store_true", help=listed)
     plan.add_argument("--search", action="store_true", help="find the fastest layouts that fit instead")
     budget = "training tokens, such as 300B or 5e9 (default: those of the config's steps)"
     plan.add_argument("--tokens", type=tokens, help=budget)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megazero.builders.job import job_of
+from megazero.builders.job import groups_of, job_of
 from megazero.builders.pipeline import layers_of, model_shape
 from megazero.builders.recompute import recompute
 from megazero.builders.units import axes_of, build_units, offload_of, resources_of
@@ -27,7 +27,7 @@ from megazero.model.batch_context import BatchContext
 from megazero.model.contract import Layer, Model
 from megazero.model.transformer import Transformer
 from megazero.optim.elements import Settings
-from megazero.optim.groups import Asked, Groups
+from megazero.optim.groups import Groups
 from megazero.optim.mixture import Mixture
 from megazero.pipeline.executor import Pipeline
 from megazero.pipeline.stage import Stage
@@ -97,12 +97,6 @@ def precision_of(config: Config) -> Precision:
     asked = config.zero.reduce_dtype
     reduced = None if asked is None else dtype if asked == "param" else DTYPES[asked]
     return Precision(dtype, torch.float32 if wide else dtype, reduced)
-
-
-def groups_of(o: Optimizer) -> Groups:
-    """Return the update rules of parameters."""
-    asked = [Asked(*(getattr(own, field) for field in Asked._fields)) for own in o.groups or ()]
-    return Groups(o.name, o.weight_decay, asked, o.muon.lr_factor)
 
 
 def settings_of(o: Optimizer) -> Settings:

@@ -7,11 +7,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from megazero.builders.pipeline import model_shape
+from megazero.optim.groups import Asked, Groups
 from megazero.plan.job import Bytes, Job
-from megazero.plan.optimizers import Optimizers
 
 if TYPE_CHECKING:
-    from megazero.config.schema import Config
+    from megazero.config.schema import Config, Optimizer
 
 OPTIONS = {  # field of a job: the config option with its value
     "tensor": "parallel.tensor",
@@ -48,7 +48,7 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
     item = {"fp64": 8, "fp32": 4}.get(config.precision.dtype, 2)
     gradient = 4 if config.zero.grad_dtype == "fp32" and item < 4 else item
     reduced = {"bf16": 2, "fp32": 4, "param": item}.get(config.zero.reduce_dtype or "", gradient)
-    groups = config.optimizer.groups or ()
+    groups = groups_of(config.optimizer)
     fields = {field: attrgetter(option)(config) for field, option in OPTIONS.items()}
     fields |= {"micro_batch": config.batch.rows, "loss_chunk": config.model.loss_chunk or 0}
     if not apart:
@@ -62,10 +62,16 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
         global_batch=config.batch.global_,
         apart=apart,
         mask_eod=config.data.mask_eod,
-        optimizers=Optimizers(config.optimizer.name, tuple((own.match, own.name) for own in groups)),
-        norms=1 + sum(own.clip is not None for own in groups),
+        optimizers=groups.optimizers,
+        norms=1 + len(groups.clips),
         **fields,
     )
+
+
+def groups_of(o: Optimizer) -> Groups:
+    """Return the update rules of parameters."""
+    asked = [Asked(*(getattr(own, field) for field in Asked._fields)) for own in o.groups or ()]
+    return Groups(o.name, o.weight_decay, asked, o.muon.lr_factor)
 
 
 def options_of(job: Job) -> dict[str, Any]:

@@ -86,6 +86,11 @@ class Weight:
     matrix: Matrix | None = None
 
     @property
+    def decays(self) -> bool:
+        """Return whether the optimizer's weight decay applies to it."""
+        return self.columns > 1 and "positions" not in self.name
+
+    @property
     def numel(self) -> int:
         """Return its elements, those of every tensor rank counted once."""
         return self.rows * self.columns

@@ -67,21 +67,24 @@ class UnitSize:
         """Return the length in elements of the flat buffer that is padded for `shard` ranks."""
         return aligned(self.end, shard, self.alignment)
 
+    def full_name(self, weight: Weight) -> str:
+        """Return the full name of one of its parameters."""
+        return f"{self.name}.{weight.name}" if self.name.startswith("blocks.") else weight.name
+
     def placed(self, optimizers: Optimizers) -> list[tuple[Weight, str, int, int]]:
         """Return each parameter with its optimizer and its elements [start, stop) of the flat buffer, in their order.
 
         They are placed as `zero/layout.py` does: by zone, then by optimizer and group.
         """
-        prefix = f"{self.name}." if self.name.startswith("blocks.") else ""
 
         def key(weight: Weight) -> tuple[object, ...]:
-            name = prefix + weight.name
+            name = self.full_name(weight)
             place = order(optimizers.of(name, hidden=weight.matrix is not None), optimizers.group_of(name))
             return ("split", "whole", "partial").index(weight.zone), *place
 
         found, at = [], 0
         for weight in sorted(self.weights, key=key):
-            optimizer = optimizers.of(prefix + weight.name, hidden=weight.matrix is not None)
+            optimizer = optimizers.of(self.full_name(weight), hidden=weight.matrix is not None)
             found.append((weight, optimizer, at, at + self._numel(weight)))
             at = aligned(found[-1][3], alignment=self.alignment)
         return found

@@ -5,11 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from megazero.__main__ import main
+from megazero.builders.assemble import build_model
 from megazero.config.file import load
+from megazero.model.parameter import declaration_of, whole_shapes
 from megazero.tools.certify.certify import Certificate
+from megazero.tools.certify.planted_optimizers import OPTIMIZER_FAULTS
+from megazero.tools.certify.planting import NOTHING, plant
 from megazero.tools.dry_run.dry_run import simulate
+from megazero.tools.planning.parameters import rows
 from tests.tiny_run import TinyData
-from tests.tools.certify.test_planting import SHAPE
+from tests.tools.certify.test_planting import SHAPE, check
 
 MIXED = "optimizer.groups=[{match: '*mlp*', name: lion, lr_factor: 0.5}, {match: '*qkv*', clip: 0.01, weight_decay: 2}]"
 OPTIMIZERS = {
@@ -60,6 +66,18 @@ def test_layouts_are_equal_to_one_process(tiny_data: TinyData, tmp_path: Path, n
     assert row.fault is None, row
 
 
+FULL = [pytest.param(dtype, marks=pytest.mark.full) for dtype in ("fp64", "bf16", "fp16")]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", *FULL])
+def test_planted_faults_are_found(tiny_data: TinyData, tmp_path: Path, dtype: str) -> None:
+    config = tiny_data.load(tmp_path, *SHAPE, *OPTIMIZERS["muon"])
+    names = [NOTHING, *(fault.name for fault in OPTIMIZER_FAULTS)]
+    found = list(plant(config, names, 3, dtypes=(dtype,), faults=OPTIMIZER_FAULTS))
+    assert sorted(each.fault for each in found) == sorted(names)
+    check(found)
+
+
 def test_formulas_and_dry_run_agree() -> None:
     """Bytes of state and of buffers, and all traffic, on each rank: to the byte."""
     for rank, options in enumerate(PLANNED):
@@ -71,3 +89,28 @@ def test_formulas_and_dry_run_agree() -> None:
         traffic = {axis: {p: sent.bytes_sent for p, sent in of.items()} for axis, of in found.steady.traffic.items()}
         sent = {axis: {p: size for p, size in of.items() if size} for axis, of in traffic.items()}
         assert {axis: of for axis, of in sent.items() if of} == found.planned_traffic, options
+
+
+NAMED = ("gemma2_2b", "olmo2_7b", "gpt2_124m", "command_r7b", "nemotron4_15b", "starcoder2_3b")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_plan_has_the_names_and_shapes_of_the_model(name: str) -> None:
+    config = load(name)
+    model = build_model(config)
+    decays = {n: declaration_of(p).decay for n, p in model.named_parameters()}
+    listed = rows(config)
+    assert {row["name"]: row["shape"] for row in listed} == whole_shapes(model)
+    assert {row["name"]: row["weight_decay"] > 0 for row in listed} == decays
+
+
+def test_parameters_are_listed_with_their_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "--config", "tiny", "--gpus", "1", "--hardware", "h100-80gb", "--parameters"]
+    assert main([*line, "optimizer.name=muon", MIXED, "optimizer.lr=0.001"]) == 0
+    found = {text.split()[1]: text.split() for text in capsys.readouterr().out.splitlines()}
+    assert found["blocks.*.attention.qkv.weight"][-4:] == ["muon", "0.001", "2", "*qkv*"]
+    assert found["blocks.*.mlp.up.weight"][-4:] == ["lion", "0.0005", "0.1", "*mlp*"]
+    assert found["head.norm.weight"][-4:] == ["adamw", "0.001", "0", "-"]
+    assert main([*line[:-1], "optimizer.groups=[{match: '*qvk*'}]"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("MZ-107 optimizer.groups[0].match: '*qvk*' matches no parameter; ")

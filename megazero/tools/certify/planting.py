@@ -17,12 +17,13 @@ from megazero.tools.certify.certify import Certificate, Row
 from megazero.tools.certify.fault import DTYPES, Fault
 from megazero.tools.certify.layouts import admission, alone_of
 from megazero.tools.certify.planted_faults import FAULTS
+from megazero.tools.certify.planted_optimizers import OPTIMIZER_FAULTS
 from megazero.tools.certify.planted_options import OPTION_FAULTS
 
 # Dropout, a tied head and documents, and four micro-batches.
 _SUITED = {"model.tie_embeddings": True, "batch.global_": 4, "batch.micro": 1, "data.mask_eod": True}
 NOTHING = "nothing"
-ALL = (*FAULTS, *OPTION_FAULTS)
+ALL = (*FAULTS, *OPTION_FAULTS, *OPTIMIZER_FAULTS)
 
 
 @dataclass(frozen=True)
