@@ -102,7 +102,7 @@ def precision_of(config: Config) -> Precision:
 def settings_of(o: Optimizer) -> Settings:
     """Return the options of the optimizers."""
     muon = o.muon
-    return Settings(o.betas, o.eps, muon.momentum, muon.nesterov, muon.steps, muon.scale)
+    return Settings(o.betas, o.eps, muon.momentum, muon.nesterov, muon.steps, muon.scale, o.clip_value)
 
 
 def build_engine(

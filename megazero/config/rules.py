@@ -150,6 +150,14 @@ RELATIONS: tuple[Relation, ...] = (
         "schedule.min_lr <= optimizer.lr", lambda v: v["schedule.min_lr"] <= v["optimizer.lr"], "lower schedule.min_lr"
     ),
     Relation(
+        "schedule.points given, in the order of updates, with schedule.decay piecewise, and only then",
+        lambda v: (
+            (v["schedule.decay"] == "piecewise") == bool(v["schedule.points"])
+            and all(a[0] < b[0] for a, b in pairwise(v["schedule.points"] or ()))
+        ),
+        "give schedule.points=[[0, 1.0], [1000, 0.1]] in growing order, or another schedule.decay",
+    ),
+    Relation(
         "one optimizer other than muon in optimizer.name and optimizer.groups "
         "with zero.offload.delayed, or zero.offload.optimizer nvme",
         lambda v: not (v["zero.offload.delayed"] or v["zero.offload.optimizer"] == "nvme") or _alike(v),

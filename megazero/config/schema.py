@@ -171,6 +171,7 @@ class Optimizer(Section):
     eps: Annotated[float, Field(ge=1e-20)] = option(1e-8, "Added to the square root of the second moment.")
     weight_decay: AtLeast0 = option(0.1, "Decoupled weight decay, of matmul weights and the token embedding only.")
     clip: AtLeast0 = option(1.0, "Largest allowed global gradient norm; 0 disables clipping.")
+    clip_value: Above0 | None = option(None, "Largest magnitude of each gradient, after clip; null: any.")
     muon: Muon = Muon()
     groups: Annotated[tuple[OptimizerGroup, ...], Field(min_length=1, max_length=100)] | None = option(
         None,
@@ -178,11 +179,22 @@ class Optimizer(Section):
     )
 
 
+Point = tuple[NonNegative, AtLeast0]
+
+
 class LrSchedule(Section):
     warmup: NonNegative = option(100, "Number of updates of linear warm-up.")
-    decay: Literal["cosine", "linear", "wsd", "constant"] = option("cosine", "After warm-up; wsd: linear at the end.")
+    warmup_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = option(
+        None, "Alternative to warmup: number of tokens of linear warm-up."
+    )
+    decay: Literal["cosine", "linear", "wsd", "wsd-sqrt", "constant", "piecewise"] = option(
+        "cosine", "After warm-up; wsd, wsd-sqrt: at the end, linear or 1 - sqrt; piecewise: through points."
+    )
+    points: Annotated[tuple[Point, ...], Field(min_length=1, max_length=100)] | None = option(
+        None, "For decay piecewise: [update, factor of optimizer.lr] pairs, joined by lines.", strict=False
+    )
     min_lr: AtLeast0 = option(3e-5, "Learning rate at the end of the decay.")
-    cooldown: NonNegative | None = option(None, "Number of last updates, in which wsd decays; null: steps // 5.")
+    cooldown: NonNegative | None = option(None, "Number of last updates, in which wsd decay; null: steps // 5.")
     steps: Positive | None = option(None, "Number of updates until min_lr, which then stays constant; null: run.steps.")
 
 

@@ -13,7 +13,6 @@ from megazero.comm.collectives import gather_bytes
 from megazero.library.adopt import from_first, take
 from megazero.library.assembly import Assembly
 from megazero.library.parts import fitting, saved_buffers
-from megazero.optim.clip import clip_factor
 from megazero.zero.unit import Unit
 
 Names = str | Sequence[str]
@@ -121,49 +120,18 @@ class WholeValues:
         Raises:
             UserError: 500, a name matches no trained parameter; 503, there was no backward.
         """
-        return {name: values for _, of_unit in self._gradients(names, "gradients") for name, values in of_unit.items()}
-
-    def clip_gradients(self, names: Names, limit: float) -> Tensor:
-        """Limit the norm of some parameters' gradients, taken together, between the last `backward` and `step`.
-
-        Every rank calls it, once for each group of parameters; `clip`, as given to `shard`, applies after it. Gradients
-        are gathered one unit at a time.
-
-        Args:
-            names: names of parameters, or patterns of names.
-            limit: the largest allowed norm; above 0.
-
-        Returns: the norm before clipping: one number, fp64, on the device.
-
-        Raises:
-            UserError: 500, a name matches no trained parameter, or the limit is not above 0; 503, there was no
-                backward, or the last one had last=False.
-        """
-        if not limit > 0:
-            raise UserError(500, f"expected a limit above 0, got {limit}", where="clip_gradients")
-        norms, chosen = [], list[tuple[Unit, list[str]]]()
-        for unit, of_unit in self._gradients(names, "clip_gradients"):
-            norms += [values.double().norm() for values in of_unit.values()]
-            chosen.append((unit, list(of_unit)))
-        norm = torch.stack(norms).norm()
-        for unit, own in chosen:
-            _scale_reduced(unit, own, clip_factor(norm, limit))
-        return norm
-
-    def _gradients(self, names: Names, call: str) -> Iterator[tuple[Unit, dict[str, Tensor]]]:
-        """Yield (unit, copies by name of whole reduced gradients) of the parameters `names`, for method `call`."""
-        self._assembly.require_backward(call)
-        self._assembly.meet(call)
-        engine = self._assembly.engine
-        chosen = fitting(names, [name for unit in engine.units for name in _names(unit)], call)
+        self._assembly.require_backward("gradients")
+        self._assembly.meet("gradients")
+        engine, found = self._assembly.engine, dict[str, Tensor]()
+        chosen = fitting(names, [name for unit in engine.units for name in _names(unit)], "gradients")
         self._assembly.stage_gradients.finish_reduction()
         factor = 1.0 / (self._world.size * engine.loss_scale.scale.double())
         for unit in engine.units:
-            if chosen.isdisjoint(_names(unit)):
-                continue
-            whole = unit.gradients.whole()
-            found = {i.name: whole[i.start : i.stop].view(i.shape) for i in unit.layout.intervals if i.name in chosen}
-            yield unit, {name: values * factor.to(values.dtype) for name, values in found.items()}
+            if not chosen.isdisjoint(_names(unit)):
+                whole = unit.gradients.whole() * factor.to(unit.gradients.reduced.dtype)
+                of_unit = {i.name: whole[i.start : i.stop].view(i.shape) for i in unit.layout.intervals}
+                found |= {name: values for name, values in of_unit.items() if name in chosen}
+        return found
 
     def _keys(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return the keys of the module's state_dict, each with the name and the shape of its parameter or buffer."""
@@ -194,17 +162,6 @@ class WholeValues:
 
 def _names(unit: Unit) -> list[str]:
     return [interval.name for interval in unit.layout.intervals]
-
-
-def _scale_reduced(unit: Unit, names: Sequence[str], factor: Tensor) -> None:
-    """Multiply the reduced gradients of some parameters by a factor, in the elements that this rank updates."""
-    shard, reduced = unit.shard, unit.gradients.take_reduced(0)
-    for interval in unit.layout.intervals:
-        if interval.name in names:
-            here = slice(max(interval.start, shard.start), min(interval.stop, shard.stop))
-            if here.start < here.stop:
-                reduced[here.start - shard.start : here.stop - shard.start].mul_(factor)
-    unit.gradients.put_reduced(0, reduced)
 
 
 def _require_fitting(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

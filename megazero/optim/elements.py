@@ -35,6 +35,7 @@ class Settings:
         betas: decay rates of AdamW's and Lion's moments; SGD's momentum is the first.
         eps: added to AdamW's denominator.
         momentum, nesterov, iterations, scale: of Muon (`muon.py`).
+        clip_value: the largest magnitude of each gradient; None: any.
     """
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -43,6 +44,7 @@ class Settings:
     nesterov: bool = True
     iterations: int = 5
     scale: Literal["rms", "spectral"] = "rms"
+    clip_value: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,16 +81,24 @@ class Now(NamedTuple):
         scale: the factor of gradients, or one for each norm by which groups are clipped.
         divide_by: 1 / scale, in fp32.
         skip: whether nothing changes (1).
+        clip_value: the largest magnitude of each scaled gradient; None: any.
     """
 
     lr: float
     scale: Tensor
     divide_by: Tensor
     skip: Tensor
+    clip_value: float | None = None
 
     def of(self, group: Group, values: Tensor) -> Tensor:
         """Return the number of a group in `scale` or `divide_by`."""
         return values[group.clip] if values.dim() else values
+
+    def limit_(self, gradients: Tensor, group: Group) -> None:
+        """Limit the magnitude of gradients that are not scaled yet."""
+        if self.clip_value is not None:
+            most = (self.clip_value / self.of(group, self.scale)).to(gradients.dtype)
+            gradients.clamp_(-most, most)
 
     def scaled(self, gradients: Tensor, group: Group, into: Tensor) -> Tensor:
         """Return gradients times their factor, in the dtype of `into` and in its memory; zeros if nothing changes."""

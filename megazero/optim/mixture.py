@@ -55,7 +55,8 @@ class Mixture:
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
         """Update a unit's masters with gradients times `scale`; see `Optimizer.update`."""
-        now, pieces = Now(lr, scale, scale.reciprocal().to(torch.float32), skip), iter(self._pieces[unit])
+        pieces, divide_by = iter(self._pieces[unit]), scale.reciprocal().to(torch.float32)
+        now = Now(lr, scale, divide_by, skip, self.settings.clip_value)
         self._muon.gather(unit, now)
         piece = next(pieces, None)
         state = self._runs[unit][0].state if unit.masters.is_meta else {}
@@ -71,7 +72,9 @@ class Mixture:
         name = piece.group.optimizer
         if name in WHOLE:
             self._muon.apply(piece, flats, now)
-        elif name == "adamw" and self._adamw is not None:
+            return
+        now.limit_(flats.gradients, piece.group)
+        if name == "adamw" and self._adamw is not None:
             own, divide_by = self.settings, now.of(piece.group, now.divide_by)
             rates = (now.lr * piece.group.lr_factor, *own.betas, own.eps, piece.group.decay)
             masters, gradients, (first, second), updated = flats

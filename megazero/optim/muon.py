@@ -95,6 +95,7 @@ class Muon:
         for unit, piece, into in wave.pieces:
             assert piece.state is not None, "muon's state is in memory"
             (momentum,), reduced = piece.state, unit.resting.reduced_gradients[piece.where]
+            now.limit_(reduced, piece.group)
             gradients = now.scaled(reduced, piece.group, self._staging)
             momentum.lerp_(gradients, (1.0 - now.skip.to(momentum.dtype)) * (1.0 - beta))
             into.copy_(gradients.lerp_(momentum, beta) if self._settings.nesterov else momentum)

@@ -217,7 +217,10 @@ def learning_rate_of(config: Config) -> LearningRate:
     s = config.schedule
     assert s.cooldown is not None, "a resolved config"
     total = config.run.steps if s.steps is None else s.steps
-    return LearningRate(config.optimizer.lr, s.min_lr, s.warmup, total, s.decay, s.cooldown)
+    warmup, step = s.warmup, config.batch.global_ * config.model.seq_len
+    if s.warmup_tokens is not None:
+        warmup = -(-s.warmup_tokens // step)
+    return LearningRate(config.optimizer.lr, s.min_lr, warmup, total, s.decay, s.cooldown, s.points or ())
 
 
 def _validation(

@@ -149,6 +149,7 @@ ROWS: dict[str, Works] = {
     "optimizer.muon.steps": Works("2", losses, ("optimizer.name=muon",)),
     "optimizer.muon.scale": Works("spectral", losses, ("optimizer.name=muon",)),
     "optimizer.muon.lr_factor": Works("2.0", losses, ("optimizer.name=muon",)),
+    "optimizer.clip_value": Works("0.0001", losses, ("optimizer.eps=0.001",)),
     "optimizer.groups": Works('[{{match: "*qkv*", lr_factor: 0.0}}]', losses),
     "optimizer.lr": Works("0.01", losses),
     "optimizer.betas": Works("[0.5, 0.5]", losses),
@@ -156,7 +157,9 @@ ROWS: dict[str, Works] = {
     "optimizer.weight_decay": Works("50.0", biggest_weight),
     "optimizer.clip": Works("0.0001", losses, ("optimizer.eps=0.001",)),  # without eps Adam is blind to scale
     "schedule.warmup": Works("4", rates),
+    "schedule.warmup_tokens": Works("512", rates),
     "schedule.decay": Works("constant", rates),
+    "schedule.points": Works("[[0, 1.0], [4, 0.5]]", rates, ("schedule.decay=piecewise", "schedule.points=[[0, 1.0]]")),
     "schedule.min_lr": Works("0.001", rates),
     "schedule.cooldown": Works("2", rates, ("schedule.decay=wsd",)),
     "schedule.steps": Works("3", rates),

@@ -67,6 +67,10 @@ BREAKS: dict[str, tuple[list[str], str]] = {
         ["pipeline.schedule=interleaved", "pipeline.chunks=1"],
         "pipeline.chunks=2",
     ),
+    "schedule.points given, in the order of updates, with schedule.decay piecewise, and only then": (
+        ["schedule.decay=piecewise"],
+        "schedule.points=[[0, 1.0], [9, 0.5]]",
+    ),
     "one optimizer other than muon in optimizer.name and optimizer.groups "
     "with zero.offload.delayed, or zero.offload.optimizer nvme": (
         ["optimizer.name=muon", "zero.offload.optimizer=cpu", "zero.offload.delayed=true"],

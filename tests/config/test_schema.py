@@ -33,8 +33,9 @@ DEFAULTS = {
     "precision": {"dtype": "fp32", "kernels": "auto"},
     "optimizer": {"name": "adamw", "lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
     | {"muon.momentum": 0.95, "muon.nesterov": True, "muon.steps": 5, "muon.scale": "rms", "muon.lr_factor": 1.0}
-    | {"groups": None},
-    "schedule": {"warmup": 100, "decay": "cosine", "min_lr": 3e-5, "cooldown": 200, "steps": None},
+    | {"groups": None, "clip_value": None},
+    "schedule": {"warmup": 100, "decay": "cosine", "min_lr": 3e-5, "cooldown": 200, "steps": None}
+    | {"warmup_tokens": None, "points": None},
     "batch": {"global": 8, "micro": None},
     "data": {
         "train": "data/quickstart/train",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megazero.optim.learning_rate import Decay, LearningRate
 
-DECAYS: tuple[Decay, ...] = ("cosine", "linear", "wsd", "constant")
+DECAYS: tuple[Decay, ...] = ("cosine", "linear", "wsd", "wsd-sqrt", "constant")
 
 schedules = st.builds(
     lambda peak, ratio, warmup, total, decay, cooldown: LearningRate(
@@ -93,6 +93,17 @@ def test_stays_between_zero_and_the_peak_and_above_the_minimum_after_warmup(rate
 def test_reaches_its_final_value_and_keeps_it(rate: LearningRate):
     end = max(rate.total, rate.warmup)
     assert rate.at(end) == rate.at(end + 1) == rate.at(10 * end)
-    decays = rate.decay in ("cosine", "linear") or (rate.decay == "wsd" and rate.cooldown > 0)
+    decays = rate.decay in ("cosine", "linear") or (rate.decay.startswith("wsd") and rate.cooldown > 0)
     if rate.warmup < rate.total:
         assert rate.at(rate.total - 1) == (rate.minimum if decays else rate.peak)
+
+
+def test_wsd_sqrt_falls_by_the_root():
+    rate = LearningRate(1.0, 0.2, 0, 100, "wsd-sqrt", cooldown=16)
+    assert rate.at(83) == 1.0
+    assert [rate.at(83 + n) for n in (4, 9, 16)] == pytest.approx([0.6, 0.4, 0.2])
+
+
+def test_piecewise_goes_through_its_points():
+    rate = LearningRate(2.0, 0.0, 2, 100, "piecewise", points=((10, 1.0), (20, 0.5), (40, 0.5), (50, 0.0)))
+    assert [rate.at(u) for u in (0, 1, 5, 10, 15, 20, 30, 45, 50, 99)] == [1, 2, 2, 2, 1.5, 1, 1, 0.5, 0, 0]

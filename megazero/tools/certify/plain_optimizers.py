@@ -62,6 +62,8 @@ def update(
         bf16: matrices are orthogonalised in bf16.
     """
     own, which, (b1, b2) = group_of(name, o), chosen(name, value, o), o.betas
+    if o.clip_value is not None:
+        gradient = gradient.clamp(-o.clip_value, o.clip_value)
     rate = o.lr * (1.0 if own.lr_factor is None else own.lr_factor)
     decays = value.dim() == 2 and "positions" not in name
     decay = own.weight_decay if own.weight_decay is not None else o.weight_decay if decays else 0.0
