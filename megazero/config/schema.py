@@ -250,6 +250,7 @@ class Observe(Section):
     wandb: Text | None = option(None, "wandb project to log to.")
     tensorboard: bool = option(False, "Also write tensorboard events.")
     profile: Positive | None = option(None, "Step at which a torch profiler trace of 3 steps begins.")
+    check_replicas: NonNegative = option(0, "Steps between comparisons of values that several ranks hold; 0: none.")
     table: bool = option(False, "With each row, print when rank 0's units were gathered and reduced.")
 
 

@@ -50,6 +50,7 @@ from megazero.run.data import RunData, open_data, refuse_overlap, refuse_repeats
 from megazero.run.disks import open_disks
 from megazero.run.ledger_file import write_ledger
 from megazero.run.planned import Planned, compare, fuses
+from megazero.run.replicas import differences
 from megazero.run.resume import Start
 from megazero.run.run import Run
 from megazero.schedules.check import check
@@ -124,7 +125,10 @@ def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: f
         loader_of(part, data, grid["data"], device),
         {name: _validation(run, part, each, score_batches, tokenizer) for name, each in data.validation.items()},
         _recorder(run, start, part, engine, planned, phases),
-        TrainSchedule(config.run.steps, rate, config.observe.every, config.data.valid_every, course.until(part)),
+        TrainSchedule(
+            *(config.run.steps, rate, config.observe.every, config.data.valid_every, course.until(part)),
+            check_every=config.observe.check_replicas,
+        ),
         checkpoints_of(run, start, built, about),
         Stopping(
             run.grid["world"], device, run.signals, run.folder.stop, end, first_step=run.folder.early_stops.forget
@@ -132,6 +136,7 @@ def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: f
         lambda: write_ledger(run.folder, grid, device),
         now,
         lambda own, say: _blame(own, say, run),
+        lambda: differences(engine.units, engine.optimizer.runs),
     )
     return Ready(trainer, about, holdings_of(built, saves=False), ops, planned, disks, data, tokenizer)
 

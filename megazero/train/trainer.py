@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megazero.base.errors import UserError
+from megazero.comm.collectives import all_reduce
 from megazero.comm.readback import Readback
 from megazero.observe.numbers import Value, finite
 from megazero.optim.learning_rate import LearningRate
@@ -53,6 +54,7 @@ class TrainSchedule:
         valid_every: steps between validations; None: only after the last step.
         last: the last step of this trainer, from 1: the run's last step, or a saved step where another trainer takes
             over.
+        check_every: steps between comparisons of values that several ranks hold; 0: none.
     """
 
     steps: int
@@ -60,6 +62,7 @@ class TrainSchedule:
     log_every: int
     valid_every: int | None
     last: int
+    check_every: int = 0
 
     def validates(self, done: int) -> bool:
         """Return True if the schedule has a validation after step `done`, counted from 1."""
@@ -101,6 +104,7 @@ class Trainer:
         stopping: decides whether to end before the last step.
         summarise: writes the run's ledger; called by all ranks before the last step is saved.
         now: called with the step (from 1) and the current phase.
+        compare: returns texts on values that differ on ranks that should hold equal ones.
         blame: (this rank's fault or None, function that makes an error) -> the error of the rank with the first fault.
     """
 
@@ -118,10 +122,12 @@ class Trainer:
         summarise: Callable[[], object],
         now: Callable[[int, str], object],
         blame: Blame,
+        compare: Callable[[], list[str]] = list,
     ):
         self.engine, self.pipeline, self.feed, self.loader = engine, pipeline, feed, loader
         self.validations, self.recorder, self.schedule, self.now = validations, recorder, schedule, now
         self.checkpoints, self.stopping, self.summarise, self.blame = checkpoints, stopping, summarise, blame
+        self.compare = compare
         self.first = self.skipped = self.overflows = self.carried = 0
         self.reason: Reason | None = None
         self.scores: dict[str, Score] = {}
@@ -170,6 +176,8 @@ class Trainer:
                 with self.recorder.step(done + 1):
                     self.train_step(done)
                 done += 1
+                if self.schedule.check_every and done % self.schedule.check_every == 0:
+                    self._check_replicas(done)
                 rests = self.schedule.validates(done) or self.checkpoints.due(done) or done == self.schedule.last
                 if self.reason or rests or self.schedule.logs(done):
                     self._settle(complete=True)
@@ -179,6 +187,24 @@ class Trainer:
         self.checkpoints.finish()
         self.checkpoints.tidy(math.inf if self.reason is None else TIDY_SECONDS)
         return done
+
+    def _check_replicas(self, done: int) -> None:
+        """Compare values that several ranks hold, after step `done`. Raises UserError 306: some differ."""
+        self.now(done, "comparison of replicas")
+        engine = self.engine
+        for unit in engine.units:
+            unit.gradients.wait()  # until an update under way has ended
+        engine.gather.finish()
+        found, world = self.compare(), engine.grid["world"]
+        device = engine.loss_scale.scale.device
+        if not all_reduce(torch.tensor([len(found)], dtype=torch.float64, device=device), world, "agree"):
+            return
+
+        def say(rank: int, fault: str | None) -> UserError:
+            do = "resume from a checkpoint before it, on other hardware"
+            return UserError(306, fault or "replicas differ", do, rank=rank, step=done)
+
+        raise self.blame((AFTER_SUMS, found[0]) if found else None, say)
 
     def close(self) -> None:
         """End background work and flush the logs."""

@@ -206,6 +206,7 @@ OTHERWISE = {
     "memory.partition",
     "memory.cuda_graphs",
     "observe.table",
+    "observe.check_replicas",  # tests/run/test_replicas.py
     "zero.offload.optimizer",
     "zero.offload.parameters",
     "zero.offload.path",

@@ -32,8 +32,9 @@ DEFAULTS = {
     "pipeline": {"schedule": "1f1b", "chunks": 1},
     "precision": {"dtype": "fp32", "kernels": "auto"},
     "optimizer": {"name": "adamw", "lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
+    | {"clip_value": None}
     | {"muon.momentum": 0.95, "muon.nesterov": True, "muon.steps": 5, "muon.scale": "rms", "muon.lr_factor": 1.0}
-    | {"groups": None, "clip_value": None},
+    | {"groups": None},
     "schedule": {"warmup": 100, "decay": "cosine", "min_lr": 3e-5, "cooldown": 200, "steps": None}
     | {"warmup_tokens": None, "points": None},
     "batch": {"global": 8, "micro": None},
@@ -49,7 +50,8 @@ DEFAULTS = {
     }
     | {"mask_eod": False, "pack": False},
     "checkpoint": {"every": None, "keep": None, "async": False, "resume": "none", "load": "all"},
-    "observe": {"every": 10, "wandb": None, "tensorboard": False, "profile": None, "table": False},
+    "observe": {"every": 10, "wandb": None, "tensorboard": False, "profile": None, "table": False}
+    | {"check_replicas": 0},
 }
 MAX_OPTIONS = 130
 STAGE = "stages: [{{until_step: 3, data: {}}}]"

@@ -1,0 +1,78 @@
+"""Compare values that several ranks hold, so that a rank with a corrupt copy is found.
+
+    axis      values that its ranks hold twice
+    shard     parameters that rest whole; masters, state and reduced gradients where the stage does not shard these
+    replica   all values of a shard
+    tensor    those of parameters that every tensor rank holds whole
+    copies    those of a tied weight on both ends of a pipeline
+
+Each rank sends 8 bytes for each parameter and kind of value. Values on disks are not compared. In stage 3 without
+replicas no value of a matrix exists twice.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import all_gather
+from megazero.comm.grid import Axis
+from megazero.optim.optimizer import Run
+from megazero.zero.placement import Placement
+from megazero.zero.unit import Unit
+
+_AT_ONCE = 1 << 20  # elements that are widened to 64 bits at a time
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def differences(units: Iterable[Unit], runs: Callable[[Unit], Sequence[Run]]) -> list[str]:
+    """Return a text on each value that differs on ranks that should hold equal ones. Every rank calls it.
+
+    Args:
+        runs: returns the optimizer state of a unit.
+    """
+    named: dict[Axis, list[tuple[str, Tensor]]] = {}
+    for unit in units:
+        for what, first, flat, sharded in _values(unit, runs(unit)):
+            for interval in unit.layout.intervals:
+                part = flat[max(interval.start - first, 0) : max(interval.stop - first, 0)]
+                whole = interval.start >= unit.layout.tp_replicated
+                axes = [unit.axes.shard] * (not sharded) + [unit.axes.replica, unit.axes.copies]
+                for axis in axes + [unit.axes.tensor] * whole:
+                    if axis.size > 1:
+                        named.setdefault(axis, []).append((f"{what} of {interval.name}", digest(part)))
+    return [each for axis, found in named.items() for each in _compared(axis, found)]
+
+
+def _values(unit: Unit, runs: Sequence[Run]) -> Iterator[tuple[str, int, Tensor, bool]]:
+    """Yield a name, the first element, the values, and whether shard ranks hold different ones, of what rests here."""
+    resting, stage = unit.resting, unit.axes.stage
+    updated = stage.optimizer is Placement.SHARD
+    yield "parameters", resting.parameters.first, resting.parameters.values, stage.parameters is Placement.SHARD
+    yield "masters", unit.shard.start, unit.masters, updated
+    yield "reduced gradients", unit.shard.start, resting.reduced_gradients, updated
+    for run in runs:
+        for kind, values in run.state.items():
+            yield kind, unit.shard.start + run.where.start, values, updated
+
+
+def digest(x: Tensor) -> Tensor:
+    """Return a number that any change of one element of a flat tensor changes: int64, 0-dim."""
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for piece in () if x.is_meta else x.split(_AT_ONCE):
+        odd = 2 * torch.arange(len(piece), device=x.device) + 1  # so that no bit is lost
+        total = 31 * total + (piece.view(_INTEGERS[x.element_size()]) * odd).sum()
+    return total
+
+
+def _compared(axis: Axis, found: Sequence[tuple[str, Tensor]]) -> Iterator[str]:
+    mine = torch.stack([value.to(found[0][1].device) for _, value in found])
+    everyone = all_gather(mine[None], axis, "replicas").tolist()
+    for (what, _), values in zip(found, zip(*everyone, strict=True), strict=True):
+        (usual, count), *_ = Counter(values).most_common(1)
+        odd = [str(rank) for rank, value in zip(axis.ranks, values, strict=True) if value != usual]
+        if odd and 2 * count > axis.size:
+            yield f"{what} on rank {', '.join(odd)} differ from the other ranks of the {axis.name} axis"
+        elif odd:
+            yield f"{what} differ on ranks {', '.join(map(str, axis.ranks))} of the {axis.name} axis"
