@@ -35,8 +35,8 @@ DEFAULTS = {
     | {"clip_value": None}
     | {"muon.momentum": 0.95, "muon.nesterov": True, "muon.steps": 5, "muon.scale": "rms", "muon.lr_factor": 1.0}
     | {"groups": None},
-    "schedule": {"warmup": 100, "decay": "cosine", "min_lr": 3e-5, "cooldown": 200, "steps": None}
-    | {"warmup_tokens": None, "points": None},
+    "schedule": {"warmup": 100, "warmup_tokens": None, "decay": "cosine", "points": None, "min_lr": 3e-5}
+    | {"cooldown": 200, "steps": None},
     "batch": {"global": 8, "micro": None},
     "data": {
         "train": "data/quickstart/train",
