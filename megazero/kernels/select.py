@@ -32,7 +32,7 @@ _ORDER = {
 }
 # Operations that must have one implementation: a forward and its backward must agree on the kept tensors. "adamw"
 # updates fp32 masters and writes 16-bit parameters in the same pass; without it, and for other dtypes, torch's fused
-# AdamW runs, then a copy if needed (`optim/adamw.py`). apex's FusedAdam has no advantage: it needs gradients in the
+# AdamW runs, then a copy if needed (`optim/elements.py`). apex's FusedAdam has no advantage: it needs gradients in the
 # parameters' dtype, already scaled, and counts updates on the host. apex has no norm of a sum either: the sum is then
 # a separate pass, as in the reference.
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -133,8 +133,8 @@ def check_space(run: Run, about: Manifest) -> None:
         UserError: 403, there is no room for one checkpoint, or for two if the run saves several.
         OSError: the disk does not answer.
     """
-    elements = sum(math.prod(shape) for shape in about.shapes.values())
-    one = elements * len(about.kinds) * DTYPES[about.dtype].itemsize
+    values = sum(logical.numel * len(about.kinds_of(name)) for name, logical in about.tensors.items())
+    one = values * DTYPES[about.dtype].itemsize
     folder, several = run.folder.checkpoints, run.config.checkpoint.every is not None
     several = several or len(Course(run.config, about.history).parts) > 1
     needed = one * (2 if several else 1)
