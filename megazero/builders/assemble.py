@@ -32,7 +32,7 @@ from megazero.optim.mixture import Mixture
 from megazero.pipeline.executor import Pipeline
 from megazero.pipeline.stage import Stage
 from megazero.pipeline.transport import Transport
-from megazero.plan.optimizers import Optimizers
+from megazero.plan.optimizers import STATES, Optimizers
 from megazero.schedules.layers import Layers, lowered
 from megazero.zero.engine import Engine
 from megazero.zero.placement import Precision, UnitAxes
@@ -139,7 +139,7 @@ def build_engine(
         used,
         units,
         [name for name, _ in model.units()],
-        Mixture(units, groups.optimizers, settings, bucket=grid.comm.bucket, ops=update_ops),
+        Mixture(units, groups.optimizers, dict.fromkeys(STATES, settings), bucket=grid.comm.bucket, ops=update_ops),
         clips=[clip, *groups.clips],
         tokens_per_step=tokens_per_step,
         grid=grid,

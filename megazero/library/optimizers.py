@@ -18,7 +18,7 @@ frozen one is updated with the rest, and its earlier values are then restored.
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -102,14 +102,10 @@ def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
 
 
 def _ours(name: str, options: dict[str, Any], groups: Groups) -> Recipe:
-    lr, momentum = options["lr"], options.get("momentum", 0.95)
-    settings = Settings(
-        options.get("betas", (momentum, 0.0)),
-        options.get("eps", 1e-8),
-        *(momentum, options.get("nesterov", True), options.get("steps", 5), options.get("scale", "rms")),
-    )
-    if settings.scale not in ("rms", "spectral"):
-        raise UserError(501, f"muon has no scale {settings.scale!r}", "it has rms and spectral", where=_WHERE)
+    lr, takes = options["lr"], (name, "adamw") if name == "muon" else (name,)
+    settings = {other: _settings(options if other in takes else own) for other, own in DEFAULTS.items()}
+    if (scale := settings["muon"].scale) not in ("rms", "spectral"):
+        raise UserError(501, f"muon has no scale {scale!r}", "it has rms and spectral", where=_WHERE)
     asked = []
     for pattern, own in groups:
         if odd := sorted(own.keys() - {*_IN_GROUPS}):
@@ -131,6 +127,13 @@ def _ours(name: str, options: dict[str, Any], groups: Groups) -> Recipe:
         return Mixture([unit], of.optimizers, settings, bucket=bucket, ops=ops)
 
     return Recipe(lr, of.optimizers.kinds, make, entry, of.clips)
+
+
+def _settings(options: Mapping[str, Any]) -> Settings:
+    own = {"iterations" if key == "steps" else key: value for key, value in options.items()}
+    known = {field.name for field in fields(Settings)}
+    betas = own.get("betas", (own.get("momentum"), 0.0))  # sgd has only a momentum
+    return Settings(**{**{key: value for key, value in own.items() if key in known}, "betas": betas})
 
 
 def _matrix(parameter: str, shape: tuple[int, ...], fused: Mapping[str, int]) -> Matrix:

@@ -97,8 +97,8 @@ class Now(NamedTuple):
     def limit_(self, gradients: Tensor, group: Group) -> None:
         """Limit the magnitude of gradients that are not scaled yet."""
         if self.clip_value is not None:
-            most = (self.clip_value / self.of(group, self.scale)).to(gradients.dtype)
-            gradients.clamp_(-most, most)
+            most = torch.where(self.skip > 0, torch.inf, self.clip_value / self.of(group, self.scale))
+            gradients.clamp_(-most.to(gradients.dtype), most.to(gradients.dtype))
 
     def scaled(self, gradients: Tensor, group: Group, into: Tensor) -> Tensor:
         """Return gradients times their factor, in the dtype of `into` and in its memory; zeros if nothing changes."""
@@ -153,7 +153,8 @@ def sgd(piece: Piece, flats: Flats, now: Now, settings: Settings, staging: Tenso
     """Update a piece with SGD. For `staging` see `fused_adamw`."""
     masters, gradients, (momentum,), _ = flats
     gradients, rate = now.scaled(gradients, piece.group, staging), now.rate(piece.group, masters)
-    momentum.mul_(torch.where(now.skip > 0, 1.0, settings.betas[0]).to(masters.dtype)).add_(gradients)
+    skip = now.skip.to(masters.dtype)
+    momentum.mul_(skip + (1.0 - skip) * settings.betas[0]).add_(gradients)
     decay_(masters, rate, piece.group)
     masters.sub_(gradients.copy_(momentum).mul_(rate))
     _round(flats)

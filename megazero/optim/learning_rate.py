@@ -5,7 +5,7 @@ step after a skipped one uses the same learning rate again, and a resumed run ne
 
 With peak P, minimum m, W warm-up updates and T updates in total, update u has
 
-    u < W       P (u + 1) / W                                      linear warm-up, above 0 from the first update
+    u < W       P (u + 1) / W, for piecewise times f(W)            linear warm-up, above 0 from the first update
     cosine      m + (P - m) (1 + cos(pi x)) / 2                    Loshchilov & Hutter 2017 (SGDR), eq. 5, one cycle
     linear      m + (P - m) (1 - x)                                Devlin et al. 2019 (BERT), appendix A.2
     wsd         P until T - C, then linear to m in C updates       Hu et al. 2024 (MiniCPM), section 4.2
@@ -52,7 +52,7 @@ class LearningRate:
         """Return the learning rate of an update, counted from 0 without skipped steps."""
         assert update >= 0, f"updates count from 0, got {update}"
         if update < self.warmup:
-            return self.peak * ((update + 1) / self.warmup)
+            return self.peak * ((update + 1) / self.warmup) * (self._factor(self.warmup) if self.points else 1.0)
         if self.decay == "piecewise":
             return self.peak * self._factor(update)
         waits = self.decay.startswith("wsd")

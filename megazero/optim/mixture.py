@@ -24,6 +24,7 @@ class Mixture:
     Args:
         units: the units whose masters are updated, in place.
         optimizers: the optimizers of the whole model, from which the groups of the units' layouts were made.
+        settings: the options of each optimizer.
         bucket: bytes; longer intervals are updated in pieces of this size where gradients have to be copied.
         ops: the kernels for the device of the masters.
 
@@ -31,7 +32,15 @@ class Mixture:
         kinds: the kinds of values that they keep.
     """
 
-    def __init__(self, units: list[Unit], optimizers: Optimizers, settings: Settings, *, bucket: int, ops: Operations):
+    def __init__(
+        self,
+        units: list[Unit],
+        optimizers: Optimizers,
+        settings: Mapping[str, Settings],
+        *,
+        bucket: int,
+        ops: Operations,
+    ):
         self.settings, self.kinds = settings, optimizers.kinds
         self._adamw = ops.adamw_ if all(unit.resting.updated.values.dtype.itemsize == 2 for unit in units) else None
         self._runs = {unit: list(_runs_of(unit)) for unit in units}
@@ -39,7 +48,7 @@ class Mixture:
         copied = [piece for unit in units for piece in self._pieces[unit] if self._copies(unit, piece.group.optimizer)]
         longest = max((piece.where.stop - piece.where.start for piece in copied), default=0)
         self._staging = units[0].resting.new_staging(longest) if units else torch.empty(0)
-        self._muon = Muon(units, self._pieces, settings, self._staging)
+        self._muon = Muon(units, self._pieces, settings["muon"], self._staging)
 
     def runs(self, unit: Unit) -> Sequence[Run]:
         """Return the state of this rank's elements of a unit, in their order."""
@@ -56,7 +65,7 @@ class Mixture:
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
         """Update a unit's masters with gradients times `scale`; see `Optimizer.update`."""
         pieces, divide_by = iter(self._pieces[unit]), scale.reciprocal().to(torch.float32)
-        now = Now(lr, scale, divide_by, skip, self.settings.clip_value)
+        now = Now(lr, scale, divide_by, skip, self.settings["adamw"].clip_value)
         self._muon.gather(unit, now)
         piece = next(pieces, None)
         state = self._runs[unit][0].state if unit.masters.is_meta else {}
@@ -75,12 +84,12 @@ class Mixture:
             return
         now.limit_(flats.gradients, piece.group)
         if name == "adamw" and self._adamw is not None:
-            own, divide_by = self.settings, now.of(piece.group, now.divide_by)
+            own, divide_by = self.settings[name], now.of(piece.group, now.divide_by)
             rates = (now.lr * piece.group.lr_factor, *own.betas, own.eps, piece.group.decay)
             masters, gradients, (first, second), updated = flats
             self._adamw(masters, gradients, first, second, updated, piece.step, divide_by, now.skip, *rates)
         else:
-            UPDATES[name](piece, flats, now, self.settings, self._staging)
+            UPDATES[name](piece, flats, now, self.settings[name], self._staging)
 
     def _copies(self, unit: Unit, optimizer: str) -> bool:
         """Return whether an optimizer's gradients are copied before the update."""

@@ -38,7 +38,7 @@ def split_by_node(job: Job, found: dict[str, dict[str, int]], devices: int) -> d
 def exchanged(job: Job, axis: str, purpose: str) -> bool:
     """Return whether traffic of this axis and purpose is an all-to-all instead of a ring."""
     if job.gradient_bits is None or purpose != "gradients":
-        return purpose == "matrices"
+        return purpose == "matrices" and (job.shards_optimizer or axis == "tensor")
     return axis in (("shard", "replica") if job.gradient_hops is not None else (job.shard_axis,))
 
 

@@ -7,7 +7,7 @@ STATES: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "muon": ("momentum",),
     "lion": ("exp_avg",),
-    "sgd": ("momentum",),
+    "sgd": ("velocity",),  # a sum, and muon's is an average
 }
 WHOLE = ("muon",)  # they need whole matrices, and leave other parameters to adamw
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from megazero.plan.job import Job
 from megazero.plan.model import Kind
 from megazero.plan.optimizers import STATES
-from megazero.plan.states import UnitSize, kept, units_of
+from megazero.plan.states import kept, units_of
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class Unit:
         tail: the first element whose gradient is summed over the tensor axis; None: no gradient is.
         count: number of such units.
         forward, backward: how often stage 3 gathers it in the forward, and in the backward, of a micro-batch.
-        size: the sizes of its parameters.
     """
 
     name: str
@@ -31,7 +30,6 @@ class Unit:
     count: int
     forward: int
     backward: int
-    size: UnitSize
 
     @property
     def times(self) -> int:
@@ -71,8 +69,7 @@ class Share:
             own = padded // job.shard if job.shards_optimizer else padded
             forward = self.embedding + self.head if unit.name == "tied" else 1
             tail = unit.summed_from(sequence=job.sequence)
-            backward = int(unit.name in counts)
-            found.append(Unit(unit.name, padded, own, tail, count, forward, backward, unit))
+            found.append(Unit(unit.name, padded, own, tail, count, forward, backward=int(unit.name in counts)))
         return found
 
     @property
@@ -103,9 +100,11 @@ class Share:
         counts = {len(STATES[name]) for name in job.optimizers.names}
         if len(counts) == 1:
             return counts.pop() * self.updated
-        at = shard_rank if job.shards_optimizer else 0
-        each = (range(at * unit.own, (at + 1) * unit.own) for unit in self.units)
-        return sum(u.count * kept(u.size, job.optimizers, own) for u, own in zip(self.units, each, strict=True))
+        found, at = 0, shard_rank if job.shards_optimizer else 0
+        for unit in units_of(job, [*job.layers.of_rank(self.rank).values()]):  # groups may tell equal blocks apart
+            own = unit.padded(job.shard) // (job.shard if job.shards_optimizer else 1)
+            found += kept(unit, job.optimizers, range(at * own, (at + 1) * own))
+        return found
 
     @property
     def updated(self) -> int:

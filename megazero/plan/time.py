@@ -259,7 +259,7 @@ def _update(links: Links, compute: Compute, own: list[Flow], elements: int, busy
     if job.delayed:  # the next step hides it, and waits for the rest at its end
         update = max(0.0, update - m * (busy.forward + busy.backward))
     gradients = max(0.0, sum(moved.get(f"gradients {way}", 0.0) for way in ("out", "back")) - m * busy.backward)
-    return 0.0, offload + gradients + max(update, back)
+    return matrices, offload + gradients + max(update, back)
 
 
 def _rate(machine: Machine, flow: Flow) -> float:

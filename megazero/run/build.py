@@ -194,7 +194,7 @@ def _blame(own: Fault | None, say: Callable[[int, str | None], UserError], run: 
     faulty = [rank for rank, fault in enumerate(found) if fault]
     rank = min(faulty, key=lambda rank: (found[rank][0], rank), default=0)
     if rank != run.grid["world"].rank:
-        return FailedElsewhere(rank, 301)
+        return FailedElsewhere(rank, say(rank, None).code)
     error = say(rank, own[1] if own else None)
     if own and own[0] == AFTER_SUMS:
         return error

@@ -88,8 +88,9 @@ def _places(value: Any, place: str) -> Iterator[tuple[str, Any]]:
             yield from _places(inner, f"{place}.{key}".lstrip("."))
     elif isinstance(value, list) and value and isinstance(value[0], Mapping):
         for number, inner in enumerate(value):
-            rest = {key: each for key, each in inner.items() if key != "name"}
-            yield from _places(rest, f"{place}[{inner.get('name', number)}]")
+            named = "match" not in inner  # groups of parameters have no names, and their order counts
+            rest = {key: each for key, each in inner.items() if key != "name" or not named}
+            yield from _places(rest, f"{place}[{inner.get('name', number) if named else number}]")
     else:
         yield place, value
 

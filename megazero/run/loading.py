@@ -99,7 +99,7 @@ def _others(found: Manifest, ours: Manifest, load: str) -> dict[str, tuple[Any, 
 def _must_stay(place: str, load: str, config: Mapping[str, Any]) -> bool:
     """Return whether an option must be as in the checkpoint; the data's digest checks options of the data."""
     if load != "all":  # moments are running means with these betas
-        betas = load == "optimizer" and place == "optimizer.betas"
+        betas = load == "optimizer" and place in ("optimizer.betas", "optimizer.muon.momentum")
         return betas or (place.startswith("model.") and place not in _free(config))
     if "data.sources" in place or place in ("data.train", "data.valid", "data.tokenizer"):
         return False
@@ -183,7 +183,7 @@ def doubt(found: Manifest, start: Start, ours: Manifest) -> str | None:
 
 def changes(found: Manifest, config: Mapping[str, Any]) -> str:
     """Return a text of the options in `_SAID` that differ from the checkpoint's; "" if none does."""
-    unused = () if config["schedule.decay"] == "wsd" else ("schedule.cooldown",)
+    unused = () if config["schedule.decay"].startswith("wsd") else ("schedule.cooldown",)
     said = differences(saved_options(found), config).items()
     return _some({k: v for k, v in said if any(fnmatch(k, name) for name in _SAID) and k not in unused})
 

@@ -35,13 +35,14 @@ def differences(units: Iterable[Unit], runs: Callable[[Unit], Sequence[Run]]) ->
     named: dict[Axis, list[tuple[str, Tensor]]] = {}
     for unit in units:
         for what, first, flat, sharded in _values(unit, runs(unit)):
-            for interval in unit.layout.intervals:
+            for interval in () if flat.is_meta else unit.layout.intervals:
                 part = flat[max(interval.start - first, 0) : max(interval.stop - first, 0)]
                 whole = interval.start >= unit.layout.tp_replicated
                 axes = [unit.axes.shard] * (not sharded) + [unit.axes.replica, unit.axes.copies]
                 for axis in axes + [unit.axes.tensor] * whole:
                     if axis.size > 1:
-                        named.setdefault(axis, []).append((f"{what} of {interval.name}", digest(part)))
+                        found = digest(part).to(unit.device)
+                        named.setdefault(axis, []).append((f"{what} of {interval.name}", found))
     return [each for axis, found in named.items() for each in _compared(axis, found)]
 
 
@@ -60,14 +61,14 @@ def _values(unit: Unit, runs: Sequence[Run]) -> Iterator[tuple[str, int, Tensor,
 def digest(x: Tensor) -> Tensor:
     """Return a number that any change of one element of a flat tensor changes: int64, 0-dim."""
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for piece in () if x.is_meta else x.split(_AT_ONCE):
+    for piece in x.split(_AT_ONCE):
         odd = 2 * torch.arange(len(piece), device=x.device) + 1  # so that no bit is lost
         total = 31 * total + (piece.view(_INTEGERS[x.element_size()]) * odd).sum()
     return total
 
 
 def _compared(axis: Axis, found: Sequence[tuple[str, Tensor]]) -> Iterator[str]:
-    mine = torch.stack([value.to(found[0][1].device) for _, value in found])
+    mine = torch.stack([value for _, value in found])
     everyone = all_gather(mine[None], axis, "replicas").tolist()
     for (what, _), values in zip(found, zip(*everyone, strict=True), strict=True):
         (usual, count), *_ = Counter(values).most_common(1)

@@ -47,7 +47,7 @@ def updated(matrix: Matrix, start: Tensor, gradients: list[Tensor], settings: Se
     axes = UnitAxes(Axis("shard"), Axis("tensor"))
     unit = Unit(lay_out("blocks.0", [entry]), axes, resources_of(Precision(dtype, dtype), CPU, Ledger()))
     unit.resting.masters.values[: start.numel()].copy_(start.reshape(-1))
-    optimizer = Mixture([unit], groups.optimizers, settings, bucket=1 << 20, ops=REFERENCE)
+    optimizer = Mixture([unit], groups.optimizers, {"adamw": settings, "muon": settings}, bucket=1 << 20, ops=REFERENCE)
     for gradient in gradients:
         unit.resting.gradients.values[: start.numel()].copy_(gradient.reshape(-1))
         optimizer.update(unit, lr=LR, scale=torch.ones((), dtype=torch.float64), skip=torch.zeros(()))

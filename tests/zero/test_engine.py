@@ -174,7 +174,9 @@ def test_the_optimizer_does_not_depend_on_how_units_are_cut() -> None:
             unit = Unit(layout, ALONE, resources_of(Precision(), CPU, Ledger()))
             unit.resting.parameters.values.copy_(piece)
             units.append(unit)
-        optimizer = Mixture(units, Optimizers(), Settings(BETAS, EPS), bucket=1 << 20, ops=REFERENCE)
+        optimizer = Mixture(
+            units, Optimizers(), {"adamw": Settings(BETAS, EPS), "muon": Settings()}, bucket=1 << 20, ops=REFERENCE
+        )
         for grad in grads:
             for unit, piece in zip(units, grad.split(cuts), strict=True):
                 unit.resting.gradients.values.copy_(piece)

@@ -31,7 +31,7 @@ from megazero.tools.certify.tolerances import (
 
 Heads = tuple[int, int]  # the model's numbers of query heads and of key-value heads
 State = Mapping[str, Mapping[str, Tensor]]  # [kind of tensor][parameter], flat
-_STATES = {"exp_avg": "first moment", "exp_avg_sq": "second moment", "momentum": "momentum"}
+_STATES = {"exp_avg": "first moment", "exp_avg_sq": "second moment", "momentum": "momentum", "velocity": "velocity"}
 _EARLIER = "earlier weights"  # no fault by themselves: they show where a weight began to differ
 _NOTED = {"initial": ("initial weights", "initial "), "gradient": ("first gradients", "gradient of ")}
 _ORDER = ("initial weights", "loss", "first gradients", "gradient norm", "later norms", _EARLIER, "weights")

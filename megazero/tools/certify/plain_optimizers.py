@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megazero.config.schema import Model, Optimizer, OptimizerGroup
 
-KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",), "lion": ("exp_avg",), "sgd": ("momentum",)}
+KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",), "lion": ("exp_avg",), "sgd": ("velocity",)}
 
 
 def group_of(name: str, o: Optimizer) -> OptimizerGroup:
@@ -77,8 +77,8 @@ def update(
         step = torch.sign(b1 * average + (1 - b1) * gradient)
         average.copy_(b2 * average + (1 - b2) * gradient)
     elif which == "sgd":
-        state["momentum"].copy_(b1 * state["momentum"] + gradient)
-        step = state["momentum"]
+        state["velocity"].copy_(b1 * state["velocity"] + gradient)
+        step = state["velocity"]
     else:
         momentum, b = state["momentum"], o.muon.momentum
         momentum.copy_(b * momentum + (1 - b) * gradient)

@@ -150,11 +150,13 @@ def parameters_as_they_rest(engine: Engine) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def reduced_gradients(engine: Engine) -> Iterator[dict[Unit, Tensor]]:
     """Yield a dictionary that holds, after this context, each unit's reduced gradients before its update."""
-    honest, found = engine.optimizer.update, dict.fromkeys(engine.units, torch.empty(0))
+    honest, found = engine.optimizer.update, dict[Unit, Tensor]()
 
     def update(unit: Unit, **how: Any) -> None:
-        with unit.gradients.reduced_in_memory() as own:
-            found[unit] = own.clone()
+        if not found:  # before any update: some of them change gradients
+            for each in engine.units:
+                with each.gradients.reduced_in_memory() as own:
+                    found[each] = own.clone()
         honest(unit, **how)
 
     vars(engine.optimizer)["update"] = update
