@@ -101,8 +101,7 @@ def precision_of(config: Config) -> Precision:
 
 def settings_of(o: Optimizer) -> Settings:
     """Return the options of the optimizers."""
-    muon = o.muon
-    return Settings(o.betas, o.eps, muon.momentum, muon.nesterov, muon.steps, muon.scale, o.clip_value)
+    return Settings(o.betas, o.eps, o.muon.momentum, o.muon.nesterov, o.muon.steps, o.muon.scale, o.clip_value)
 
 
 def build_engine(

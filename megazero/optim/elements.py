@@ -135,7 +135,7 @@ def fused_adamw(piece: Piece, flats: Flats, now: Now, settings: Settings, stagin
     fixed = {"beta1": settings.betas[0], "beta2": settings.betas[1], "eps": settings.eps}
     how = {**scales, **rates, **fixed, "fused": True, "amsgrad": False, "maximize": False}
     adamw([masters], [gradients], [first], [second], [], [piece.step], **how)
-    _round(flats)
+    round_(flats)
 
 
 def lion(piece: Piece, flats: Flats, now: Now, settings: Settings, staging: Tensor) -> None:
@@ -146,7 +146,7 @@ def lion(piece: Piece, flats: Flats, now: Now, settings: Settings, staging: Tens
     average.lerp_(gradients, (1.0 - now.skip.to(masters.dtype)) * (1.0 - settings.betas[1]))
     decay_(masters, rate, piece.group)
     masters.sub_(direction.mul_(rate))
-    _round(flats)
+    round_(flats)
 
 
 def sgd(piece: Piece, flats: Flats, now: Now, settings: Settings, staging: Tensor) -> None:
@@ -157,10 +157,11 @@ def sgd(piece: Piece, flats: Flats, now: Now, settings: Settings, staging: Tenso
     momentum.mul_(skip + (1.0 - skip) * settings.betas[0]).add_(gradients)
     decay_(masters, rate, piece.group)
     masters.sub_(gradients.copy_(momentum).mul_(rate))
-    _round(flats)
+    round_(flats)
 
 
-def _round(flats: Flats) -> None:
+def round_(flats: Flats) -> None:
+    """Write masters, rounded, to the memory for them."""
     if not same_place(flats.updated, flats.masters):
         flats.updated.copy_(flats.masters)
 

@@ -65,10 +65,9 @@ class Groups:
         number = self.optimizers.group_of(parameter)
         own = self.asked[number] if number >= 0 else Asked("")
         optimizer = self.optimizers.of(parameter, hidden=hidden)
-        factor = 1.0 if own.lr_factor is None else own.lr_factor
         return Group(
             own.weight_decay if own.weight_decay is not None else self.weight_decay if decays else 0.0,
-            factor * (self.whole_lr_factor if optimizer in WHOLE else 1.0),
+            (1.0 if own.lr_factor is None else own.lr_factor) * (self.whole_lr_factor if optimizer in WHOLE else 1.0),
             optimizer,
             number,
             0 if own.clip is None else 1 + sum(each.clip is not None for each in self.asked[:number]),

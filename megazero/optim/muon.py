@@ -13,7 +13,6 @@ matrices, such as queries, keys and values, has one owner, who updates each of t
 The parts of a wave are gathered while the owners compute the wave before. All buffers are allocated once.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -22,9 +21,8 @@ from torch import Tensor
 
 from megazero.comm.collectives import Pending, done, start_all_gather_in_place
 from megazero.comm.grid import Axis
-from megazero.comm.pool import same_place
 from megazero.comm.rows import start_exchange
-from megazero.optim.elements import Flats, Now, Piece, Settings, decay_
+from megazero.optim.elements import Flats, Now, Piece, Settings, decay_, round_
 from megazero.optim.orthogonal import Orthogonaliser
 from megazero.plan.matrices import Buffers, Item, Matrix, Wave, waves_of
 from megazero.plan.optimizers import WHOLE
@@ -59,7 +57,7 @@ class Muon:
         self._begins = {units[min(item.unit for item in wave.items)]: i for i, wave in enumerate(waves)}
         needs = [wave.buffers(axes.shard.rank, axes.tensor.rank) for wave in waves]
         most = Buffers(*map(max, zip(*needs, strict=True)))
-        own = [item.matrix for wave in waves for item in _owned(wave, axes.shard, axes.tensor)]
+        own = [item.matrix for wave in waves for item in wave.owned(axes.shard.rank, axes.tensor.rank)]
         shapes = [shape for matrix in own for shape in matrix.shapes]
         self._orthogonal = Orthogonaliser(shapes, settings.iterations, self._dtype, device)
         longest = max((matrix.rows * matrix.columns for matrix in own), default=0)
@@ -107,23 +105,18 @@ class Muon:
         period, turns = matrix.turns
         rows = whole.view(-1, period, matrix.columns)
         for (start, stop), shape in zip(turns, matrix.shapes, strict=True):
-            self._orthogonal(rows[:, start:stop], self._factor(*shape, inputs_first=matrix.inputs_first))
+            outputs, inputs = shape[::-1] if matrix.inputs_first else shape
+            rms = self._settings.scale == "rms"
+            self._orthogonal(rows[:, start:stop], 0.2 * max(shape) ** 0.5 if rms else max(1.0, outputs / inputs) ** 0.5)
         for part, result in zip(parts, whole.split([len(part) for part in parts]), strict=True):
             part.copy_(result)
-
-    def _factor(self, rows: int, columns: int, *, inputs_first: bool) -> float:
-        outputs, inputs = (columns, rows) if inputs_first else (rows, columns)
-        if self._settings.scale == "rms":
-            return 0.2 * math.sqrt(max(rows, columns))
-        return math.sqrt(max(1.0, outputs / inputs))
 
     def apply(self, piece: Piece, flats: Flats, now: Now) -> None:
         """Update the masters of a piece by the result of its owner."""
         result, rate = self._results[piece], now.rate(piece.group, flats.masters)
         decay_(flats.masters, rate, piece.group)
         flats.masters.sub_(self._staging[: len(result)].copy_(result).mul_(rate))
-        if not same_place(flats.updated, flats.masters):
-            flats.updated.copy_(flats.masters)
+        round_(flats)
 
 
 class _Wave:
@@ -218,12 +211,6 @@ def _items(number: int, unit: Unit) -> Iterator[Item]:
             if where.start <= interval.start < where.stop:
                 assert interval.matrix is not None, f"{interval.name} is no matrix"
                 yield Item(number, interval.start, interval.stop, each, interval.matrix)
-
-
-def _owned(wave: Wave, shard: Axis, tensor: Axis) -> list[Item]:
-    """Return the items of a wave that a rank owns."""
-    place = shard.rank * tensor.size + tensor.rank
-    return [item for item, owner in zip(wave.items, wave.owners, strict=True) if owner == place]
 
 
 def _places(wave: Wave, shard: int) -> Iterator[tuple[Item, int]]:

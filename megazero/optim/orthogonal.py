@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from megazero.plan.matrices import workspace
+
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7  # keeps a zero matrix zero
 
@@ -28,9 +30,7 @@ class Orthogonaliser:
     """
 
     def __init__(self, shapes: Iterable[tuple[int, int]], steps: int, dtype: torch.dtype, device: torch.device):
-        sides = [(min(shape), max(shape)) for shape in shapes]
-        wide, square = (max(sizes, default=0) for sizes in ([m * n for m, n in sides], [m * m for m, _ in sides]))
-        self._steps = steps
+        (wide, square), self._steps = workspace(shapes), steps
         self._wide = [torch.empty(wide, dtype=dtype, device=device) for _ in range(2)]
         self._square = [torch.empty(square, dtype=dtype, device=device) for _ in range(2)]
         self.nbytes = sum(each.nbytes for each in (*self._wide, *self._square))

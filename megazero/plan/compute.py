@@ -146,10 +146,6 @@ class Compute:
         """Return the seconds of an update of `elements` elements, without whole matrices."""
         return self.moved(elements * self.job.bytes.moved_by_update(self.job.kept))
 
-    def orthogonal(self, operations: float) -> float:
-        """Return the seconds of matrix products with so many floating-point operations."""
-        return operations / self._rate
-
     def codes(self, own: Sequence[Flow], gathered: int, reduced: int) -> tuple[float, float]:
         """Return the seconds of a step's passes that quantise parameters, and gradients.
 

@@ -7,7 +7,7 @@ each rank about one of them; they are exchanged at once. In a wave the costliest
 the least work so far, and of several to the one that holds most of it. So owners are a function of the layout alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -145,6 +145,11 @@ class Wave:
         """Return the items that the tensor ranks of a shard rank own."""
         return [item for item, owner in zip(self.items, self.owners, strict=True) if owner // self.tensors == shard]
 
+    def owned(self, shard: int, tensor: int) -> list[Item]:
+        """Return the items that a rank owns."""
+        place = shard * self.tensors + tensor
+        return [item for item, owner in zip(self.items, self.owners, strict=True) if owner == place]
+
     def over_tensor(self, shard: int) -> Exchange:
         """Return the exchange of these items along the tensor axis, whose ranks have different rows of each."""
         held = tuple(item.numel for item in self.of_shard(shard))
@@ -165,6 +170,12 @@ class Wave:
         across = self.over_tensor(shard)
         whole = sum(across.back[tensor]) if self.tensors > 1 else 0
         return Buffers(parts, own * self.sharded, own * (self.sharded and self.tensors > 1), whole)
+
+
+def workspace(shapes: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Return the elements of the largest matrix of these shapes, and of the largest product with its transpose."""
+    sides = [(min(shape), max(shape)) for shape in shapes]
+    return max((m * n for m, n in sides), default=0), max((m * m for m, _ in sides), default=0)
 
 
 class Buffers(NamedTuple):

@@ -108,11 +108,8 @@ def _fullest(own: Share) -> tuple[int, int]:
     job = own.job
     if len(job.optimizers.names) == 1:  # every rank holds as much
         return 0, 0
-
-    def size(place: tuple[int, int]) -> int:
-        return own.kept(place[0]) * job.bytes.master + waves.memory(job, own.rank, *place)
-
-    return max(product(range(job.shard), range(job.tensor)), key=size)
+    places = product(range(job.shard), range(job.tensor))
+    return max(places, key=lambda at: own.kept(at[0]) * job.bytes.master + waves.memory(job, own.rank, *at))
 
 
 def planned(job: Job, rank: int, machine: Machine, counted: RankMemory | None = None) -> RankMemory:

@@ -46,9 +46,8 @@ class Optimizers:
     @property
     def names(self) -> list[str]:
         """Return all optimizers that may update a parameter, in the order of `STATES`."""
-        asked = {self.name, *(name for _, name in self.groups if name is not None)}
-        asked |= {"adamw"} if asked & {*WHOLE} else set()
-        return [name for name in STATES if name in asked]
+        asked = {self.name, *(name for _, name in self.groups)}
+        return [name for name in STATES if name in asked or (name == "adamw" and asked & {*WHOLE})]
 
     @property
     def kinds(self) -> list[str]:

@@ -15,6 +15,7 @@ element, or k = 2 m where p = m, because parameters are then their own masters:
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 
 from megazero.plan.job import Bytes, Job
 from megazero.plan.layers import Layer, Weight, block, head
@@ -127,10 +128,9 @@ def kept(unit: UnitSize, optimizers: Optimizers, elements: range) -> int:
     for _, optimizer, start, _ in unit.placed(optimizers):
         if not runs or runs[-1][0] != optimizer:
             runs.append((optimizer, start))
-    ends = [*(start for _, start in runs[1:]), elements.stop]
     return sum(
         len(STATES[optimizer]) * max(0, min(end, elements.stop) - max(start, elements.start))
-        for (optimizer, start), end in zip(runs, ends, strict=True)
+        for (optimizer, start), (_, end) in pairwise([*runs, ("", elements.stop)])
     )
 
 

@@ -248,7 +248,7 @@ def _update(links: Links, compute: Compute, own: list[Flow], elements: int, busy
         offload += max(0.0, back - m * (busy.forward + busy.backward))
         back = 0.0
     exchanges = (links.exchange(flow.axis, flow.bytes, flow.ops) for flow in own if flow.purpose == "matrices")
-    matrices = compute.orthogonal(operations(job, 0)) + sum(exchanges)
+    matrices = operations(job, 0) / (compute.peak * machine.reached.matmul) + sum(exchanges)
     if not job.optimizer_away:
         return compute.update(elements) + matrices, offload
     update = (

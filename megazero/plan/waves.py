@@ -8,11 +8,12 @@ matrices (traffic)    in each wave a rank sends its parts of the parameters that
                       all ranks hold all gradients, and the results are gathered
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
 from megazero.plan.job import Job
-from megazero.plan.matrices import Buffers, Item, Wave, waves_of
+from megazero.plan.matrices import Buffers, Item, Wave, waves_of, workspace
 from megazero.plan.optimizers import WHOLE
 from megazero.plan.states import units_of
 
@@ -42,10 +43,9 @@ def memory(job: Job, rank: int, shard: int, tensor: int) -> int:
     if not found:
         return 0
     most = Buffers(*map(max, zip(*(wave.buffers(shard, tensor) for wave in found), strict=True)))
-    matrices = [item.matrix for wave in found for item in _owned(wave, shard * job.tensor + tensor)]
-    sides = [(min(shape), max(shape)) for matrix in matrices for shape in matrix.shapes]
+    matrices = [item.matrix for wave in found for item in wave.owned(shard, tensor)]
     longest = max((matrix.rows * matrix.columns for matrix in matrices), default=0)
-    wide, square = (max(sizes, default=0) for sizes in ([m * n for m, n in sides], [m * m for m, _ in sides]))
+    wide, square = workspace(shape for matrix in matrices for shape in matrix.shapes)
     return job.bytes.whole * (min(2, len(found)) * sum(most) + longest + 2 * wide + 2 * square)
 
 
@@ -62,15 +62,10 @@ def messages(job: Job, rank: int, shard: int, tensor: int) -> Iterator[tuple[str
 
 def operations(job: Job, rank: int) -> float:
     """Return the floating-point operations of the rank that computes most, wave by wave."""
-    if not job.optimizers.whole:
-        return 0.0
-    return sum(max(_operations(wave, place) for place in {*wave.owners}) for wave in waves(job, rank))
-
-
-def _operations(wave: Wave, place: int) -> float:
-    sides = [sorted(shape) for item in _owned(wave, place) for shape in item.matrix.shapes]
-    return _ITERATIONS * sum(4.0 * m * m * n + 2.0 * m**3 for m, n in sides)
-
-
-def _owned(wave: Wave, place: int) -> list[Item]:
-    return [item for item, owner in zip(wave.items, wave.owners, strict=True) if owner == place]
+    found = 0.0
+    for wave in waves(job, rank) if job.optimizers.whole else ():
+        work = Counter[int]()
+        for item, owner in zip(wave.items, wave.owners, strict=True):
+            work[owner] += sum(4 * min(shape) ** 2 * max(shape) + 2 * min(shape) ** 3 for shape in item.matrix.shapes)
+        found += _ITERATIONS * max(work.values())
+    return found

@@ -286,8 +286,7 @@ class Trainer:
         consumed: dict[str, Value] = {"samples": self.loader.samples(done), "epoch": self.loader.epoch(done)}
         if (epochs := self.loader.epochs(done)) is not None:
             consumed["epochs"] = {**epochs}
-        most, *others = self.engine.clips  # with clips of groups, this norm is not what the first one limits
-        clipped = int(not others and 0 < most < read.grad_norm < math.inf)
+        clipped = int(len(self.engine.clips) == 1 and 0 < self.engine.clips[0] < read.grad_norm < math.inf)
         own = {"loss": read.loss, "grad_norm": read.grad_norm, "clipped": clipped, "lr": pending.lr}
         return self.recorder.row(done, {**consumed, **own, "loss_scale": read.loss_scale, "skipped": self.skipped})
 

@@ -228,8 +228,10 @@ class Engine:
         loss_sum, valid, odd, *_ = self._sum_totals(squares.sum(), votes).unbind()
         loss_scale = self.loss_scale.scale.clone()
         factor = self.tokens_per_step / valid / loss_scale
-        total = squares.sum() + odd if beside is None else squares.sum() + odd + beside
-        norm = total.sqrt() * factor
+        sums = squares.sum(0) + odd  # of each norm by which groups are clipped
+        if beside is not None:
+            sums[0] += beside
+        norm = sums.sum().sqrt() * factor
         loss = loss_sum / valid
         empty = valid == 0
         finite = (torch.isfinite(norm) & torch.isfinite(loss)) | empty
@@ -239,7 +241,10 @@ class Engine:
         self.loss_scale.update(finite, counts=~empty)
         for extension in self._extensions:
             extension.end_step(skipped, loss_scale, self.loss_scale.scale)
-        scale, skip = factor * self._clip_factors(norm, squares, factor, odd, beside), skipped.to(torch.float32)
+        scale, skip = factor * clip_factor(norm, self.clips[0]), skipped.to(torch.float32)
+        if len(self.clips) > 1:
+            norms = zip(sums.sqrt() * factor, self.clips, strict=True)
+            scale = factor * torch.stack([clip_factor(own, clip) for own, clip in norms])
         applied = scale
         if self._offload.optimizer is not None:  # the host does the update
             scale, skip = Readback(scale, skip).wait()
@@ -260,22 +265,6 @@ class Engine:
         flags = (x.to(torch.float64) for x in (loss, norm, loss_scale, finite, skipped))
         packed = torch.cat([torch.stack([*flags]), self._totals[3:]])
         return StepResult(loss, norm, skipped, finite, loss_scale, squares.view(-1), applied, factor, packed)
-
-    def _clip_factors(
-        self, norm: Tensor, squares: Tensor, factor: Tensor, odd: Tensor, beside: Tensor | None
-    ) -> Tensor:
-        """Return the factor of each norm by which gradients are clipped; 0-dim if there is only the global one.
-
-        Args:
-            norm: of all gradients.
-            squares, factor, odd, beside: see `finish_step`.
-        """
-        if len(self.clips) == 1:
-            return clip_factor(norm, self.clips[0])
-        sums = squares.sum(0) + odd
-        if beside is not None:
-            sums[0] += beside
-        return torch.stack([clip_factor(s.sqrt() * factor, clip) for s, clip in zip(sums, self.clips, strict=True)])
 
     def _sum_totals(self, squares: Tensor, votes: Iterable[int]) -> Tensor:
         """Return the totals of a step, summed over all ranks; see `_totals`."""

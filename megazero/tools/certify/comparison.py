@@ -156,9 +156,8 @@ def _computed(ranks: Sequence[Results], alone: Results, heads: Heads, tolerance:
             mine = {name: _in_place(part, theirs[name], rank.rows.get(name)) for name, part in rank.tensors(kind)}
             same = {name: theirs[name] for name in mine}
             measure, what = _NOTED.get(kind, ("weights" if step == last else _EARLIER, "weight "))
-            signs = tolerance.signs and kind.startswith("weight")
-            differences = weight_differences(mine, same, heads=heads[0], kv_heads=heads[1], signs=signs)
-            for name, apart in differences.items():
+            how = {"heads": heads[0], "kv_heads": heads[1], "signs": tolerance.signs and kind.startswith("weight")}
+            for name, apart in weight_differences(mine, same, **how).items():
                 yield found(measure, apart, what + name, step, number, name)
 
 
@@ -247,9 +246,8 @@ def _held(
     """Yield the differences of the moments and the update of each parameter, then of the sizes of all updates."""
     for kind, measure in {**_STATES, "update": "update"}.items():
         most = tolerance.states if kind != "update" or tolerance.updates is None else tolerance.updates
-        signs = tolerance.signs and kind == "update"
-        distances = state_distances(mine[kind], theirs[kind], heads=heads[0], kv_heads=heads[1], signs=signs)
-        for name, apart in distances.items():
+        how = {"heads": heads[0], "kv_heads": heads[1], "signs": tolerance.signs and kind == "update"}
+        for name, apart in state_distances(mine[kind], theirs[kind], **how).items():
             yield Difference(measure, apart, most, f"after the last step: {measure} of {name}")
     for what, dims in (("matrices", 2), ("vectors", 1)):
         names = [name for name, shape in shapes.items() if len(shape) == dims]

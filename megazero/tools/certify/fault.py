@@ -40,6 +40,7 @@ class Fault:
         layout: returns the layout that it is planted into, for the job on one process.
         least: factor by which some measure has to exceed its tolerance.
         overflows: it needs gradients that overflow, as in fp16.
+        small: it is less than what 16 bits round away.
         needs: returns whether a layout has what the fault changes.
     """
 
@@ -49,6 +50,7 @@ class Fault:
     plant: Plant
     least: float = 1.0
     overflows: bool = False
+    small: bool = False
     needs: Callable[[Job], bool] = lambda job: True
 
     def can_be(self, alone: Job, dtype: str, *, summed: bool) -> bool:
@@ -60,4 +62,5 @@ class Fault:
         """
         layout = self.layout(alone)
         refused = (layout.error_feedback and dtype == "fp16") or (layout.gradient_bits and summed)
+        refused = refused or (self.small and dtype in ("bf16", "fp16"))
         return self.needs(layout) and not refused and (dtype == "fp16" or not self.overflows)

@@ -227,11 +227,13 @@ _FASTER = instead(itself, _UPDATE, lambda adam, update, unit, *, lr, **how: upda
 _FROZEN_NORMS = instead(itself, _UPDATE, _update_but_norms)
 _NO_UPDATE = _of_one_rank(instead(itself, _UPDATE, _update_but_block))
 _COUNTED = after(itself, _UPDATE, _count_skip)
-_SWAPPED_BETAS = changed(itself, f"{_ADAM}.betas", lambda betas: betas[::-1])
+_SWAPPED_BETAS = changed(
+    itself, f"{_ADAM}.settings", lambda it: {n: replace(own, betas=own.betas[::-1]) for n, own in it.items()}
+)
 _KEPT_SCALE = instead(itself, "built.engine.loss_scale.update", lambda scale, update, finite, counts: None)
 _LOST = _of_one_rank(after(block, "gradients.close", lambda gradients: gradients.partial.zero_()))
 _ROUGH = after(units, "gradients.close", _round_to_two_bits)
-_NORM_OF_FEWER = changed(itself, "built.engine._counted", lambda it: torch.cat((it.new_zeros(1), it[1:])))
+_NORM_OF_FEWER = changed(itself, "built.engine._counted", lambda it: torch.cat((torch.zeros_like(it[:1]), it[1:])))
 _OTHER_WEIGHTS = _of_one_rank(changed(block, "resting.parameters.values", lambda values: values.mul_(1.01)))
 _STALE = instead(itself, "built.engine.gather.publish", _publish_but_block)
 _FEWER = _of_one_rank(instead(itself, "batches", lambda rig, batches, step: batches(step)[:-1]))

@@ -51,9 +51,7 @@ def _own(change: Callable[[Any, list[Any]], tuple[Any, list[Any]]]) -> Plant:
 _AS_ONE = _own(lambda item, parts: (item._replace(matrix=replace(item.matrix, parts=())), parts))
 _LOST = _own(lambda item, parts: (item, [*parts[:-1], torch.zeros_like(parts[-1])]))
 _TWICE = instead(_muon, "apply", lambda _, apply, *how: (apply(*how), apply(*how)))
-_OTHER = {"rms": "spectral", "spectral": "rms"}
-_OTHER_SCALE = changed(_muon, "_settings", lambda it: replace(it, scale=_OTHER[it.scale]))
-_NO_MOMENTUM = changed(_muon, "_settings", lambda it: replace(it, momentum=0.0))
+_OTHER_SCALE = changed(_muon, "_settings", lambda it: replace(it, scale={"rms": "spectral"}.get(it.scale, "rms")))
 
 
 def _fault(name: str, what: str, layout: Variant, plant: Plant) -> Fault:
@@ -66,6 +64,5 @@ OPTIMIZER_FAULTS = (
     _fault("one-matrix", "queries, keys and values are one matrix", DATA, _AS_ONE),
     _fault("updated-twice", "matrices are updated twice", DATA, _TWICE),
     _fault("other-matrix-scale", "updates of matrices have another scale", SHARDED, _OTHER_SCALE),
-    _fault("no-momentum", "matrices have no momentum", TENSOR, _NO_MOMENTUM),
     _fault("rotated-groups", "parameters have the update rule of the next group", DATA, _rotate_groups),
 )

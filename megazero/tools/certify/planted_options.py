@@ -118,8 +118,8 @@ _OWN_HEADS = changed(
 _LOST_HEADS = instead(_all(Attention), "projection.back", lambda it, back, tape, grad: back(tape, grad * it._axis.rank))
 
 
-def _fault(name: str, what: str, plant: Plant, needs: Needs, layout: Variant = ALONE) -> Fault:
-    return Fault(name, f"{what}, on both sides", layout, plant, needs=lambda job: needs(job.shape))
+def _fault(name: str, what: str, plant: Plant, needs: Needs, layout: Variant = ALONE, small: bool = False) -> Fault:
+    return Fault(name, f"{what}, on both sides", layout, plant, needs=lambda job: needs(job.shape), small=small)
 
 
 OPTION_FAULTS = (
@@ -141,7 +141,14 @@ OPTION_FAULTS = (
     _fault("unscaled-queries", "queries lack their scale", _UNSCALED_QUERIES, lambda it: it.query_scale is not None),
     _fault("no-z-loss", "the loss lacks the term of log Z", _NO_Z, lambda it: it.z_loss != 0),
     *(
-        _fault(f"not-{name}", f"the activation is {other}, not {name}", _with(other), partial(_computes, name))
+        _fault(
+            f"not-{name}",
+            f"it is {other}",
+            _with(other),
+            partial(_computes, name),
+            ALONE,
+            "erf" in name + other,
+        )
         for name, other in _OTHER.items()
     ),
     _fault("own-heads", "norms see a rank's own heads", _OWN_HEADS, lambda it: it.qk_norm == "full", TENSOR),

@@ -233,6 +233,6 @@ def tolerance_of(
     numbers = (astuple(each)[:6] for each in (own, *more))
     loss, norm, gradients, weights, states, sizes = map(sum, zip(*numbers, strict=True))
     found = Tolerance(loss, norm, gradients, weights, states, sizes)
-    steep = not {"muon", "lion"}.isdisjoint(optimizers)
-    found = replace(found, sizes=math.inf, updates=math.inf) if more and steep else found
+    if more and not {"muon", "lion"}.isdisjoint(optimizers):
+        found = replace(found, sizes=math.inf, updates=math.inf)
     return replace(found, signs="lion" in optimizers)

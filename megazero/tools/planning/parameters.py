@@ -22,9 +22,8 @@ def rows(config: Config) -> list[dict[str, Any]]:
             match = groups.asked[own.number].match if own.number >= 0 else None
             row = {"name": name, "shape": [weight.rows, weight.columns] if weight.columns > 1 else [weight.rows]}
             whole = weight.matrix if own.optimizer in WHOLE else None
-            row |= {"matrices": whole and len(whole.shapes)}
             row |= {"optimizer": own.optimizer, "lr": config.optimizer.lr * own.lr_factor, "weight_decay": own.decay}
-            found.append(row | {"group": match, "clip": match if own.clip else None})
+            found.append(row | {"group": match, "clip": own.clip and match, "matrices": whole and len(whole.shapes)})
     return found
 
 
@@ -33,9 +32,8 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     alike: Counter[str] = Counter()
     for row in found:
         name = re.sub(r"^blocks\.\d+\.", "blocks.*.", row["name"])
-        shape = " x ".join(map(str, row["shape"])) + (
-            f" ({row['matrices']} matrices)" if (row["matrices"] or 1) > 1 else ""
-        )
+        several = f" ({row['matrices']} matrices)" if (row["matrices"] or 1) > 1 else ""
+        shape = " x ".join(map(str, row["shape"])) + several
         numbers = f"{row['lr']:<10.3g}{row['weight_decay']:<7.3g}"
         alike[f"{name:<34}{shape:<28}{row['optimizer']:<10}{numbers}{row['group'] or '-'}"] += 1
     head = f"count  {'parameter':<34}{'shape':<28}{'optimizer':<10}{'lr':<10}{'decay':<7}group"
