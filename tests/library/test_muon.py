@@ -131,3 +131,30 @@ def test_which_parameters_are_matrices() -> None:
         entry("a", shape, embeds).group.optimizer for shape, embeds in (((4, 4), False), ((4, 4), True), ((4,), False))
     ]
     assert names == ["muon", "adamw", "adamw"]
+
+
+def test_each_optimizer_of_a_mixture_has_its_own_options() -> None:
+    """Not, for example, AdamW with the betas that stand for SGD's momentum."""
+    ranks = on_ranks(1, mixed)
+    module = made("plain")
+    named = dict(module.named_parameters())
+    optimizers = [
+        torch.optim.SGD([p for n, p in named.items() if not n.startswith("first")], lr=LR, momentum=0.0),
+        torch.optim.AdamW([p for n, p in named.items() if n.startswith("first")], lr=LR, weight_decay=0.0),
+    ]
+    for step in range(STEPS):
+        of_numbers(module, step, 0).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        module.zero_grad()
+    for name, value in module.state_dict().items():
+        assert torch.allclose(ranks[0][name], value, rtol=1e-10, atol=1e-11), name
+
+
+def mixed() -> dict[str, Tensor]:
+    groups = [("first.*", {"name": "adamw"})]
+    sharded = sharded_case("plain", 1, optimizer={"name": "sgd", "lr": LR}, groups=groups)
+    for step in range(STEPS):
+        sharded.backward(of_numbers(sharded, step, 0))
+        sharded.step()
+    return sharded.full_state_dict(everywhere=True)

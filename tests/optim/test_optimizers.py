@@ -9,6 +9,7 @@ from megazero.__main__ import main
 from megazero.builders.assemble import build_model
 from megazero.config.file import load
 from megazero.model.parameter import declaration_of, whole_shapes
+from megazero.run.history import differences
 from megazero.tools.certify.certify import Certificate
 from megazero.tools.certify.planted_optimizers import OPTIMIZER_FAULTS
 from megazero.tools.certify.planting import NOTHING, plant
@@ -114,3 +115,18 @@ def test_parameters_are_listed_with_their_groups(capsys: pytest.CaptureFixture[s
     assert main([*line[:-1], "optimizer.groups=[{match: '*qvk*'}]"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("MZ-107 optimizer.groups[0].match: '*qvk*' matches no parameter; ")
+
+
+@pytest.mark.parametrize(
+    ("groups", "changed"),
+    [
+        (["*qkv*", "*mlp*"], False),
+        (["*mlp*", "*qkv*"], True),
+        (["*qkv*", "*out*"], True),
+    ],
+)
+def test_groups_are_compared_by_their_place(groups: list[str], changed: bool) -> None:
+    """Two groups may name one optimizer, and the first that matches counts."""
+    saved = {"optimizer.groups": [{"match": "*qkv*", "name": "adamw"}, {"match": "*mlp*", "name": "adamw"}]}
+    ours = {"optimizer.groups": [{"match": match, "name": "adamw"} for match in groups]}
+    assert bool(differences(saved, ours)) == changed

@@ -132,3 +132,8 @@ def test_a_run_ends_and_saves_nothing(every: int, tiny_data: TinyData, tmp_path:
     assert done.returncode == 1, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "MZ-306" in line]
     assert "step=" in line and " differ on ranks 0, 1 of the data axis" in line
+
+
+def test_values_on_disks_are_left_out() -> None:
+    job = layout(4, 3, shard_ranks=2, offload_optimizer="nvme", offload_parameters="nvme")
+    assert run_ranks(4, corrupted, job, None, False, shard=2) == [[]] * 4

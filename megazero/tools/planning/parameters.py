@@ -21,9 +21,9 @@ def rows(config: Config) -> list[dict[str, Any]]:
             own = groups.of(name, decays=weight.decays, hidden=weight.matrix is not None)
             match = groups.asked[own.number].match if own.number >= 0 else None
             row = {"name": name, "shape": [weight.rows, weight.columns] if weight.columns > 1 else [weight.rows]}
-            whole = weight.matrix if own.optimizer in WHOLE else None
+            matrices = len(weight.matrix.shapes) if weight.matrix and own.optimizer in WHOLE else None
             row |= {"optimizer": own.optimizer, "lr": config.optimizer.lr * own.lr_factor, "weight_decay": own.decay}
-            found.append(row | {"group": match, "clip": own.clip and match, "matrices": whole and len(whole.shapes)})
+            found.append(row | {"group": match, "clip": match if own.clip else None, "matrices": matrices})
     return found
 
 
