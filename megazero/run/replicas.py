@@ -36,13 +36,13 @@ def differences(units: Iterable[Unit], runs: Callable[[Unit], Sequence[Run]]) ->
     for unit in units:
         for what, first, flat, sharded in _values(unit, runs(unit)):
             for interval in () if flat.is_meta else unit.layout.intervals:
-                part = flat[max(interval.start - first, 0) : max(interval.stop - first, 0)]
                 whole = interval.start >= unit.layout.tp_replicated
                 axes = [unit.axes.shard] * (not sharded) + [unit.axes.replica, unit.axes.copies]
-                for axis in axes + [unit.axes.tensor] * whole:
-                    if axis.size > 1:
-                        found = digest(part).to(unit.device)
-                        named.setdefault(axis, []).append((f"{what} of {interval.name}", found))
+                if axes := [axis for axis in axes + [unit.axes.tensor] * whole if axis.size > 1]:
+                    part = flat[max(interval.start - first, 0) : max(interval.stop - first, 0)]
+                    found = (f"{what} of {interval.name}", digest(part).to(unit.device))
+                    for axis in axes:
+                        named.setdefault(axis, []).append(found)
     return [each for axis, found in named.items() for each in _compared(axis, found)]
 
 
