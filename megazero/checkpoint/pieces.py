@@ -76,7 +76,7 @@ def pieces_of(
 
 
 def holdings_of(unit: Unit, runs: Sequence[Run], numel: Mapping[str, int], *, saves: bool) -> Iterator[ShardState]:
-    """Yield the parts of a unit's state that this rank saves, or those that it loads: one for each run of its shard.
+    """Yield the parts of a unit's state that this rank saves or loads: one for each run of its shard.
 
     Args:
         runs: the optimizer state of the elements that this rank updates; none: it updates none of them.

@@ -1,8 +1,8 @@
 """Lay out the parameters of a unit in its flat buffer.
 
 A unit (one block, or the embedding, or the head) has one flat buffer. Parameters that are split over the tensor axis
-come first, then those that every rank of it holds whole (norms, biases of row-parallel weights, learned positions); the
-last of these are the ones that each rank uses only on its own heads. In each of the three zones, parameters with one
+come first, then those that every tensor rank holds whole (norms, biases of row-parallel weights, learned positions);
+the last of these are those that each rank uses only on its own heads. In each of the three zones, parameters with one
 update rule are next to each other: those of whole matrices first, then those with weight decay:
 
     | split: matrices | decayed | not decayed | whole, from tp_replicated on | from tp_partial on |
