@@ -121,7 +121,7 @@ def _generate(options: argparse.Namespace) -> int:
     from megazero.run.folder import RunFolder
 
     sampling = Sampling(options.tokens, options.temperature, options.top_k, options.seed)
-    text = generate(RunFolder(options.run_folder), options.prompt, sampling)
+    text = generate(RunFolder(options.run_folder), options.prompt, sampling, average=options.average)
     answer(json.dumps({"prompt": options.prompt, "text": text}) if options.json else text)
     return 0
 
@@ -212,7 +212,8 @@ def _export(options: argparse.Namespace) -> int:
     from megazero.run.folder import RunFolder
 
     folder, asked = RunFolder(options.run_folder), options.family
-    answer(export_run(folder, options.out, options.part_mb, asked, warn, proven=options.proof))
+    how = {"proven": options.proof, "average": options.average}
+    answer(export_run(folder, options.out, options.part_mb, asked, warn, **how))
     return 0
 
 
@@ -320,6 +321,8 @@ def _add_run_folders(verbs: Any) -> None:
     unproven = "do not compare the logits with transformers'"
     export.add_argument("--no-proof", dest="proof", action="store_false", help=unproven)
     export.set_defaults(run=_export)
+    for parser in (generate, export):
+        parser.add_argument("--average", action="store_true", help="use the averages of the weights")
     import_ = verbs.add_parser("import", help="make a run's folder from weights of transformers")
     import_.add_argument("--from", dest="source", choices=["hf"], required=True)
     import_.add_argument("--model", type=Path, required=True, help="a folder with config.json and safetensors")

@@ -101,7 +101,8 @@ def precision_of(config: Config) -> Precision:
 
 def settings_of(o: Optimizer) -> Settings:
     """Return the options of the optimizers."""
-    return Settings(o.betas, o.eps, o.muon.momentum, o.muon.nesterov, o.muon.steps, o.muon.scale, o.clip_value)
+    muon = o.muon.momentum, o.muon.nesterov, o.muon.steps, o.muon.scale
+    return Settings(o.betas, o.eps, *muon, o.clip_value, o.average.decay)
 
 
 def build_engine(

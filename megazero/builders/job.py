@@ -71,7 +71,7 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
 def groups_of(o: Optimizer) -> Groups:
     """Return the update rules of parameters."""
     asked = [Asked(*(getattr(own, field) for field in Asked._fields)) for own in o.groups or ()]
-    return Groups(o.name, o.weight_decay, asked, o.muon.lr_factor)
+    return Groups(o.name, o.weight_decay, asked, o.muon.lr_factor, o.average.kind != "none")
 
 
 def options_of(job: Job) -> dict[str, Any]:

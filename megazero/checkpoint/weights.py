@@ -13,6 +13,7 @@ from megazero.checkpoint.manifest import WEIGHT, Manifest, read_manifest
 from megazero.checkpoint.pieces import Piece, ShardState
 from megazero.checkpoint.shard import DTYPES
 from megazero.checkpoint.store import Store
+from megazero.plan.optimizers import AVERAGE
 
 T = TypeVar("T")
 
@@ -38,24 +39,41 @@ def newest_whole(store: Store, read: Callable[[Path], T], warn: Callable[[str], 
 
 
 def newest_weights(
-    store: Store, shapes: Mapping[str, list[int]], warn: Callable[[str], object]
+    store: Store, shapes: Mapping[str, list[int]], warn: Callable[[str], object], *, average: bool = False
 ) -> tuple[Manifest, dict[str, Tensor]]:
     """Return (manifest, weights) of the newest undamaged step; weights are in the master weights' precision.
 
     Args:
         shapes: of the model's parameters.
         warn: called for each newer, damaged step.
+        average: return the averages of the weights.
 
     Raises:
-        UserError: as `newest_whole`; 404, the checkpoint is of another model.
+        UserError: as `newest_whole`; 404, the checkpoint is of another model; 402, it holds no averages.
     """
 
     def read(folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder) if not average else with_averages(read_manifest(folder), folder)
         require_shapes(manifest, shapes, folder)
         return manifest, read_weights(folder, manifest, manifest.tensors)
 
     return newest_whole(store, read, warn)
+
+
+def with_averages(manifest: Manifest, where: Path) -> Manifest:
+    """Return a manifest in which averages and weights have changed places. Raises UserError 402: there are none."""
+    if AVERAGE not in manifest.kinds:
+        raise UserError(402, "holds no averages", "train with optimizer.average.kind=ema", where=where)
+    other = {WEIGHT: AVERAGE, AVERAGE: WEIGHT}
+
+    def exchanged(kinds: list[str]) -> list[str]:
+        return [other.get(kind, kind) for kind in kinds]
+
+    tensors = {
+        name: own if own.kinds is None else own.model_copy(update={"kinds": exchanged(own.kinds)})
+        for name, own in manifest.tensors.items()
+    }
+    return manifest.model_copy(update={"kinds": exchanged(manifest.kinds), "tensors": tensors})
 
 
 def require_shapes(manifest: Manifest, shapes: Mapping[str, list[int]], folder: Path) -> None:

@@ -54,6 +54,7 @@ CHANGEABLE: tuple[Changeable, ...] = (
     Changeable("optimizer.clip", "", FREE),
     Changeable("optimizer.name", _WHOLE, "its moments are those of another optimizer"),
     Changeable("optimizer.muon.*", _WHOLE, ""),
+    Changeable("optimizer.average.*", _WHOLE, FREE),
     Changeable("optimizer.groups", _WHOLE, ""),
     Changeable("optimizer.*", "", ""),
     Changeable("schedule.*", "", FREE),

@@ -152,6 +152,12 @@ class Muon(Section):
     lr_factor: Above0 = option(1.0, "Multiplies the learning rate of the matrices that Muon updates.")
 
 
+class Average(Section):
+    kind: Literal["none", "ema"] = option("none", "Averages of parameters that are kept; ema: exponential.")
+    decay: Decay = option(0.999, "Decay rate of the averages; the first 1 / (1 - decay) updates count equally.")
+    for_validation: bool = option(False, "Validate with the averages.")
+
+
 class OptimizerGroup(Section):
     """Options of the parameters whose full name matches a pattern; null: those of the optimizer."""
 
@@ -173,6 +179,7 @@ class Optimizer(Section):
     clip: AtLeast0 = option(1.0, "Largest allowed global gradient norm; 0 disables clipping.")
     clip_value: Above0 | None = option(None, "Largest magnitude of each gradient, after clip; null: any.")
     muon: Muon = Muon()
+    average: Average = Average()
     groups: Annotated[tuple[OptimizerGroup, ...], Field(min_length=1, max_length=100)] | None = option(
         None,
         "Options of some parameters, the first match counts: a list of {match, name, lr_factor, weight_decay, clip}.",

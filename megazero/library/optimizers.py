@@ -7,6 +7,8 @@
 Groups are (pattern, options) pairs: a parameter takes the options of the first pattern that its name matches. Groups of
 megazero's optimizers may have "name", "lr" or "lr_factor", "weight_decay", and "clip".
 
+Every optimizer of megazero keeps averages of the parameters if its option "average" is {"kind": "ema", "decay": 0.999}.
+
 Muon updates parameters with two dims, except the weights of embeddings; AdamW updates all others. A module's output
 projection is better left to AdamW: give it a group with {"name": "adamw"}. A parameter that joins n matrices of equal
 sizes, one after the other, is split into them if "fused" has its pattern: {"*in_proj_weight": 3}.
@@ -60,6 +62,7 @@ class Recipe:
     Attributes:
         lr: the learning rate of steps that give none.
         kinds: the kinds of values that the optimizers keep for elements.
+        states: (name of an optimizer) -> those that it keeps.
         make: (unit, bucket in bytes, kernels) -> the optimizer of a unit.
         entry: (name, shape, whether it is the weight of an embedding) -> the parameter, to be laid out in its unit.
         clips: the largest norms of the gradients of groups that have one.
@@ -67,6 +70,7 @@ class Recipe:
 
     lr: float
     kinds: Sequence[str]
+    states: Callable[[str], Sequence[str]]
     make: Callable[[Unit, int, Operations], UnitOptimizer]
     entry: Callable[[str, tuple[int, ...], bool], Entry]
     clips: Sequence[float] = ()
@@ -96,8 +100,8 @@ def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
     if known is None:
         do = f"give one of {', '.join(DEFAULTS)}, or a function that makes a torch optimizer for given parameters"
         raise UserError(501, f"unknown optimizer {name!r}", do, where=_WHERE)
-    if odd := sorted(options.keys() - known.keys()):
-        raise UserError(501, f"{name} has no option {odd[0]!r}", f"it has {', '.join(known)}", where=_WHERE)
+    if odd := sorted(options.keys() - known.keys() - {"average"}):
+        raise UserError(501, f"{name} has no option {odd[0]!r}", f"it has {', '.join(known)}, average", where=_WHERE)
     return _ours(name, {**known, **options}, groups)
 
 
@@ -116,7 +120,13 @@ def _ours(name: str, options: dict[str, Any], groups: Groups) -> Recipe:
             raise UserError(501, f"{pattern!r}: unknown optimizer {other!r}", do, where=_WHERE)
         factor = own.get("lr_factor", 1.0) * _lr_factor(pattern, own, lr)
         asked.append(rules.Asked(pattern, own.get("name"), factor, own.get("weight_decay"), own.get("clip")))
-    of = rules.Groups(name, options["weight_decay"], asked, options.get("lr_factor", 1.0))
+    average = options.get("average") or {"kind": "none"}
+    if average.get("kind") not in ("none", "ema") or not {*average} <= {"kind", "decay"}:
+        do = 'give {"kind": "ema", "decay": 0.999}'
+        raise UserError(501, f"{name} has no average {average}", do, where=_WHERE)
+    settings = {key: replace(own, average=average.get("decay", 0.999)) for key, own in settings.items()}
+    averages = average["kind"] == "ema"
+    of = rules.Groups(name, options["weight_decay"], asked, options.get("lr_factor", 1.0), averages)
 
     def entry(parameter: str, shape: tuple[int, ...], embeds: bool) -> Entry:
         matrix = None if len(shape) != 2 or embeds else _matrix(parameter, shape, options.get("fused", {}))
@@ -126,7 +136,7 @@ def _ours(name: str, options: dict[str, Any], groups: Groups) -> Recipe:
     def make(unit: Unit, bucket: int, ops: Operations) -> UnitOptimizer:
         return Mixture([unit], of.optimizers, settings, bucket=bucket, ops=ops)
 
-    return Recipe(lr, of.optimizers.kinds, make, entry, of.clips)
+    return Recipe(lr, of.optimizers.kinds, of.optimizers.states, make, entry, of.clips)
 
 
 def _settings(options: Mapping[str, Any]) -> Settings:
@@ -166,7 +176,9 @@ def _of_torch(make: Factory, groups: Groups) -> Recipe:
         group = next((group for pattern, group in own_groups if fnmatchcase(parameter, pattern)), rest)
         return Entry(parameter, shape, group, split=True)
 
-    return Recipe(lr, kept.elements, lambda unit, *_: Elementwise(unit, make, options, kept), entry)
+    return Recipe(
+        lr, kept.elements, lambda _: kept.elements, lambda unit, *_: Elementwise(unit, make, options, kept), entry
+    )
 
 
 def _lr_factor(pattern: str, options: Options, lr: float) -> float:
@@ -184,12 +196,13 @@ class Following:
         bucket, ops: arguments of `Recipe.make`.
 
     Attributes:
-        kinds: the kinds of values that they keep.
+        kinds, states: as in `Recipe`.
         frozen: the names of the parameters that the next update does not change.
     """
 
     def __init__(self, units: Sequence[Unit], recipe: Recipe, bucket: int, ops: Operations):
-        self._make, self._bucket, self._ops, self.kinds = recipe.make, bucket, ops, recipe.kinds
+        self._make, self._bucket, self._ops = recipe.make, bucket, ops
+        self.kinds, self.states = recipe.kinds, recipe.states
         self._of: dict[Unit, UnitOptimizer] = {}
         self._missed: dict[str, Tensor] = {}  # updates in which a parameter was frozen
         self.frozen: Collection[str] = ()

@@ -12,7 +12,8 @@ follows, so that stages 0 and 1 reduce once a step.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ from megazero.library.state import State
 from megazero.library.values import in_lockstep
 from megazero.library.whole import WholeValues
 from megazero.observe.unit_table import UnitEvents
+from megazero.plan.optimizers import AVERAGE
 from megazero.zero.engine import StepNumbers, StepResult
 from megazero.zero.reduce import sum_replicas
 
@@ -187,6 +189,30 @@ class Sharded(WholeValues):
         if self._watch is not None and self.steps % self._watch[0] == 0 and self.rank == 0:
             print(f"step {self.steps}\n{self._events.table()}", file=self._watch[1], flush=True)
         return Step(result)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Compute with the averages of the parameters inside of the context. Every rank enters it, between two steps.
+
+        Raises:
+            UserError: 510, the optimizer keeps none.
+        """
+        if AVERAGE not in self._assembly.optimizer.kinds:
+            do = 'give the optimizer {"average": {"kind": "ema", "decay": 0.999}}'
+            raise UserError(510, "the optimizer keeps no averages of the parameters", do, where="averaged")
+        self._exchange_averages()
+        try:
+            yield
+        finally:
+            self._exchange_averages()
+
+    def _exchange_averages(self) -> None:
+        self._assembly.meet("averaged")
+        with in_lockstep(self.rank):
+            self._assembly.values.release_all()
+        self._assembly.engine.exchange_averages()
+        self._assembly.values.begin_epoch()
+        self._assembly.values.gather.finish()
 
     def save(self, folder: str | Path) -> Path:
         """Write parameters, optimizer state and buffers as a step of a folder; return the step's folder.

@@ -34,7 +34,6 @@ from megazero.checkpoint.store import Store
 from megazero.comm.agreement import agree
 from megazero.library.assembly import Assembly
 from megazero.library.parts import saved_buffers
-from megazero.plan.optimizers import STATES
 
 _UPDATES = "updates."  # key in a manifest's config: the count of a parameter that missed some
 
@@ -57,7 +56,7 @@ class State:
             self._logical[name] = _logical((table.whole, *own.shape[1:]), own.dtype)
         for unit in self._units:
             for group, where in unit.layout.group_slices(slice(0, unit.numel)):
-                kinds = [WEIGHT, *STATES.get(group.optimizer, self._kinds[1:])]
+                kinds = [WEIGHT, *assembly.optimizer.states(group.optimizer)]
                 own = kinds if unit.trainable and kinds != self._kinds else None
                 for i in unit.layout.intervals:
                     if where.start <= i.start < where.stop:

@@ -29,7 +29,7 @@ from megazero.zero.gather import Gather
 from megazero.zero.placement import UnitAxes
 from megazero.zero.unit import Unit
 
-CALLS: str = "backward step gathered gradients full_state_dict load_state_dict save load"
+CALLS: str = "backward step gathered gradients full_state_dict load_state_dict save load averaged"
 
 
 def _other_parts(rank: int, than: int) -> UserError:

@@ -36,6 +36,7 @@ class Settings:
         eps: added to AdamW's denominator.
         momentum, nesterov, iterations, scale: of Muon (`muon.py`).
         clip_value: the largest magnitude of each gradient; None: any.
+        average: decay rate of the averages of parameters, if they are kept.
     """
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -45,6 +46,7 @@ class Settings:
     iterations: int = 5
     scale: Literal["rms", "spectral"] = "rms"
     clip_value: float | None = None
+    average: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +166,15 @@ def round_(flats: Flats) -> None:
     """Write masters, rounded, to the memory for them."""
     if not same_place(flats.updated, flats.masters):
         flats.updated.copy_(flats.masters)
+
+
+def average_(average: Tensor, piece: Piece, masters: Tensor, now: Now, decay: float) -> None:
+    """Update the averages of a piece after update n: a <- d a + (1 - d) w, with d at most 1 - 1/n.
+
+    So the first 1 / (1 - d) updates count equally, and the initial weights do not count.
+    """
+    new = piece.step.to(masters.dtype).clamp(min=1.0).reciprocal().clamp(min=1.0 - decay)
+    average.lerp_(masters, (1.0 - now.skip.to(masters.dtype)) * new)
 
 
 UPDATES: dict[str, Callable[[Piece, Flats, Now, Settings, Tensor], None]] = {

@@ -38,17 +38,19 @@ class Groups:
         name: the optimizer of parameters whose group names none.
         weight_decay: of parameters that decay, in groups without their own.
         whole_lr_factor: multiplies the learning rate of optimizers of whole matrices.
+        averages: the optimizers keep averages of parameters.
     """
 
     name: str
     weight_decay: float
     asked: Sequence[Asked] = ()
     whole_lr_factor: float = 1.0
+    averages: bool = False
 
     @property
     def optimizers(self) -> Optimizers:
         """Return which optimizer updates which parameter."""
-        return Optimizers(self.name, tuple((own.match, own.name) for own in self.asked))
+        return Optimizers(self.name, tuple((own.match, own.name) for own in self.asked), self.averages)
 
     @property
     def clips(self) -> list[float]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megazero.kernels.operations import Operations
-from megazero.optim.elements import UPDATES, Flats, Now, Piece, Settings
+from megazero.optim.elements import UPDATES, Flats, Now, Piece, Settings, average_
 from megazero.optim.muon import Muon
 from megazero.optim.optimizer import Run
-from megazero.plan.optimizers import STATES, WHOLE, Optimizers
+from megazero.plan.optimizers import WHOLE, Optimizers
 from megazero.zero.unit import Unit
 
 
@@ -41,9 +41,9 @@ class Mixture:
         bucket: int,
         ops: Operations,
     ):
-        self.settings, self.kinds = settings, optimizers.kinds
+        self.settings, self.kinds, self._averages = settings, optimizers.kinds, optimizers.averages
         self._adamw = ops.adamw_ if all(unit.resting.updated.values.dtype.itemsize == 2 for unit in units) else None
-        self._runs = {unit: list(_runs_of(unit)) for unit in units}
+        self._runs = {unit: list(_runs_of(unit, optimizers)) for unit in units}
         self._pieces = {unit: list(self._pieces_of(unit, bucket)) for unit in units}
         copied = [piece for unit in units for piece in self._pieces[unit] if self._copies(unit, piece.group.optimizer)]
         longest = max((piece.where.stop - piece.where.start for piece in copied), default=0)
@@ -78,6 +78,16 @@ class Mixture:
         assert piece is None or (unit.masters.is_meta and bool(skip)), "every piece is within a window"
 
     def _update(self, unit: Unit, piece: Piece, flats: Flats, now: Now) -> None:
+        if piece.group.optimizer != "adamw":  # whose kernels count
+            piece.step.add_(1.0 - now.skip)
+        if not self._averages:
+            self._update_masters(unit, piece, flats, now)
+            return
+        *state, average = flats.state
+        self._update_masters(unit, piece, flats._replace(state=state), now)
+        average_(average, piece, flats.masters, now, self.settings["adamw"].average)
+
+    def _update_masters(self, unit: Unit, piece: Piece, flats: Flats, now: Now) -> None:
         name = piece.group.optimizer
         if name in WHOLE:
             self._muon.apply(piece, flats, now)
@@ -126,7 +136,7 @@ class Mixture:
                 cut = stop
 
 
-def _runs_of(unit: Unit) -> Iterator[Run]:
+def _runs_of(unit: Unit, optimizers: Optimizers) -> Iterator[Run]:
     """Yield the runs of a unit's shard, with new state."""
     found: list[tuple[str, slice]] = []
     for group, where in unit.layout.group_slices(unit.shard):
@@ -135,7 +145,5 @@ def _runs_of(unit: Unit) -> Iterator[Run]:
         else:
             found.append((group.optimizer, where))
     for optimizer, where in found:
-        state: Mapping[str, Tensor] = {
-            kind: unit.resting.new_state(where.stop - where.start) for kind in STATES[optimizer]
-        }
-        yield Run(where, optimizer, state)
+        numel = where.stop - where.start
+        yield Run(where, optimizer, {kind: unit.resting.new_state(numel) for kind in optimizers.states(optimizer)})

@@ -92,7 +92,7 @@ class Muon:
         wave, beta = self._waves[number], self._settings.momentum
         for unit, piece, into in wave.pieces:
             assert piece.state is not None, "muon's state is in memory"
-            (momentum,), reduced = piece.state, unit.resting.reduced_gradients[piece.where]
+            (momentum, *_), reduced = piece.state, unit.resting.reduced_gradients[piece.where]
             now.limit_(reduced, piece.group)
             gradients = now.scaled(reduced, piece.group, self._staging)
             momentum.lerp_(gradients, (1.0 - now.skip.to(momentum.dtype)) * (1.0 - beta))

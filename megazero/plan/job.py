@@ -12,7 +12,7 @@ from typing import Literal
 from megazero.base.quantized import BITS, BLOCK
 from megazero.plan.flops import block_costs
 from megazero.plan.model import Kind, Shape
-from megazero.plan.optimizers import ADAMW, STATES, Optimizers
+from megazero.plan.optimizers import ADAMW, Optimizers
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, ZeroStage
 from megazero.schedules.layers import Layers, cut
 
@@ -242,7 +242,7 @@ class Job:
     @property
     def kept(self) -> int:
         """Return the values of state that the run's optimizer keeps for an element."""
-        return len(STATES[self.optimizers.name])
+        return len(self.optimizers.states(self.optimizers.name))
 
     @property
     def uses_disks(self) -> bool:

@@ -9,6 +9,7 @@ STATES: dict[str, tuple[str, ...]] = {
     "lion": ("exp_avg",),
     "sgd": ("velocity",),  # a sum, and muon's is an average
 }
+AVERAGE = "average"  # of the parameter, kept with the state of any optimizer
 WHOLE = ("muon",)  # they need whole matrices, and leave other parameters to adamw
 
 
@@ -19,10 +20,16 @@ class Optimizers:
     Attributes:
         name: the optimizer of parameters whose group names none.
         groups: for each group its pattern of parameter names, and its optimizer or None; the first match counts.
+        averages: each keeps averages of its parameters.
     """
 
     name: str = "adamw"
     groups: tuple[tuple[str, str | None], ...] = ()
+    averages: bool = False
+
+    def states(self, optimizer: str) -> tuple[str, ...]:
+        """Return the names of the values that an optimizer keeps for an element."""
+        return STATES[optimizer] + (AVERAGE,) * self.averages
 
     def group_of(self, parameter: str) -> int:
         """Return the number of the group that a parameter is in; -1: in none."""
@@ -52,7 +59,7 @@ class Optimizers:
     @property
     def kinds(self) -> list[str]:
         """Return the names of all values that are kept for some elements."""
-        return list(dict.fromkeys(kind for name in self.names for kind in STATES[name]))
+        return list(dict.fromkeys(kind for name in self.names for kind in self.states(name)))
 
 
 ADAMW = Optimizers()

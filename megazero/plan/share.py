@@ -7,7 +7,6 @@ from functools import cached_property
 
 from megazero.plan.job import Job
 from megazero.plan.model import Kind
-from megazero.plan.optimizers import STATES
 from megazero.plan.states import kept, units_of
 
 
@@ -97,7 +96,7 @@ class Share:
     def kept(self, shard_rank: int) -> int:
         """Return the values of optimizer state that a shard rank keeps, besides the masters."""
         job = self.job
-        counts = {len(STATES[name]) for name in job.optimizers.names}
+        counts = {len(job.optimizers.states(name)) for name in job.optimizers.names}
         if len(counts) == 1:
             return counts.pop() * self.updated
         found, at = 0, shard_rank if job.shards_optimizer else 0

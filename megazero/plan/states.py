@@ -20,7 +20,7 @@ from itertools import pairwise
 from megazero.plan.job import Bytes, Job
 from megazero.plan.layers import Layer, Weight, block, head
 from megazero.plan.model import Shape
-from megazero.plan.optimizers import STATES, Optimizers, order
+from megazero.plan.optimizers import Optimizers, order
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, aligned
 
 
@@ -129,7 +129,7 @@ def kept(unit: UnitSize, optimizers: Optimizers, elements: range) -> int:
         if not runs or runs[-1][0] != optimizer:
             runs.append((optimizer, start))
     return sum(
-        len(STATES[optimizer]) * max(0, min(end, elements.stop) - max(start, elements.start))
+        len(optimizers.states(optimizer)) * max(0, min(end, elements.stop) - max(start, elements.start))
         for (optimizer, start), (_, end) in pairwise([*runs, ("", elements.stop)])
     )
 
@@ -137,7 +137,7 @@ def kept(unit: UnitSize, optimizers: Optimizers, elements: range) -> int:
 def kept_in_all(shape: Shape, optimizers: Optimizers) -> int:
     """Return the values of optimizer state of a whole model, as a checkpoint holds them."""
     placed = (each for unit in units(shape, 1) for each in unit.placed(optimizers))
-    return sum(weight.numel * len(STATES[optimizer]) for weight, optimizer, _, _ in placed)
+    return sum(weight.numel * len(optimizers.states(optimizer)) for weight, optimizer, _, _ in placed)
 
 
 def states(share: int, shard: int, stage: int, bytes_: Bytes) -> dict[str, int]:

@@ -128,6 +128,7 @@ def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: f
         TrainSchedule(
             *(config.run.steps, rate, config.observe.every, config.data.valid_every, course.until(part)),
             check_every=config.observe.check_replicas,
+            averages=config.optimizer.average.for_validation,
         ),
         checkpoints_of(run, start, built, about),
         Stopping(

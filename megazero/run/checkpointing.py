@@ -25,7 +25,6 @@ from megazero.config.flat import plain
 from megazero.config.stages import Course
 from megazero.model.parameter import declaration_of, whole_shapes
 from megazero.observe.sinks import warn
-from megazero.plan.optimizers import STATES
 from megazero.run.resume import Start
 from megazero.run.run import Run
 
@@ -74,7 +73,7 @@ def _logical(built: Built, kinds: list[str]) -> Iterator[tuple[str, Logical]]:
     """Yield each parameter of the model, with its kinds of values if they are not all of these."""
     for name, parameter in built.model.named_parameters():
         declared = declaration_of(parameter)
-        own = [WEIGHT, *STATES[built.optimizers.of(name, hidden=declared.matrix is not None)]]
+        own = [WEIGHT, *built.optimizers.states(built.optimizers.of(name, hidden=declared.matrix is not None))]
         yield name, Logical(shape=list(declared.shape), pieces=[], kinds=None if own == kinds else own)
 
 

@@ -26,6 +26,7 @@ from megazero.base.errors import UserError
 from megazero.checkpoint.manifest import Manifest
 from megazero.config.changes import FREE, row_of
 from megazero.config.stages import Course
+from megazero.plan.optimizers import AVERAGE
 from megazero.run.history import changed_since, differences, held_out, saved_options
 from megazero.run.resume import Start
 from megazero.train.trainer import Trainer
@@ -56,9 +57,10 @@ def check_same(found: Manifest, ours: Manifest, course: Course, where: Path, loa
     if found.progress is None and load == "optimizer":
         raise UserError(412, "holds only weights, no moments", "give checkpoint.load=weights", where=where)
     load = taken(found, load)
-    for name in ours.tensors if load != "weights" else ():
-        if name in found.tensors and (kinds := found.kinds_of(name)) != ours.kinds_of(name):
-            what = f"{name}: expected {ours.kinds_of(name)}, as its optimizer keeps, got {kinds}"
+    for name in (name for name in ours.tensors if name in found.tensors and load != "weights"):
+        kinds, own = ([kind for kind in one.kinds_of(name) if kind != AVERAGE] for one in (found, ours))
+        if kinds != own:
+            what = f"{name}: expected {own}, as its optimizer keeps, got {kinds}"
             raise UserError(412, what, "give checkpoint.load=weights", where=where)
     other = _others(found, ours, load)
     grows = new_rows(found, ours) > 0
@@ -153,11 +155,12 @@ def begin(trainer: Trainer, found: Manifest, start: Start, owed: Mapping[str, An
     """
     load, progress = taken(found, start.load), found.progress
     age = progress.moments_age if progress is not None and load != "weights" else 0
+    averaged = AVERAGE in found.kinds and load != "weights"
     if load == "all":
-        trainer.begin(age, found.step, progress, owed)
+        trainer.begin(age, found.step, progress, owed, averaged=averaged)
         trainer.checkpoints.saved = found.step if start.own else None
     else:
-        trainer.begin(age)
+        trainer.begin(age, averaged=averaged)
 
 
 def described(found: Manifest, start: Start, ours: Manifest) -> str:

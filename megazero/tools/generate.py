@@ -28,13 +28,16 @@ class Sampling:
     seed: int = 0
 
 
-def generate(folder: RunFolder, prompt: str, sampling: Sampling) -> str:
+def generate(folder: RunFolder, prompt: str, sampling: Sampling, *, average: bool = False) -> str:
     """Return the prompt with its continuation; stop early at the end of a document.
+
+    Args:
+        average: generate with the averages of the weights.
 
     Raises:
         UserError: 113, the config names no tokenizer; and those of `load`.
     """
-    opened = load(folder.path)
+    opened = load(folder.path, average=average)
     if (tokenizer := opened.tokenizer) is None:
         raise UserError(113, "the run has no data.tokenizer", "train with one to get text", where=folder.config)
     ids, window = tokenizer.encode(prompt) or [tokenizer.eod], opened.config.model.seq_len

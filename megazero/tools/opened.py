@@ -11,7 +11,7 @@ from megazero.base.errors import UserError
 from megazero.builders.assemble import DTYPES, build_model
 from megazero.checkpoint.manifest import FILE_NAME, read_manifest
 from megazero.checkpoint.store import Store
-from megazero.checkpoint.weights import newest_weights, read_weights, require_shapes
+from megazero.checkpoint.weights import newest_weights, read_weights, require_shapes, with_averages
 from megazero.config.file import load as load_config
 from megazero.config.schema import Config
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
@@ -59,16 +59,17 @@ class Opened:
         return logits_BSV if tokens.dim() == 2 else logits_BSV[0]
 
 
-def load(path: str | Path, dtype: torch.dtype | None = None) -> Opened:
+def load(path: str | Path, dtype: torch.dtype | None = None, *, average: bool = False) -> Opened:
     """Open the newest checkpoint of a run, one checkpoint (step_N), or an exported or published folder.
 
     Args:
         dtype: of the weights; None: the run's `precision.dtype`, fp32 for a folder of transformers.
+        average: take the averages of a run's weights (`optimizer.average`).
 
     Raises:
         UserError: 112, a tokenizer larger than the model's vocabulary; 113, the path is none of these; 162, 209, 210,
-            as `open_tokenizer`; 221, the tokenizer differs from that of training; 402, there are no weights yet; 404,
-            they are another model's; 410, they are damaged; 414 and 415, as an import.
+            as `open_tokenizer`; 221, the tokenizer differs from that of training; 402, there are no weights, or no
+            averages; 404, they are another model's; 410, they are damaged; 414 and 415, as an import.
     """
     path = Path(path)
     if (path / "config.json").is_file():
@@ -84,11 +85,11 @@ def load(path: str | Path, dtype: torch.dtype | None = None) -> Opened:
     shapes = whole_shapes(model)
     tokenizer = None if named is None else open_tokenizer(named, config.model.vocab)
     if step:
-        manifest = read_manifest(path)
+        manifest = read_manifest(path) if not average else with_averages(read_manifest(path), path)
         require_shapes(manifest, shapes, path)
         weights = read_weights(path, manifest, manifest.tensors)
     else:
-        manifest, weights = newest_weights(Store(folder.checkpoints), shapes, warn)
+        manifest, weights = newest_weights(Store(folder.checkpoints), shapes, warn, average=average)
     trained_with = manifest.identity.get("tokenizer")
     if tokenizer is not None and trained_with not in (None, tokenizer.fingerprint):
         what = f"the model was trained with tokenizer {trained_with}, {tokenizer.path} is {tokenizer.fingerprint}"

@@ -55,6 +55,7 @@ class TrainSchedule:
         last: the last step of this trainer, from 1: the run's last step, or a saved step where another trainer takes
             over.
         check_every: steps between comparisons of values that several ranks hold; 0: none.
+        averages: validations compute with the averages of parameters.
     """
 
     steps: int
@@ -63,6 +64,7 @@ class TrainSchedule:
     valid_every: int | None
     last: int
     check_every: int = 0
+    averages: bool = False
 
     def validates(self, done: int) -> bool:
         """Return True if the schedule has a validation after step `done`, counted from 1."""
@@ -139,7 +141,13 @@ class Trainer:
         self._most_overflows = OVERFLOWS if engine.loss_scale.dynamic else 1
 
     def begin(
-        self, age: int, step: int = 0, done: Progress | None = None, owed: Mapping[str, Value] | None = None
+        self,
+        age: int,
+        step: int = 0,
+        done: Progress | None = None,
+        owed: Mapping[str, Value] | None = None,
+        *,
+        averaged: bool = False,
     ) -> None:
         """Set the counters to match loaded tensors.
 
@@ -148,11 +156,13 @@ class Trainer:
             step, done: the step to continue from and the run's progress there; None: the run begins.
             owed: that step's row of metrics, if an earlier job ended before writing it; written with its validation,
                 if the step has one.
+            averaged: averages of parameters were loaded.
         """
         self.first, self._owed, self.carried = step, owed, age
         if done is not None:
             self.skipped, self.overflows, self.carried = done.skipped, done.overflows, done.carried
-        self.engine.restore(age, done.loss_scale if done else None, done.good_steps if done else 0)
+        scale, good = (done.loss_scale, done.good_steps) if done else (None, 0)
+        self.engine.restore(age, scale, good, averaged=averaged)
 
     def run(self) -> int:
         """Train; return the number of steps done.
@@ -319,13 +329,19 @@ class Trainer:
         self.now(done, "validation")
         scores: dict[str, Score] = {}
         with self.recorder.paused(), torch.no_grad():
+            if self.schedule.averages:
+                self.engine.exchange_averages()
             for name, validation in self.validations.items():
                 score = validation.score(self._ends)
                 if score is None:
-                    self.owes = True
-                    return None
+                    break
                 scores[name] = score
-        self.owes, self.scores = False, scores
+            if self.schedule.averages:
+                self.engine.exchange_averages()
+        self.owes = len(scores) < len(self.validations)
+        if self.owes:
+            return None
+        self.scores = scores
         return scores
 
     def _ends(self) -> bool:

@@ -38,6 +38,7 @@ from megazero.optim.clip import clip_factor, only_odd, unit_squares
 from megazero.optim.delayed import Delayed
 from megazero.optim.loss_scale import LossScale
 from megazero.optim.optimizer import Optimizer
+from megazero.plan.optimizers import AVERAGE
 from megazero.zero.extension import Extension
 from megazero.zero.gather import Gather
 from megazero.zero.hooks import Layer, ShardedLayer
@@ -46,6 +47,7 @@ from megazero.zero.reduce import Reduction, sum_copies, sum_tails
 from megazero.zero.stage import StageGradients
 from megazero.zero.unit import Unit
 
+_AT_ONCE = 1 << 20  # elements that are exchanged with their averages at a time
 VOTES = 8  # votes of a rank in a step, each on a question of its own
 
 
@@ -286,23 +288,45 @@ class Engine:
         for extension in self._extensions:
             extension.forget()
 
-    def restore(self, updates: int, loss_scale: float | None, good_steps: int) -> None:
+    def restore(self, updates: int, loss_scale: float | None, good_steps: int, *, averaged: bool = True) -> None:
         """Continue from masters and moments that have been loaded.
 
         Args:
             updates: the number of updates that they have seen.
             loss_scale, good_steps: state of the loss scale; None if the saved run had none.
+            averaged: averages have been loaded too; False: they begin with the masters.
         """
         self.forget_between_steps()
         self.gather.finish()
         for unit in self.units:
             for step in self.optimizer.steps(unit):
                 step.fill_(updates)
+            for masters, average in () if averaged else self._averages(unit):
+                average.copy_(masters)
             unit.resting.round_masters()
             self.gather.publish(unit)
         if self.loss_scale.dynamic and loss_scale is not None:
             self.loss_scale.scale.fill_(loss_scale)
             self.loss_scale.good.fill_(good_steps)
+
+    def exchange_averages(self) -> None:
+        """Exchange parameters and their averages; a second call restores both. Every rank calls it."""
+        self.flush_delayed()
+        self.gather.finish()
+        for unit in self.units:
+            for pair in self._averages(unit):
+                for masters, average in zip(*(each.split(_AT_ONCE) for each in pair), strict=True):
+                    kept = masters.clone()
+                    masters.copy_(average)
+                    average.copy_(kept)
+            unit.resting.round_masters()
+            self.gather.publish(unit)
+
+    def _averages(self, unit: Unit) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the masters of each run of elements of a unit, with their averages; nothing if none are kept."""
+        for run in self.optimizer.runs(unit):
+            if AVERAGE in run.state:
+                yield unit.masters[run.where], run.state[AVERAGE]
 
     def examine(self, compute: Callable[[], None], loss_scale: Tensor) -> list[tuple[int, str]]:
         """Compute a step again without reducing or updating, and return which of this rank's gradients are not finite.

@@ -24,7 +24,8 @@ OPTIMIZERS = {
     "spectral": ("optimizer.name=muon", "optimizer.muon.scale=spectral", "optimizer.muon.nesterov=false"),
     "lion": ("optimizer.name=lion",),
     "sgd": ("optimizer.name=sgd",),
-    "mixed": ("optimizer.name=muon", MIXED),
+    "averages": ("optimizer.average.kind=ema", "optimizer.average.decay=0.6"),
+    "mixed": ("optimizer.name=muon", MIXED, "optimizer.average.kind=ema", "optimizer.average.decay=0.4"),
 }
 LAYOUTS = {
     "data": {"data": 2, "stage": 0},
@@ -44,7 +45,7 @@ LAYOUTS = {
 }
 PLANNED = [
     ("optimizer.name=muon", "zero.stage=3", "parallel.tensor=2", "parallel.sequence=true"),
-    ("optimizer.name=muon", MIXED, "zero.stage=1", "zero.shard_ranks=2"),
+    ("optimizer.name=muon", MIXED, "zero.stage=1", "zero.shard_ranks=2", "optimizer.average.kind=ema"),
     ("optimizer.name=muon", "zero.stage=0", "parallel.tensor=2"),
     ("optimizer.name=muon", MIXED, "zero.stage=2", "zero.offload.optimizer=cpu"),
 ]
@@ -72,7 +73,7 @@ FULL = [pytest.param(dtype, marks=pytest.mark.full) for dtype in ("fp64", "bf16"
 
 @pytest.mark.parametrize("dtype", ["fp32", *FULL])
 def test_planted_faults_are_found(tiny_data: TinyData, tmp_path: Path, dtype: str) -> None:
-    config = tiny_data.load(tmp_path, *SHAPE, *OPTIMIZERS["muon"])
+    config = tiny_data.load(tmp_path, *SHAPE, *OPTIMIZERS["muon"], *OPTIMIZERS["averages"])
     names = [NOTHING, *(fault.name for fault in OPTIMIZER_FAULTS)]
     found = list(plant(config, names, 3, dtypes=(dtype,), faults=OPTIMIZER_FAULTS))
     assert sorted(each.fault for each in found) == sorted(names)

@@ -31,7 +31,8 @@ from megazero.tools.certify.tolerances import (
 
 Heads = tuple[int, int]  # the model's numbers of query heads and of key-value heads
 State = Mapping[str, Mapping[str, Tensor]]  # [kind of tensor][parameter], flat
-_STATES = {"exp_avg": "first moment", "exp_avg_sq": "second moment", "momentum": "momentum", "velocity": "velocity"}
+_STATES = {"exp_avg": "first moment", "exp_avg_sq": "second moment", "momentum": "momentum"}
+_STATES |= {"velocity": "velocity", "average": "average"}
 _EARLIER = "earlier weights"  # no fault by themselves: they show where a weight began to differ
 _NOTED = {"initial": ("initial weights", "initial "), "gradient": ("first gradients", "gradient of ")}
 _ORDER = ("initial weights", "loss", "first gradients", "gradient norm", "later norms", _EARLIER, "weights")
@@ -245,8 +246,9 @@ def _held(
 ) -> Iterator[Difference]:
     """Yield the differences of the moments and the update of each parameter, then of the sizes of all updates."""
     for kind, measure in {**_STATES, "update": "update"}.items():
-        most = tolerance.states if kind != "update" or tolerance.updates is None else tolerance.updates
-        how = {"heads": heads[0], "kv_heads": heads[1], "signs": tolerance.signs and kind == "update"}
+        updated = kind in ("update", "average")  # an average of updated weights has their tolerance
+        most = tolerance.states if not updated or tolerance.updates is None else tolerance.updates
+        how = {"heads": heads[0], "kv_heads": heads[1], "signs": tolerance.signs and updated}
         for name, apart in state_distances(mine[kind], theirs[kind], **how).items():
             yield Difference(measure, apart, most, f"after the last step: {measure} of {name}")
     for what, dims in (("matrices", 2), ("vectors", 1)):

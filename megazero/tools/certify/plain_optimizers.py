@@ -20,6 +20,11 @@ def group_of(name: str, o: Optimizer) -> OptimizerGroup:
     return next((own for own in o.groups or () if fnmatchcase(name, own.match)), OptimizerGroup(match=""))
 
 
+def kinds_of(name: str, value: Tensor, o: Optimizer) -> tuple[str, ...]:
+    """Return the names of the values that are kept for a parameter."""
+    return KINDS[chosen(name, value, o)] + ("average",) * (o.average.kind == "ema")
+
+
 def chosen(name: str, value: Tensor, o: Optimizer) -> str:
     """Return the name of a parameter's optimizer: Muon only for matrices inside of blocks."""
     asked = group_of(name, o).name or o.name
@@ -86,6 +91,9 @@ def update(
         step, rate = _orthogonal(name, wanted, o, m, bf16=bf16), rate * o.muon.lr_factor
     value *= 1 - rate * decay
     value -= rate * step
+    if "average" in state:  # the mean of all values so far, until its decay rate is reached
+        kept = min(o.average.decay, 1 - 1 / n)
+        state["average"].copy_(kept * state["average"] + (1 - kept) * value)
 
 
 def _orthogonal(name: str, wanted: Tensor, o: Optimizer, m: Model, *, bf16: bool) -> Tensor:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from megazero.plan.job import Job
 from megazero.tools.certify.fault import DATA, SHARDED, TENSOR, Fault, Variant
-from megazero.tools.certify.planted_calls import changed, instead
+from megazero.tools.certify.planted_calls import after, changed, instead, itself
 from megazero.tools.certify.training import Plant, Rig
 
 
@@ -43,6 +44,17 @@ def _rotate_groups(rig: Rig) -> None:
         object.__setattr__(piece, "group", group)
 
 
+def _begin_averages(engine: Any, lr: float) -> None:
+    """Set averages to the weights, as a run does that resumes without them."""
+    for unit in engine.units:
+        for masters, average in engine._averages(unit):
+            average.copy_(masters)
+
+
+def _averages(job: Job) -> bool:
+    return job.optimizers.averages
+
+
 def _own(change: Callable[[Any, list[Any]], tuple[Any, list[Any]]]) -> Plant:
     """Return the fault that changes the items that a rank owns, and their parts."""
     return changed(_waves, "own", lambda own: [change(item, list(parts)) for item, parts in own])
@@ -50,6 +62,7 @@ def _own(change: Callable[[Any, list[Any]], tuple[Any, list[Any]]]) -> Plant:
 
 _AS_ONE = _own(lambda item, parts: (item._replace(matrix=replace(item.matrix, parts=())), parts))
 _LOST = _own(lambda item, parts: (item, [*parts[:-1], torch.zeros_like(parts[-1])]))
+_LOST_AVERAGES = after(itself, "built.engine.finish_step", _begin_averages)
 _TWICE = instead(_muon, "apply", lambda _, apply, *how: (apply(*how), apply(*how)))
 _OTHER_SCALE = changed(_muon, "_settings", lambda it: replace(it, scale={"rms": "spectral"}.get(it.scale, "rms")))
 
@@ -65,4 +78,5 @@ OPTIMIZER_FAULTS = (
     _fault("updated-twice", "matrices are updated twice", DATA, _TWICE),
     _fault("other-matrix-scale", "updates of matrices have another scale", SHARDED, _OTHER_SCALE),
     _fault("rotated-groups", "parameters have the update rule of the next group", DATA, _rotate_groups),
+    Fault("lost-averages", "averages are not saved", SHARDED, _LOST_AVERAGES, needs=_averages),
 )

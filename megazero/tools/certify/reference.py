@@ -26,7 +26,7 @@ from megazero.config.schema import Config
 from megazero.data.mixture import Mixture
 from megazero.kernels import counter
 from megazero.tools.certify.plain_model import Text, initial, losses
-from megazero.tools.certify.plain_optimizers import KINDS, chosen, clip_factors, update
+from megazero.tools.certify.plain_optimizers import clip_factors, kinds_of, update
 from megazero.tools.certify.rank import OVERFLOW, SCALE, Results, digest_of
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,7 +62,7 @@ def follow(config: Config, mixture: Mixture, steps: int, *, late: bool) -> Resul
     first = {name: value.clone().flatten() for name, value in masters.items()}
     results = Results([], [], {}, {}, shapes={name: list(value.shape) for name, value in masters.items()})
     o, updates = config.optimizer, 0
-    state = {n: {kind: torch.zeros_like(v) for kind in KINDS[chosen(n, v, o)]} for n, v in masters.items()}
+    state = {n: {kind: torch.zeros_like(v) for kind in kinds_of(n, v, o)} for n, v in masters.items()}
 
     def rounded() -> dict[str, Tensor]:
         return {name: value.clone().to(dtype) for name, value in masters.items()}

@@ -12,10 +12,10 @@ from megazero.base.files import new_folder, replace_file
 from megazero.base.reading import parse_object, read_file
 from megazero.builders.assemble import DTYPES, build_model
 from megazero.builders.job import changed
-from megazero.checkpoint.manifest import read_manifest
+from megazero.checkpoint.manifest import Manifest, read_manifest
 from megazero.checkpoint.retention import verify
 from megazero.checkpoint.store import Store
-from megazero.checkpoint.weights import newest_whole, read_weights, require_shapes
+from megazero.checkpoint.weights import newest_whole, read_weights, require_shapes, with_averages
 from megazero.config.file import load
 from megazero.config.flat import dump, flatten, plain
 from megazero.config.rules import broken_rules
@@ -37,7 +37,14 @@ _TEXT = "The quick brown fox jumps over the lazy dog; 1,234 times. It was not am
 
 
 def export_run(
-    folder: RunFolder, target: Path, part_mb: int, asked: str | None, warn: Callable[[str], object], *, proven: bool
+    folder: RunFolder,
+    target: Path,
+    part_mb: int,
+    asked: str | None,
+    warn: Callable[[str], object],
+    *,
+    proven: bool,
+    average: bool = False,
 ) -> str:
     """Export the newest whole checkpoint of a run; return a line about the written files.
 
@@ -45,11 +52,12 @@ def export_run(
         asked: the family to export as; None: that of the import, or the first that fits.
         warn: called for each newer step that is damaged, and for a tokenizer that cannot be read.
         proven: compare the written model with ours, by transformers.
+        average: export the averages of the weights (`optimizer.average`).
 
     Raises:
-        UserError: 113, the folder is not a run; 402, it has no checkpoint; 404, its checkpoint has another model; 410,
-            the last one tried is damaged; 162 and 415, its tokenizer or its model cannot be described; 416, the written
-            model computes another function; and those of `export`.
+        UserError: 113, the folder is not a run; 402, it has no checkpoint, or no averages; 404, its checkpoint has
+            another model; 410, the last one tried is damaged; 162 and 415, its tokenizer or its model cannot be
+            described; 416, the written model computes another function; and those of `export`.
     """
     folder.require_run()
     config = load(str(folder.config))
@@ -61,6 +69,7 @@ def export_run(
     near = tokenizer.path.parent if tokenizer is not None and tokenizer.files else folder.path
     name = fitting(config.model, asked, _imported_as(folder.path) or _imported_as(near))
     require_shapes(manifest, shapes, source)
+    manifest = with_averages(manifest, source) if average else manifest
     files: dict[str, bytes] = {}
     tokens: dict[str, int] = {}
     if tokenizer is not None:
@@ -80,7 +89,7 @@ def export_run(
         if proven:
             written = Theirs(folder, families()[name], config.model.layers)
             written.take(found(config.model.layers), shapes)
-            proof = prove(_sides(written, found, config.model, source, tokenizer, dtype))
+            proof = prove(_sides(written, found, config.model, source, manifest, tokenizer, dtype))
 
     count = export(source, manifest, found(config.model.layers), dtype, target, files, part_mb << 20, check)
     carried = f", and its tokenizer {tokenizer.path}" if tokenizer is not None else ""
@@ -109,11 +118,11 @@ def _sides(
     found: Callable[[int], list[Link]],
     model: Model,
     step: Path,
+    manifest: Manifest,
     tokenizer: Tokenizer | None,
     dtype: torch.dtype = torch.float32,
 ) -> Sides:
     """Return the two models to compare: a folder of transformers, and a step of ours, rounded as the folder is."""
-    manifest = read_manifest(step)
 
     def ours(name: str) -> Tensor:
         return read_weights(step, manifest, [name])[name].to(dtype)
@@ -190,7 +199,8 @@ def import_run(source: Path, folder: RunFolder, warn: Callable[[str], object], *
             options = {key: value for key, value in plain(config).items() if key.startswith("model.")}
             import_weights(theirs, store, options)
             dump(config, RunFolder(staging).config)
-            sides = _sides(theirs, described.found, config.model, store.path(0), tokenizer)
+            step = store.path(0)
+            sides = _sides(theirs, described.found, config.model, step, read_manifest(step), tokenizer)
             proof = prove(sides) if proven else Proof(reason="not asked for")
             for file, content in (files | {PROOF: proof.as_json(described.name)}).items():
                 replace_file(staging / file, content)
