@@ -96,7 +96,8 @@ def precision_of(config: Config) -> Precision:
     wide = config.zero.grad_dtype == "fp32" and dtype != torch.float64
     asked = config.zero.reduce_dtype
     reduced = None if asked is None else dtype if asked == "param" else DTYPES[asked]
-    return Precision(dtype, torch.float32 if wide else dtype, reduced)
+    moments = torch.bfloat16 if config.optimizer.moments == "bf16" and dtype != torch.float64 else None
+    return Precision(dtype, torch.float32 if wide else dtype, reduced, config.precision.masters != "none", moments)
 
 
 def settings_of(o: Optimizer) -> Settings:
@@ -135,11 +136,12 @@ def build_engine(
     used = [list(dict.fromkeys(name for i in parts for name in on_path[i])) for parts in stages]
     names = {name for of_stage in used for name in of_stage}
     units = build_units(model, names, groups, seed=seed, axes=axes, resources=resources)
+    how = {"seed": seed or 0, "bucket": grid.comm.bucket, "ops": update_ops}
     engine = Engine(
         used,
         units,
         [name for name, _ in model.units()],
-        Mixture(units, groups.optimizers, dict.fromkeys(STATES, settings), bucket=grid.comm.bucket, ops=update_ops),
+        Mixture(units, groups.optimizers, dict.fromkeys(STATES, settings), **how),
         clips=[clip, *groups.clips],
         tokens_per_step=tokens_per_step,
         grid=grid,

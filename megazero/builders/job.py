@@ -48,6 +48,8 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
     item = {"fp64": 8, "fp32": 4}.get(config.precision.dtype, 2)
     gradient = 4 if config.zero.grad_dtype == "fp32" and item < 4 else item
     reduced = {"bf16": 2, "fp32": 4, "param": item}.get(config.zero.reduce_dtype or "", gradient)
+    master = item if config.precision.masters == "none" else max(item, 4)
+    moment = 2 if config.optimizer.moments == "bf16" and item < 8 else max(item, 4)
     groups = groups_of(config.optimizer)
     fields = {field: attrgetter(option)(config) for field, option in OPTIONS.items()}
     fields |= {"micro_batch": config.batch.rows, "loss_chunk": config.model.loss_chunk or 0}
@@ -57,7 +59,7 @@ def job_of(config: Config, ranks: int, *, apart: bool = True) -> Job:
         fields["delayed"] = False
     return Job(
         model_shape(config),
-        Bytes(item, gradient, max(item, 4), reduced, config.precision.dtype == "bf16"),
+        Bytes(item, gradient, master, reduced, config.precision.dtype == "bf16", moment),
         data=ranks // (config.parallel.tensor * config.parallel.pipeline),
         global_batch=config.batch.global_,
         apart=apart,

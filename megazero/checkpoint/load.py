@@ -52,8 +52,8 @@ def load_tensors(
     """Fill a rank's tensors; return the number of bytes read.
 
     Args:
-        manifest: of the folder, verified; its tensors have the shapes of the holdings' tensors, or fewer rows, and a
-            dtype that converts to theirs without rounding. Rows missing in the checkpoint keep their values.
+        manifest: of the folder, verified; its tensors have the shapes of the holdings' tensors, or fewer rows. Rows
+            missing in the checkpoint keep their values. Values are converted to the dtype of the holdings' tensors.
         holdings: the state to fill; kinds that the manifest lacks are filled with zeros.
         stop: polled while reading; True: give up, the tensors are not needed.
 
@@ -107,12 +107,13 @@ def opened(
 def _copies(manifest: Manifest, holdings: Sequence[ShardState]) -> Iterator[_Copy]:
     for holding in holdings:
         for wanted in holding.pieces:
-            dtype, kinds = DTYPES[manifest.dtype_of(wanted.name)], manifest.kinds_of(wanted.name)
+            kinds = manifest.kinds_of(wanted.name)
             for shard, start, stop, *places in _overlapping(manifest.tensors[wanted.name], wanted):
                 first, last = max(start, wanted.start), min(stop, wanted.stop)
                 at = wanted.at - wanted.start
                 for kind, place in zip(kinds, places, strict=True):
                     if kind in holding.tensors:
+                        dtype = DTYPES[manifest.dtype_of(wanted.name, kind)]
                         into = holding.tensors[kind][at + first : at + last]
                         yield _Copy(shard, place + (first - start) * dtype.itemsize, into, dtype, holding.disks)
 

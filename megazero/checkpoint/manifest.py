@@ -77,6 +77,7 @@ class Manifest(StrictModel):
         grid: the writer's ranks by axis and its ZeRO stage; for information, not needed to read.
         dtype: of all tensors without a dtype of their own.
         kinds: the kinds of values saved for trained parameters: the weight, then the optimizers' states.
+        dtypes: of kinds that have another dtype than the weight; left out of the file if empty.
         tensors: the parameters and buffers by name.
         block: bytes that are hashed together.
         files: the shards.
@@ -105,6 +106,7 @@ class Manifest(StrictModel):
     config: dict[str, Any]
     software: dict[str, str]
     history: list[dict[str, Any]] = Field(default_factory=list)
+    dtypes: dict[Kind, Float] = Field(default_factory=dict)
     digest: str = ""
 
     @property
@@ -112,9 +114,9 @@ class Manifest(StrictModel):
         """Return the shape of each tensor by its name."""
         return {name: logical.shape for name, logical in self.tensors.items()}
 
-    def dtype_of(self, name: str) -> str:
-        """Return the dtype of a tensor."""
-        return self.tensors[name].dtype or self.dtype
+    def dtype_of(self, name: str, kind: str = WEIGHT) -> str:
+        """Return the dtype of a kind of values of a tensor."""
+        return self.dtypes.get(kind) or self.tensors[name].dtype or self.dtype
 
     def kinds_of(self, name: str) -> list[str]:
         """Return the kinds of values that are saved for a tensor."""
@@ -205,6 +207,7 @@ def _contradictions(manifest: Manifest, folder: Path) -> Iterator[str]:
 
 def _wrong_pieces(manifest: Manifest, name: str) -> Iterator[str]:
     logical, dtype, end = manifest.tensors[name], manifest.dtype_of(name), 0
+    sizes = [DTYPES[manifest.dtype_of(name, kind)].itemsize for kind in manifest.kinds_of(name)]
     if logical.trained and dtype not in FLOATS:
         yield f"{name} has dtype {dtype}"
     for piece in logical.pieces:
@@ -214,7 +217,8 @@ def _wrong_pieces(manifest: Manifest, name: str) -> Iterator[str]:
         shard, start, stop, *places = piece
         if start != end or stop <= start:
             yield f"{name} has a piece of elements {start} to {stop} after element {end}"
-        if any(at + (stop - start) * DTYPES[dtype].itemsize > manifest.files[shard].size for at in places):
+        ends = [at + (stop - start) * size for at, size in zip(places, sizes, strict=True)]
+        if any(each > manifest.files[shard].size for each in ends):
             yield f"{name} ends after the end of {manifest.files[shard].name}"
         end = stop
     if end != logical.numel:

@@ -55,6 +55,7 @@ CHANGEABLE: tuple[Changeable, ...] = (
     Changeable("optimizer.name", _WHOLE, "its moments are those of another optimizer"),
     Changeable("optimizer.muon.*", _WHOLE, ""),
     Changeable("optimizer.average.*", _WHOLE, FREE),
+    Changeable("optimizer.moments", _WHOLE, FREE),
     Changeable("optimizer.groups", _WHOLE, ""),
     Changeable("optimizer.*", "", ""),
     Changeable("schedule.*", "", FREE),

@@ -257,6 +257,8 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("zero.offload.optimizer", ("cpu", "nvme"), "zero.stage", (1, 2, 3), "only sharded state is offloaded"),
     Exclusion("zero.offload.parameters", ("cpu", "nvme"), "zero.stage", (3,), "only stage 3 shards parameters"),
     Exclusion("zero.offload.delayed", (True,), "zero.offload.optimizer", ("cpu",), "only the host updates late"),
+    Exclusion("precision.masters", ("none",), "precision.dtype", ("bf16",), "only bf16 is rounded stochastically"),
+    Exclusion("precision.masters", ("none",), "optimizer.average.kind", ("none",), "averages need more digits"),
     Exclusion("optimizer.average.kind", ("ema",), "zero.offload.optimizer", ("none", "cpu"), "averages are in memory"),
     Exclusion("optimizer.average.for_validation", (True,), "optimizer.average.kind", ("ema",), "there are no others"),
     Exclusion("zero.quantize.parameters", ("int8",), "zero.stage", (3,), "stages 1 and 2 would keep rounded values"),

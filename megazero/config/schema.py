@@ -132,6 +132,9 @@ class PipelineConfig(Section):
 
 class Precision(Section):
     dtype: Literal["fp32", "fp64", "bf16", "fp16"] = option("fp32", "Dtype of parameters and activations.")
+    masters: Literal["fp32", "none"] = option(
+        "fp32", "Masters of 16-bit parameters; none: bf16 parameters are updated with stochastic rounding."
+    )
     kernels: Literal["auto", "fused", "reference", "apex", "compile"] = option(
         "auto",
         "Kernels; reference: plain torch; compile: norms and activations through torch.compile; auto: for each family "
@@ -178,6 +181,9 @@ class Optimizer(Section):
     weight_decay: AtLeast0 = option(0.1, "Decoupled weight decay, of matmul weights and the token embedding only.")
     clip: AtLeast0 = option(1.0, "Largest allowed global gradient norm; 0 disables clipping.")
     clip_value: Above0 | None = option(None, "Largest magnitude of each gradient, after clip; null: any.")
+    moments: Literal["fp32", "bf16"] = option(
+        "fp32", "Dtype of optimizer state; bf16: rounded stochastically. With precision.dtype fp64 it is fp64."
+    )
     muon: Muon = Muon()
     average: Average = Average()
     groups: Annotated[tuple[OptimizerGroup, ...], Field(min_length=1, max_length=100)] | None = option(

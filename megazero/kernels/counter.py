@@ -103,6 +103,19 @@ def normal(seed: int, name: str, start: int, stop: int) -> Tensor:
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float64)
 
 
+def words(key: int, start: int, stop: int, step: Tensor) -> Tensor:
+    """Return 32 random bits for each of the flat indices [start, stop) of a parameter: int32 [stop - start].
+
+    Args:
+        key: made with `derive_key` of everything else that they depend on.
+        step: one more number that they depend on; 0-dim, so that the host need not know it.
+    """
+    index = torch.arange(start, stop, device=step.device)
+    index ^= (index >> 32) * _GOLDEN
+    hashed = mix_(index.to(torch.int32) + _signed(key))
+    return mix_(hashed ^ mix_(step.to(torch.int32) + _signed(derive_key(key))))
+
+
 def keep_mask(key: int, sample_ids_B: Tensor, positions_S: Tensor, channels: Tensor, drop: float) -> Tensor:
     """Return the mask of the elements that dropout keeps: bool [S, B, D].
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from megazero.kernels.operations import Operations
-from megazero.optim.elements import UPDATES, Flats, Now, Piece, Settings, average_
+from megazero.optim.elements import UPDATES, Flats, Now, Piece, Settings, average_, round_
 from megazero.optim.muon import Muon
+from megazero.optim.narrow import MASTERS, Narrow
 from megazero.optim.optimizer import Run
-from megazero.plan.optimizers import WHOLE, Optimizers
+from megazero.plan.optimizers import AVERAGE, WHOLE, Optimizers
 from megazero.zero.unit import Unit
 
 
@@ -27,6 +28,7 @@ class Mixture:
         settings: the options of each optimizer.
         bucket: bytes; longer intervals are updated in pieces of this size where gradients have to be copied.
         ops: the kernels for the device of the masters.
+        seed: of the bits with which values in 16 bits are rounded.
 
     Attributes:
         kinds: the kinds of values that they keep.
@@ -40,15 +42,22 @@ class Mixture:
         *,
         bucket: int,
         ops: Operations,
+        seed: int = 0,
     ):
         self.settings, self.kinds, self._averages = settings, optimizers.kinds, optimizers.averages
-        self._adamw = ops.adamw_ if all(unit.resting.updated.values.dtype.itemsize == 2 for unit in units) else None
+        self._optimizers = optimizers
+        self._is_narrow = any(
+            torch.bfloat16 in (own.masters, own.state) for own in (u.resting.precision for u in units)
+        )
+        rounds = all(unit.resting.updated.values.dtype.itemsize == 2 for unit in units)
+        self._adamw = ops.adamw_ if rounds and not self._is_narrow else None
         self._runs = {unit: list(_runs_of(unit, optimizers)) for unit in units}
         self._pieces = {unit: list(self._pieces_of(unit, bucket)) for unit in units}
         copied = [piece for unit in units for piece in self._pieces[unit] if self._copies(unit, piece.group.optimizer)]
         longest = max((piece.where.stop - piece.where.start for piece in copied), default=0)
         self._staging = units[0].resting.new_staging(longest) if units else torch.empty(0)
-        self._muon = Muon(units, self._pieces, settings["muon"], self._staging)
+        self._narrow = Narrow(seed, self._pieces, 1 + len(self.kinds)) if self._is_narrow else None
+        self._muon = Muon(units, self._pieces, settings["muon"], self._staging, self._narrow)
 
     def runs(self, unit: Unit) -> Sequence[Run]:
         """Return the state of this rank's elements of a unit, in their order."""
@@ -80,14 +89,29 @@ class Mixture:
     def _update(self, unit: Unit, piece: Piece, flats: Flats, now: Now) -> None:
         if piece.group.optimizer != "adamw":  # whose kernels count
             piece.step.add_(1.0 - now.skip)
-        if not self._averages:
+        if self._averages:
+            *state, average = flats.state
+            self._update_masters(unit, piece, flats._replace(state=state), now)
+            average_(average, piece, flats.masters, now, self.settings["adamw"].average)
+        else:
             self._update_masters(unit, piece, flats, now)
-            return
-        *state, average = flats.state
-        self._update_masters(unit, piece, flats._replace(state=state), now)
-        average_(average, piece, flats.masters, now, self.settings["adamw"].average)
 
     def _update_masters(self, unit: Unit, piece: Piece, flats: Flats, now: Now) -> None:
+        """Update masters, and state but averages."""
+        if piece.group.optimizer in WHOLE:  # whose state has been updated
+            flats = flats._replace(state=())
+        if self._narrow is None:
+            self._compute(unit, piece, flats, now)
+            return
+        wide = self._narrow.widened(flats)
+        self._compute(unit, piece, wide, now)
+        kinds = (MASTERS, *self._optimizers.states(piece.group.optimizer))
+        for kind, new, own in zip(kinds, [wide.masters, *wide.state], [flats.masters, *flats.state], strict=False):
+            self._narrow.round_(piece, kind, new, own, piece.step)
+        if wide.masters is not flats.masters:
+            round_(flats)
+
+    def _compute(self, unit: Unit, piece: Piece, flats: Flats, now: Now) -> None:
         name = piece.group.optimizer
         if name in WHOLE:
             self._muon.apply(piece, flats, now)
@@ -104,7 +128,7 @@ class Mixture:
     def _copies(self, unit: Unit, optimizer: str) -> bool:
         """Return whether an optimizer's gradients are copied before the update."""
         if optimizer == "adamw":
-            return self._adamw is None and unit.gradients.reduced.dtype != unit.masters.dtype
+            return self._is_narrow or (self._adamw is None and unit.gradients.reduced.dtype != unit.masters.dtype)
         return True
 
     def _pieces_of(self, unit: Unit, bucket: int) -> Iterator[Piece]:
@@ -123,7 +147,7 @@ class Mixture:
     def _cuts(self, unit: Unit, optimizer: str, elements: slice, bucket: int) -> Iterator[slice]:
         longest = unit.resting.window
         if self._copies(unit, optimizer):  # round to a power of two, like the window length
-            longest = min(longest, 1 << max(bucket // unit.masters.element_size(), 16).bit_length() - 1)
+            longest = min(longest, 1 << max(bucket // unit.resting.precision.update.itemsize, 16).bit_length() - 1)
         starts = [elements]
         if optimizer in WHOLE:
             spans = [slice(i.start - unit.shard.start, i.stop - unit.shard.start) for i in unit.layout.intervals]
@@ -146,4 +170,6 @@ def _runs_of(unit: Unit, optimizers: Optimizers) -> Iterator[Run]:
             found.append((group.optimizer, where))
     for optimizer, where in found:
         numel = where.stop - where.start
-        yield Run(where, optimizer, {kind: unit.resting.new_state(numel) for kind in optimizers.states(optimizer)})
+        precision = unit.resting.precision
+        dtypes = {k: precision.masters if k == AVERAGE else precision.state for k in optimizers.states(optimizer)}
+        yield Run(where, optimizer, {kind: unit.resting.new_state(numel, dtype) for kind, dtype in dtypes.items()})

@@ -23,6 +23,7 @@ from megazero.comm.collectives import Pending, done, start_all_gather_in_place
 from megazero.comm.grid import Axis
 from megazero.comm.rows import start_exchange
 from megazero.optim.elements import Flats, Now, Piece, Settings, decay_, round_
+from megazero.optim.narrow import Narrow
 from megazero.optim.orthogonal import Orthogonaliser
 from megazero.plan.matrices import Buffers, Item, Matrix, Wave, waves_of
 from megazero.plan.optimizers import WHOLE
@@ -30,6 +31,7 @@ from megazero.plan.placements import Placement
 from megazero.zero.unit import Unit
 
 PURPOSE = "matrices"  # in the ledger
+MOMENTUM = "momentum"
 
 
 class Muon:
@@ -38,13 +40,19 @@ class Muon:
     Args:
         units: in the order of their updates.
         pieces: the pieces in which each unit is updated.
-        staging: memory of the masters' dtype for the longest piece.
+        staging: memory in the dtype of updates for the longest piece.
+        narrow: widens and rounds values in 16 bits; None: there are none.
     """
 
     def __init__(
-        self, units: Sequence[Unit], pieces: Mapping[Unit, Sequence[Piece]], settings: Settings, staging: Tensor
+        self,
+        units: Sequence[Unit],
+        pieces: Mapping[Unit, Sequence[Piece]],
+        settings: Settings,
+        staging: Tensor,
+        narrow: Narrow | None = None,
     ):
-        self._settings, self._staging = settings, staging
+        self._settings, self._staging, self._narrow = settings, staging, narrow
         items = [list(_items(number, unit)) for number, unit in enumerate(units)]
         self._begins: dict[Unit, int] = {}
         self._waves: list[_Wave] = []
@@ -92,11 +100,14 @@ class Muon:
         wave, beta = self._waves[number], self._settings.momentum
         for unit, piece, into in wave.pieces:
             assert piece.state is not None, "muon's state is in memory"
-            (momentum, *_), reduced = piece.state, unit.resting.reduced_gradients[piece.where]
+            (own, *_), reduced = piece.state, unit.resting.reduced_gradients[piece.where]
+            (momentum,) = [own] if self._narrow is None else self._narrow.widen([own])
             now.limit_(reduced, piece.group)
             gradients = now.scaled(reduced, piece.group, self._staging)
             momentum.lerp_(gradients, (1.0 - now.skip.to(momentum.dtype)) * (1.0 - beta))
             into.copy_(gradients.lerp_(momentum, beta) if self._settings.nesterov else momentum)
+            if self._narrow is not None:
+                self._narrow.round_(piece, MOMENTUM, momentum, own, piece.step + 1.0)
         self._gathering[number] = wave.send()
 
     def _compute(self, matrix: Matrix, parts: Sequence[Tensor]) -> None:
@@ -200,7 +211,7 @@ class _Wave:
 def dtype_of(unit: Unit) -> torch.dtype:
     """Return the dtype in which matrices are orthogonalised."""
     narrow = unit.resting.parameters.values.dtype
-    return narrow if narrow == torch.bfloat16 else unit.masters.dtype
+    return narrow if narrow == torch.bfloat16 else unit.resting.precision.update
 
 
 def _items(number: int, unit: Unit) -> Iterator[Item]:

@@ -4,7 +4,7 @@ Fields that are options have the names of the config's options: `offload_optimiz
 `builders/job.py` converts a config to a job, and a job to options.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -12,7 +12,7 @@ from typing import Literal
 from megazero.base.quantized import BITS, BLOCK
 from megazero.plan.flops import block_costs
 from megazero.plan.model import Kind, Shape
-from megazero.plan.optimizers import ADAMW, Optimizers
+from megazero.plan.optimizers import ADAMW, AVERAGE, STATES, Optimizers
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, ZeroStage
 from megazero.schedules.layers import Layers, cut
 
@@ -25,7 +25,8 @@ class Bytes:
 
     Attributes:
         reduced: of a gradient while it is summed over the data axis and copies of a tied weight; None: `gradient`.
-        narrow_matrices: optimizers of whole matrices compute in the dtype of parameters, not in that of masters.
+        narrow_matrices: optimizers of whole matrices compute in the dtype of parameters, not in that of updates.
+        moment: of a value of optimizer state, averages apart; None: `master`.
     """
 
     parameter: int
@@ -33,6 +34,7 @@ class Bytes:
     master: int
     reduced: int | None = None
     narrow_matrices: bool = False
+    moment: int | None = None
 
     @property
     def summed(self) -> int:
@@ -46,17 +48,22 @@ class Bytes:
 
     @property
     def optimizer(self) -> int:
-        """Return the bytes of both moments, and of the master where it is not the parameter itself."""
-        return (2 if self.master == self.parameter else 3) * self.master
+        """Return the bytes of AdamW's moments, and of the master where it is not the parameter itself."""
+        return self.kept(STATES["adamw"]) + (0 if self.master == self.parameter else self.master)
+
+    def kept(self, kinds: Sequence[str]) -> int:
+        """Return the bytes of an element's optimizer state."""
+        moment = self.master if self.moment is None else self.moment
+        return sum(self.master if kind == AVERAGE else moment for kind in kinds)
 
     def moved_by_update(self, kept: int) -> int:
         """Return the bytes that an update moves for one element: state and master in and out, gradient, parameter.
 
         Args:
-            kept: values of state for an element.
+            kept: bytes of state of an element.
         """
         apart = 0 if self.master == self.parameter else self.parameter
-        return 2 * (kept + 1) * self.master + self.gradient + apart
+        return 2 * (kept + self.master) + self.gradient + apart
 
 
 @dataclass(frozen=True)
@@ -240,9 +247,14 @@ class Job:
         return self.placements.optimizer is Placement.SHARD
 
     @property
+    def kinds_kept(self) -> tuple[str, ...]:
+        """Return the names of the values that the run's optimizer keeps for an element."""
+        return self.optimizers.states(self.optimizers.name)
+
+    @property
     def kept(self) -> int:
-        """Return the values of state that the run's optimizer keeps for an element."""
-        return len(self.optimizers.states(self.optimizers.name))
+        """Return the bytes of state that the run's optimizer keeps for an element."""
+        return self.bytes.kept(self.kinds_kept)
 
     @property
     def uses_disks(self) -> bool:

@@ -38,6 +38,7 @@ from megazero.plan.job import Job
 from megazero.plan.layers import products
 from megazero.plan.liveness import Moment, liveness
 from megazero.plan.machines import Machine
+from megazero.plan.optimizers import STATES
 from megazero.plan.peak import of_block, of_head
 from megazero.plan.pool import pool
 from megazero.plan.share import Share, share_of
@@ -83,7 +84,7 @@ def memory(job: Job, rank: int, *, fused: bool = True, place: tuple[int, int] | 
     share = sum(unit.padded * unit.count for unit in units) // job.shard
     held = states(share, job.shard, job.stage, job.bytes)
     place = place or _fullest(own)
-    held["optimizer"] += (own.kept(place[0]) - 2 * own.updated) * job.bytes.master
+    held["optimizer"] += own.kept(place[0]) - job.bytes.kept(STATES["adamw"]) * own.updated
     held["matrices"] = waves.memory(job, rank, *place)
     held["pool"] = pool(job, [*stages.values()])
     if job.secondary_ranks is not None:
@@ -109,7 +110,7 @@ def _fullest(own: Share) -> tuple[int, int]:
     if len(job.optimizers.names) == 1:  # every rank holds as much
         return 0, 0
     places = product(range(job.shard), range(job.tensor))
-    return max(places, key=lambda at: own.kept(at[0]) * job.bytes.master + waves.memory(job, own.rank, *at))
+    return max(places, key=lambda at: own.kept(at[0]) + waves.memory(job, own.rank, *at))
 
 
 def planned(job: Job, rank: int, machine: Machine, counted: RankMemory | None = None) -> RankMemory:

@@ -94,15 +94,15 @@ class Share:
         return forward, sum(unit.padded * unit.count * unit.backward for unit in self.units)
 
     def kept(self, shard_rank: int) -> int:
-        """Return the values of optimizer state that a shard rank keeps, besides the masters."""
+        """Return the bytes of optimizer state that a shard rank keeps, besides the masters."""
         job = self.job
-        counts = {len(job.optimizers.states(name)) for name in job.optimizers.names}
+        counts = {job.bytes.kept(job.optimizers.states(name)) for name in job.optimizers.names}
         if len(counts) == 1:
             return counts.pop() * self.updated
         found, at = 0, shard_rank if job.shards_optimizer else 0
         for unit in units_of(job, [*job.layers.of_rank(self.rank).values()]):  # groups may tell equal blocks apart
             own = unit.padded(job.shard) // (job.shard if job.shards_optimizer else 1)
-            found += kept(unit, job.optimizers, range(at * own, (at + 1) * own))
+            found += kept(unit, job.optimizers, job.bytes, range(at * own, (at + 1) * own))
         return found
 
     @property

@@ -122,22 +122,23 @@ def units_of(job: Job, parts: Sequence[range] | None = None) -> Sequence[UnitSiz
 
 
 @cache
-def kept(unit: UnitSize, optimizers: Optimizers, elements: range) -> int:
-    """Return the values of optimizer state of some elements of a unit's flat buffer, besides the masters."""
+def kept(unit: UnitSize, optimizers: Optimizers, bytes_: Bytes, elements: range) -> int:
+    """Return the bytes of optimizer state of some elements of a unit's flat buffer, besides the masters."""
     runs: list[tuple[str, int]] = []  # (optimizer, first element)
     for _, optimizer, start, _ in unit.placed(optimizers):
         if not runs or runs[-1][0] != optimizer:
             runs.append((optimizer, start))
     return sum(
-        len(optimizers.states(optimizer)) * max(0, min(end, elements.stop) - max(start, elements.start))
+        bytes_.kept(optimizers.states(optimizer)) * max(0, min(end, elements.stop) - max(start, elements.start))
         for (optimizer, start), (_, end) in pairwise([*runs, ("", elements.stop)])
     )
 
 
-def kept_in_all(shape: Shape, optimizers: Optimizers) -> int:
-    """Return the values of optimizer state of a whole model, as a checkpoint holds them."""
+def saved(shape: Shape, optimizers: Optimizers, bytes_: Bytes) -> int:
+    """Return the bytes of the weights and the optimizer state of a whole model, as a checkpoint holds them."""
     placed = (each for unit in units(shape, 1) for each in unit.placed(optimizers))
-    return sum(weight.numel * len(optimizers.states(optimizer)) for weight, optimizer, _, _ in placed)
+    each = ((weight, bytes_.kept(optimizers.states(optimizer))) for weight, optimizer, _, _ in placed)
+    return sum(weight.numel * (bytes_.master + of_state) for weight, of_state in each)
 
 
 def states(share: int, shard: int, stage: int, bytes_: Bytes) -> dict[str, int]:

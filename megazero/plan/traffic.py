@@ -261,16 +261,12 @@ def _update_on_disks(own: Share) -> Iterator[Flow]:
     """Yield the disk reads and writes of a step's gradient norm and update."""
     job = own.job
     item, gradients, shard = job.bytes, job.gradients_home == "nvme", own.updated
-    states = (1 + job.kept) * item.master  # masters and state
+    states, kinds = item.master + job.kept, 1 + len(job.kinds_kept)  # masters and state
     if gradients:
         yield Flow("disk", "gradients back", own.count, shard * item.gradient)
-    yield Flow(
-        "disk", "optimizer back", (1 + job.kept + gradients) * own.count, shard * (states + gradients * item.gradient)
-    )
+    yield Flow("disk", "optimizer back", (kinds + gradients) * own.count, shard * (states + gradients * item.gradient))
     rounded = job.offload_parameters == "nvme" and item.master != item.parameter
-    yield Flow(
-        "disk", "optimizer out", (1 + job.kept + rounded) * own.count, shard * (states + rounded * item.parameter)
-    )
+    yield Flow("disk", "optimizer out", (kinds + rounded) * own.count, shard * (states + rounded * item.parameter))
 
 
 def _parameters_away(own: Share) -> Iterator[Flow]:

@@ -149,7 +149,7 @@ def _built(run: Run, config: Config, here: int) -> tuple[Operations, PagedHome |
     ops = choose(kernels, device, DTYPES[config.precision.dtype], deterministic=config.run.deterministic)
     host_ops = None
     if config.zero.offload.optimizer != "none" and device.type != "cpu":
-        host_ops = for_host(kernels, precision_of(config).masters)
+        host_ops = for_host(kernels, precision_of(config).update)
     disks = open_disks(run.homes, config, device, run.grid.comm.ledger, here)
     built = build(config, run.grid, device, ops, host_ops=host_ops, homes={"nvme": disks} if disks else {})
     check(built.pipeline.schedule(config.batch.global_ // (config.batch.rows * run.grid["data"].size)))

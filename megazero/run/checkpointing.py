@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from megazero.base.errors import UserError
 from megazero.base.files import flush_file
-from megazero.builders.assemble import Built
+from megazero.builders.assemble import Built, precision_of
 from megazero.checkpoint import pieces
 from megazero.checkpoint.manifest import FORMAT, SOFTWARE, WEIGHT, Logical, Manifest, WrittenShard, with_pieces
 from megazero.checkpoint.pieces import ShardState
@@ -25,6 +25,7 @@ from megazero.config.flat import plain
 from megazero.config.stages import Course
 from megazero.model.parameter import declaration_of, whole_shapes
 from megazero.observe.sinks import warn
+from megazero.plan.optimizers import AVERAGE
 from megazero.run.resume import Start
 from megazero.run.run import Run
 
@@ -49,14 +50,16 @@ def about_run(run: Run, start: Start, built: Built, data: str, tokenizer: str | 
     if start.data not in (None, data):  # other data than before, which `--allow-change` permits
         history.append({"step": start.at, "key": "data", "from": start.data, "to": data})
     assert config.zero.stage is not None, "a resolved config"
+    precision, moments = precision_of(config), [k for k in built.engine.optimizer.kinds if k != AVERAGE]
     sizes = {name: run.grid[name].size for name in ("tensor", "pipeline", "data")}
     return Manifest(
         format=FORMAT,
         run=start.run,
         step=0,
         grid={**sizes, "stage": config.zero.stage},
-        dtype=NAMES[built.engine.units[0].masters.dtype],
+        dtype=NAMES[precision.masters],
         kinds=(kinds := [WEIGHT, *built.engine.optimizer.kinds]),
+        dtypes={} if precision.state == precision.masters else dict.fromkeys(moments, NAMES[precision.state]),
         tensors=dict(_logical(built, kinds)),
         block=BLOCK,
         files=[],
@@ -131,8 +134,8 @@ def check_space(run: Run, about: Manifest) -> None:
         UserError: 403, there is no room for one checkpoint, or for two if the run saves several.
         OSError: the disk does not answer.
     """
-    values = sum(logical.numel * len(about.kinds_of(name)) for name, logical in about.tensors.items())
-    one = values * DTYPES[about.dtype].itemsize
+    kinds = ((name, logical.numel, kind) for name, logical in about.tensors.items() for kind in about.kinds_of(name))
+    one = sum(numel * DTYPES[about.dtype_of(name, kind)].itemsize for name, numel, kind in kinds)
     folder, several = run.folder.checkpoints, run.config.checkpoint.every is not None
     several = several or len(Course(run.config, about.history).parts) > 1
     needed = one * (2 if several else 1)

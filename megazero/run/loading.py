@@ -34,7 +34,7 @@ from megazero.train.trainer import Trainer
 # Options that may differ and then change what is computed: printed when a run resumes.
 _SAID = (
     *("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "zero.reduce_dtype"),
-    *("zero.quantize.*", "zero.offload.delayed", "precision.kernels"),
+    *("zero.quantize.*", "zero.offload.delayed", "precision.kernels", "precision.masters"),
 )
 
 
@@ -71,7 +71,9 @@ def check_same(found: Manifest, ours: Manifest, course: Course, where: Path, loa
         what, do = "does not fit this run", f"resume with the config it was made with{_permission(other, ours.config)}"
     if not other and (name := found.other_shape(_with_rows_of(found, ours) if grown else ours.shapes)):
         other = {name: (found.shapes.get(name), ours.shapes.get(name))}
-    widened = load != "all" and (found.dtype, ours.dtype) == ("F32", "F64")  # without rounding
+    pair = found.dtype, ours.dtype
+    # Masters of fp32 may begin, or end, in a run in bf16; to widen weights for another run rounds nothing.
+    widened = {*pair} == {"F32", "BF16"} or (load != "all" and pair == ("F32", "F64"))
     if not other and found.dtype != ours.dtype and not widened:
         other = {"dtype": (found.dtype, ours.dtype)}
     if other:

@@ -35,16 +35,30 @@ class Precision:
         gradients: the dtype in which gradients are accumulated.
         reduced: the dtype in which gradients are summed over the data axis and the copies of a tied weight; None: the
             dtype of `gradients`.
+        has_masters: 16-bit parameters have masters in fp32; False: they are updated themselves.
+        moments: the dtype of optimizer state, without averages; None: fp64 for fp64, else fp32.
     """
 
     parameters: torch.dtype = torch.float32
     gradients: torch.dtype = torch.float32
     reduced: torch.dtype | None = None
+    has_masters: bool = True
+    moments: torch.dtype | None = None
 
     @property
     def masters(self) -> torch.dtype:
-        """Return the dtype of master weights and optimizer state: fp32 with 16-bit parameters."""
+        """Return the dtype of the values that are updated: fp32 with 16-bit parameters, if these have masters."""
+        return self.update if self.has_masters else self.parameters
+
+    @property
+    def update(self) -> torch.dtype:
+        """Return the dtype in which updates are computed."""
         return wide_dtype(self.parameters)
+
+    @property
+    def state(self) -> torch.dtype:
+        """Return the dtype of optimizer state, without averages."""
+        return self.moments or self.update
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,6 +60,7 @@ class RestingState:
     Attributes:
         numel: elements of the whole flat buffer, including its padding, which is always zero.
         shard: the elements that this rank updates.
+        precision: the dtypes.
         parameters, gradients, masters: see above.
         own_gradients: the part of `gradients` that receives the reduced ones; None: these rest elsewhere.
         updated: the buffer where an update writes parameters in the precision of forward and backward.
@@ -70,6 +71,7 @@ class RestingState:
     def __init__(self, layout: UnitLayout, axes: UnitAxes, resources: Resources, *, trainable: bool):
         self._layout, self._axes, self._device, self.trainable = layout, axes, resources.device, trainable
         self._offload, precision = resources.offload, resources.precision
+        self.precision = precision
         self.paged = resources.offload.paged
         offload = self._offload
         stage, updater = axes.stage, offload.optimizer
@@ -118,15 +120,13 @@ class RestingState:
         """Return the parameters that this rank updates, in the precision of forward and backward."""
         return self.parameters.part(self.shard, {self._axes.shard: self._axes.stage.optimizer})
 
-    def new_state(self, numel: int) -> Tensor:
-        """Return zeros for optimizer state: `numel` values, in the dtype and on the home of the masters."""
-        masters, home = self.masters.values, self._offload.optimizer
-        if masters.is_meta or home is None:
-            return self._rest(slice(0, numel), masters.dtype, "optimizer", home).values
-        self._axes.shard.comm.ledger.hold("host_optimizer", numel * masters.element_size())
-        return torch.zeros(
-            numel, dtype=masters.dtype
-        )  # only the host reads and writes it: pinned pages would cost more
+    def new_state(self, numel: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return zeros for optimizer state: `numel` values, on the home of the masters; by default in their dtype."""
+        home, dtype = self._offload.optimizer, dtype or self.masters.values.dtype
+        if self.masters.values.is_meta or home is None:
+            return self._rest(slice(0, numel), dtype, "optimizer", home).values
+        self._axes.shard.comm.ledger.hold("host_optimizer", numel * dtype.itemsize)
+        return torch.zeros(numel, dtype=dtype)  # only the host reads and writes it: pinned pages would cost more
 
     @property
     def updates_on(self) -> torch.device:
@@ -134,8 +134,8 @@ class RestingState:
         return torch.device("cpu") if self.masters.values.is_meta else self.masters.values.device
 
     def new_staging(self, numel: int) -> Tensor:
-        """Return memory of the masters' dtype in which an update widens gradients."""
-        staging = torch.empty(numel, dtype=self.masters.values.dtype, device=self.updates_on)
+        """Return memory in the dtype of updates, in which an update widens gradients."""
+        staging = torch.empty(numel, dtype=self.precision.update, device=self.updates_on)
         there = "" if self._offload.optimizer is None else "host_"
         self._axes.shard.comm.ledger.hold(f"{there}staging", staging.nbytes)
         return staging

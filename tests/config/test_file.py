@@ -217,9 +217,9 @@ def test_a_key_of_two_thousand_sections() -> None:
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        ("optimizer.kind", "see `megazero explain`"),  # not optimizer.betas: nothing but the section is alike
+        ("optimizer.kindly", "see `megazero explain`"),  # not optimizer.betas: nothing but the section is alike
         ("parallel.context", "see `megazero explain`"),
-        ("precision.masters", "see `megazero explain`"),
+        ("precision.rounding", "see `megazero explain`"),
         ("model.breadth", "see `megazero explain`"),
         ("optimizer.bettas", "did you mean optimizer.betas?"),
         ("optimizr.lr", "did you mean optimizer.lr?"),

@@ -149,6 +149,9 @@ ROWS: dict[str, Works] = {
     "optimizer.muon.steps": Works("2", losses, ("optimizer.name=muon",)),
     "optimizer.muon.scale": Works("spectral", losses, ("optimizer.name=muon",)),
     "optimizer.muon.lr_factor": Works("2.0", losses, ("optimizer.name=muon",)),
+    "optimizer.moments": Works("bf16", held),
+    "precision.masters": Works("none", held, ("precision.dtype=bf16",)),
+    "optimizer.average.kind": Works("ema", held),
     "optimizer.clip_value": Works("0.0001", losses, ("optimizer.eps=0.001",)),
     "optimizer.groups": Works('[{{match: "*qkv*", lr_factor: 0.0}}]', losses),
     "optimizer.lr": Works("0.01", losses),
@@ -206,6 +209,8 @@ OTHERWISE = {
     "memory.partition",
     "memory.cuda_graphs",
     "observe.table",
+    "optimizer.average.decay",  # tests/optim/test_averages.py
+    "optimizer.average.for_validation",  # the same
     "observe.check_replicas",  # tests/run/test_replicas.py
     "zero.offload.optimizer",
     "zero.offload.parameters",

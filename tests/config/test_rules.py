@@ -176,6 +176,15 @@ EXCLUDED: dict[tuple[str, object], tuple[list[str], str]] = {
     ("zero.quantize.error_feedback", True): (["zero.quantize.error_feedback=true"], "zero.quantize.gradients=int8"),
     ("zero.reduce_dtype", "bf16"): (["zero.reduce_dtype=bf16", "precision.dtype=fp16"], "precision.dtype=bf16"),
     ("zero.reduce_dtype", "fp32"): (["zero.reduce_dtype=fp32", "precision.dtype=fp64"], "precision.dtype=fp16"),
+    ("precision.masters", "none"): (["precision.masters=none"], "precision.dtype=bf16"),
+    ("optimizer.average.kind", "ema"): (
+        ["optimizer.average.kind=ema", "zero.offload.optimizer=nvme", "zero.offload.path=here"],
+        "zero.offload.optimizer=cpu",
+    ),
+    ("optimizer.average.for_validation", True): (
+        ["optimizer.average.for_validation=true"],
+        "optimizer.average.kind=ema",
+    ),
     ("memory.partition", True): (["memory.partition=true"], "memory.recompute=full"),
     **{
         ("memory.offload", place): (
@@ -195,6 +204,7 @@ ALSO = [
     (GRAPHS, "data.mask_eod=true", "data.mask_eod=false"),
     (GRAPHS, "parallel.pipeline=2", "parallel.pipeline=1"),
     (GRAPHS, "pipeline.schedule=zb-h1", "pipeline.schedule=1f1b"),
+    (["precision.masters=none", "precision.dtype=bf16"], "optimizer.average.kind=ema", "optimizer.average.kind=none"),
     (["zero.quantize.gradients=int8", "zero.stage=1"], "zero.reduce_dtype=bf16", "zero.reduce_dtype=null"),
 ]
 

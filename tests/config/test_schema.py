@@ -30,11 +30,11 @@ DEFAULTS = {
     | {"offload.delayed": False},
     "memory": {"recompute": "none", "partition": False, "offload": "none", "cuda_graphs": False},
     "pipeline": {"schedule": "1f1b", "chunks": 1},
-    "precision": {"dtype": "fp32", "kernels": "auto"},
+    "precision": {"dtype": "fp32", "masters": "fp32", "kernels": "auto"},
     "optimizer": {"name": "adamw", "lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "clip": 1.0}
-    | {"clip_value": None}
+    | {"clip_value": None, "moments": "fp32"}
     | {"muon.momentum": 0.95, "muon.nesterov": True, "muon.steps": 5, "muon.scale": "rms", "muon.lr_factor": 1.0}
-    | {"groups": None},
+    | {"average.kind": "none", "average.decay": 0.999, "average.for_validation": False, "groups": None},
     "schedule": {"warmup": 100, "warmup_tokens": None, "decay": "cosine", "points": None, "min_lr": 3e-5}
     | {"cooldown": 200, "steps": None},
     "batch": {"global": 8, "micro": None},
@@ -160,7 +160,7 @@ def test_yaml_as_1_2_reads_it(file: Path, text: str, key: str, expected: object)
         ("zero: {ofload: cpu}", "MZ-104 c.yaml:1: unknown key zero.ofload; did you mean zero.offload?"),
         ("obsrve: {every: 3}", "MZ-104 c.yaml:1: unknown key obsrve.every; did you mean observe.every?"),
         ("batch: {global_: 3}", "MZ-104 c.yaml:1: unknown key batch.global_; did you mean batch.global?"),
-        ("optimizer: {kind: 8}", "MZ-104 c.yaml:1: unknown key optimizer.kind; see `megazero explain`"),
+        ("optimizer: {kindly: 8}", "MZ-104 c.yaml:1: unknown key optimizer.kindly; see `megazero explain`"),
         (
             "model: {steps: 3}",
             "MZ-104 c.yaml:1: unknown key model.steps; did you mean run.steps or optimizer.muon.steps or schedule.step",

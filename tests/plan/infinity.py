@@ -50,7 +50,7 @@ def intensities(hidden: int, batch: int, layers: int = 4) -> dict[str, float]:
     item, own = job.bytes, list(flows(share))
     return {
         "parameters and gradients": work / (item.parameter * sum(share.gathers) + item.gradient * elements),
-        "optimizer state": work / (item.moved_by_update(2) * elements),
+        "optimizer state": work / (item.moved_by_update(8) * elements),
         "block inputs": work / _moved(own, "inputs out", "inputs back"),
     }
 

@@ -164,4 +164,6 @@ def tolerance_for(config: Config, layout: Job | None = None) -> Tolerance:
         parameter_bits=job.parameter_bits,
         gradient_bits=job.gradient_bits,
         optimizers=job.optimizers.names,
+        narrow_moments=job.bytes.moment == 2,
+        masters=job.bytes.master >= 4,
     )

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
 import torch
+import xxhash
 from torch import Tensor
 
-from megazero.config.schema import Model, Optimizer, OptimizerGroup
+from megazero.config.schema import Config, Model, Optimizer, OptimizerGroup
+from megazero.kernels import counter
 
 KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",), "lion": ("exp_avg",), "sgd": ("velocity",)}
 
@@ -94,6 +96,19 @@ def update(
     if "average" in state:  # the mean of all values so far, until its decay rate is reached
         kept = min(o.average.decay, 1 - 1 / n)
         state["average"].copy_(kept * state["average"] + (1 - kept) * value)
+
+
+def round_to_rest(name: str, value: Tensor, state: Mapping[str, Tensor], n: int, config: Config) -> None:
+    """Round a parameter and its state after update n to the dtypes in which they rest, in place."""
+    dtype, narrow = config.precision.dtype, config.optimizer.moments == "bf16"
+    for kind, values in {"masters": value, **state}.items():
+        if dtype != "fp64" and (config.precision.masters == "none" if kind == "masters" else narrow):
+            own = (xxhash.xxh64_intdigest(text.encode()) for text in (name, kind))
+            words = counter.words(counter.derive_key(config.run.seed, *own), 0, values.numel(), torch.tensor(n))
+            low = values.float().view(torch.int32) + (words % 2**16).view(values.shape)
+            values.copy_((low - low % 2**16).view(torch.float32))
+        elif dtype != "fp64" and kind == "masters":
+            values.copy_(values.float())
 
 
 def _orthogonal(name: str, wanted: Tensor, o: Optimizer, m: Model, *, bf16: bool) -> Tensor:

@@ -55,6 +55,14 @@ def _averages(job: Job) -> bool:
     return job.optimizers.averages
 
 
+def _narrow(rig: Rig) -> list[Any]:
+    return [rig.built.engine.optimizer._narrow] * rig.grid["data"].rank  # type: ignore[attr-defined]
+
+
+def _rounds(job: Job) -> bool:
+    return 2 in (job.bytes.master, job.bytes.moment)
+
+
 def _own(change: Callable[[Any, list[Any]], tuple[Any, list[Any]]]) -> Plant:
     """Return the fault that changes the items that a rank owns, and their parts."""
     return changed(_waves, "own", lambda own: [change(item, list(parts)) for item, parts in own])
@@ -62,6 +70,7 @@ def _own(change: Callable[[Any, list[Any]], tuple[Any, list[Any]]]) -> Plant:
 
 _AS_ONE = _own(lambda item, parts: (item._replace(matrix=replace(item.matrix, parts=())), parts))
 _LOST = _own(lambda item, parts: (item, [*parts[:-1], torch.zeros_like(parts[-1])]))
+_OTHER_BITS = changed(_narrow, "_seed", lambda seed: seed + 1)
 _LOST_AVERAGES = after(itself, "built.engine.finish_step", _begin_averages)
 _TWICE = instead(_muon, "apply", lambda _, apply, *how: (apply(*how), apply(*how)))
 _OTHER_SCALE = changed(_muon, "_settings", lambda it: replace(it, scale={"rms": "spectral"}.get(it.scale, "rms")))
@@ -79,4 +88,5 @@ OPTIMIZER_FAULTS = (
     _fault("other-matrix-scale", "updates of matrices have another scale", SHARDED, _OTHER_SCALE),
     _fault("rotated-groups", "parameters have the update rule of the next group", DATA, _rotate_groups),
     Fault("lost-averages", "averages are not saved", SHARDED, _LOST_AVERAGES, needs=_averages),
+    Fault("other-bits", "ranks round with bits of their own", SHARDED, _OTHER_BITS, needs=_rounds),
 )

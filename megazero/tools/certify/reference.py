@@ -26,7 +26,7 @@ from megazero.config.schema import Config
 from megazero.data.mixture import Mixture
 from megazero.kernels import counter
 from megazero.tools.certify.plain_model import Text, initial, losses
-from megazero.tools.certify.plain_optimizers import clip_factors, kinds_of, update
+from megazero.tools.certify.plain_optimizers import clip_factors, kinds_of, round_to_rest, update
 from megazero.tools.certify.rank import OVERFLOW, SCALE, Results, digest_of
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,6 +58,7 @@ def follow(config: Config, mixture: Mixture, steps: int, *, late: bool) -> Resul
     """
     dtype, size = _DTYPES[config.precision.dtype], config.batch.global_
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = dtype if config.precision.masters == "none" else wide
     masters = {name: value.to(wide).double() for name, value in initial(config).items()}
     first = {name: value.clone().flatten() for name, value in masters.items()}
     results = Results([], [], {}, {}, shapes={name: list(value.shape) for name, value in masters.items()})
@@ -92,7 +93,7 @@ def follow(config: Config, mixture: Mixture, steps: int, *, late: bool) -> Resul
             for name, value in masters.items():
                 gradient = gradients[name] * factors[name]
                 update(name, value, gradient, state[name], updates, o, config.model, bf16=dtype == torch.bfloat16)
-                value.copy_(value.to(wide))
+                round_to_rest(name, value, state[name], updates, config)
         if not late or step + 1 == steps:
             published = rounded()
         note(f"weight/{step}", published)

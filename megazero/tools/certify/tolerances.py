@@ -44,6 +44,12 @@ length, a few hundred eps at most.
                      half of it for the size of an update. A loss, at first near the entropy of the vocabulary, depends
                      on all weights, with both signs: r / 2.
 
+    NARROW           values that rest in bf16 and are rounded stochastically with equal bits on both sides: two values
+                     that differ by e are rounded differently with a probability of e / unit, and then by a unit. So as
+                     a whole they differ by the root of e x unit. A unit is 2^-8 of a moment. It may be much more than
+                     an update; the roundings of updates then are as large as the root of update x unit, and the
+                     distance is the root of e. In the size of all updates errors of both signs cancel: a unit.
+
     ARRIVED          results of transfers as integers, compared with the independent reference, which starts from each
                      rank's values before the transfer. Codes are functions of values, and both sides add in one order
                      and dtype, so only the rounding of additions may differ: as in a gradient in fp64 and fp32, by one
@@ -81,6 +87,7 @@ WEIGHTS_FP32 = 5e-4
 ARRIVED = {torch.float64: GRADIENT_FP64, torch.float32: GRADIENT_FP32, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 SIZES_BF16, SIZES_FP16 = 2.0**-10, 2.0**-13
 STATES_BF16, STATES_FP16 = 2.0**-4, 2.0**-7
+NARROW = 2.0**-8
 
 LR, DECAY, CLIP, BETAS = 1e-3, 25.0, 0.1, (0.9, 0.95)
 VECTORS = 0.5
@@ -210,6 +217,8 @@ def tolerance_of(
     parameter_bits: int | None = None,
     gradient_bits: int | None = None,
     optimizers: Collection[str] = ("adamw",),
+    narrow_moments: bool = False,
+    masters: bool = True,
 ) -> Tolerance:
     """Return the tolerances of a dtype.
 
@@ -220,6 +229,8 @@ def tolerance_of(
         parameter_bits, gradient_bits: bits of values sent between shard ranks as integers; these add their tolerances.
         optimizers: the names of the optimizers. The size of Muon's and Lion's updates does not depend on that of their
             gradients, so where gradients have errors of whole numbers of steps, their updates have no tolerance.
+        narrow_moments: optimizer state rests in bf16.
+        masters: False: bf16 parameters are updated themselves.
     """
     own = {
         "fp64": Tolerance(LOSS_FP64, GRADIENT_FP64, GRADIENT_FP64, WEIGHTS_FP64, WEIGHTS_FP64, WEIGHTS_FP64),
@@ -235,4 +246,8 @@ def tolerance_of(
     found = Tolerance(loss, norm, gradients, weights, states, sizes)
     if more and not {"muon", "lion"}.isdisjoint(optimizers):
         found = replace(found, sizes=math.inf, updates=math.inf)
+    if not masters and found.updates is None:
+        found = replace(found, updates=math.sqrt(found.states), sizes=found.sizes + NARROW)
+    if narrow_moments:
+        found = replace(found, states=found.states + math.sqrt(found.states * NARROW))
     return replace(found, signs="lion" in optimizers)

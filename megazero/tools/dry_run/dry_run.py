@@ -107,7 +107,7 @@ def simulate(config: Config, rank: int, world: int, device: str) -> Simulated:
         )
         dtype = DTYPES[config.precision.dtype]
         ops = choose(config.precision.kernels, torch.device(device), dtype, present=device == "cpu")
-        host_ops = for_host(config.precision.kernels, precision_of(config).masters) if device == "cuda" else ops
+        host_ops = for_host(config.precision.kernels, precision_of(config).update) if device == "cuda" else ops
         return two_steps(config, grid, ops, Host(CPU, grid.comm.ledger, apart=device == "cuda"), device, host_ops)
 
 

@@ -24,7 +24,7 @@ from megazero.plan.links import split_by_node
 from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.memory import RankMemory, planned
 from megazero.plan.search import Found, Search, fits, savings, search, usable
-from megazero.plan.states import kept_in_all
+from megazero.plan.states import saved
 from megazero.plan.systems import OURS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
 from megazero.plan.traffic import traffic
@@ -58,7 +58,7 @@ class Checkpoint:
 
 def checkpoint_of(job: Job, machine: Machine, step_s: float) -> Checkpoint:
     """Return the checkpoint of a job; each rank writes an equal part of it."""
-    size = job.bytes.master * (parameters(job.shape) + kept_in_all(job.shape, job.optimizers))
+    size = saved(job.shape, job.optimizers, job.bytes)
     in_node = min(job.ranks, machine.devices_per_node)
     measured = None if machine.name in MACHINES else machine.disk
     rate = SHARED_RATE if measured is None else measured.write * in_node
