@@ -29,6 +29,8 @@ class Progress(StrictModel):
         good_steps: steps since the loss scale last changed.
         row: the step's row of metrics; None if it was not logged, and then left out of the file. A run that resumes
             here writes the row if metrics.jsonl lacks it.
+        norms: the gradient norms of the last steps; left out of the file if empty.
+        spikes: steps of the whole run with unusual gradient norms (`run.on_spike`). Left out of the file if 0.
     """
 
     updates: StepCount
@@ -39,6 +41,8 @@ class Progress(StrictModel):
     good_steps: Count
     row: dict[str, Number | dict[str, Number | None] | None] | None = None
     carried: StepCount = 0
+    norms: list[Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=list, max_length=1000)
+    spikes: StepCount = 0
 
     @property
     def moments_age(self) -> int:

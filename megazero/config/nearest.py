@@ -17,8 +17,12 @@ def nearest(key: str, known: list[str]) -> str:
         same = difflib.get_close_matches(key, same, n=1, cutoff=0.0)
     near = same[:_MOST] or difflib.get_close_matches(key, [*known, *sections], n=1, cutoff=0.5)
     # Compare the last parts too: a common section alone does not make two keys similar.
-    near = [each for each in near if difflib.get_close_matches(name, [_last(each)], cutoff=0.51)]
+    near = [each for each in near if _alike(name, _last(each))]
     return f"did you mean {' or '.join(near)}?" if near else "see `megazero explain`"
+
+
+def _alike(a: str, b: str) -> bool:
+    return sorted(a) == sorted(b) or bool(difflib.get_close_matches(a, [b], cutoff=0.51))
 
 
 def _last(key: str) -> str:

@@ -44,6 +44,10 @@ class Run(Section):
     steps: Positive = option(1000, "Training steps. A step whose update is skipped counts too.")
     seed: NonNegative = option(0, "Seed of initial weights, dropout masks and the order of samples.")
     time_limit: Positive | None = option(None, "Seconds after which the run saves and exits with code 75.")
+    on_spike: Literal["log", "skip"] = option("log", "What to do with a step whose gradient norm is a spike.")
+    spike_factor: Annotated[float, Field(gt=1)] = option(
+        10.0, "A spike: the gradient norm is more than this times the median of the last 128 steps."
+    )
     deterministic: bool = option(False, "Use deterministic GPU operations: slower, but bitwise reproducible.")
 
 

@@ -176,7 +176,9 @@ class Sharded(WholeValues):
         with in_lockstep(self.rank):
             values.release_all()
         assembly.optimizer.frozen = assembly.frozen
-        result = assembly.engine.finish_step(assembly.recipe.lr if lr is None else lr, beside=assembly.tables.squares())
+        result = assembly.engine.finish_step(
+            assembly.recipe.lr if lr is None else lr, elsewhere=assembly.tables.squares()
+        )
         self._skipped += result.skipped
         if groups := assembly.tables.groups:
             done, skipped = self.steps + 1 - int(self._skipped), bool(result.skipped)  # waits for the device

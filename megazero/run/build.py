@@ -37,7 +37,7 @@ from megazero.observe.metrics import Work
 from megazero.observe.phases import PhaseSeconds
 from megazero.observe.profile import Profile
 from megazero.observe.recorder import Recorder
-from megazero.observe.sinks import Sink, Sinks
+from megazero.observe.sinks import Sink, Sinks, warn
 from megazero.observe.tensorboard_sink import TensorboardSink
 from megazero.observe.unit_table import UnitEvents, UnitTableSink
 from megazero.observe.wandb_sink import WandbSink
@@ -55,8 +55,10 @@ from megazero.run.resume import Start
 from megazero.run.run import Run
 from megazero.schedules.check import check
 from megazero.train.fault import AFTER_SUMS, Fault
+from megazero.train.schedule import TrainSchedule
+from megazero.train.spikes import Spikes
 from megazero.train.stopping import Stopping
-from megazero.train.trainer import Trainer, TrainSchedule
+from megazero.train.trainer import Trainer
 from megazero.train.validation import Validation
 from megazero.zero.engine import Engine
 
@@ -137,6 +139,7 @@ def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: f
         lambda: write_ledger(run.folder, grid, device),
         now,
         lambda own, say: _blame(own, say, run),
+        Spikes(config.run.spike_factor, skips=config.run.on_spike == "skip", say=warn if run.is_first else str),
         lambda: differences(engine.units, engine.optimizer.runs),
     )
     return Ready(trainer, about, holdings_of(built, saves=False), ops, planned, disks, data, tokenizer)

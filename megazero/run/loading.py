@@ -33,7 +33,15 @@ from megazero.train.trainer import Trainer
 
 # Options that may differ and then change what is computed: printed when a run resumes.
 _SAID = (
-    *("run.steps", "optimizer.*", "schedule.*", "zero.grad_dtype", "zero.reduce_dtype"),
+    *(
+        "run.steps",
+        "run.on_spike",
+        "run.spike_factor",
+        "optimizer.*",
+        "schedule.*",
+        "zero.grad_dtype",
+        "zero.reduce_dtype",
+    ),
     *("zero.quantize.*", "zero.offload.delayed", "precision.kernels", "precision.masters"),
 )
 

@@ -26,11 +26,12 @@ from megazero.base.errors import UserError
 from megazero.comm.collectives import all_reduce
 from megazero.comm.readback import Readback
 from megazero.observe.numbers import Value, finite
-from megazero.optim.learning_rate import LearningRate
 from megazero.pipeline.executor import BACKWARDS, Pipeline
 from megazero.schedules.actions import Kind
 from megazero.train.collection import GarbageCollection
 from megazero.train.fault import AFTER_SUMS, Fault, own_fault
+from megazero.train.schedule import TrainSchedule
+from megazero.train.spikes import Spikes
 from megazero.train.stopping import FAILED, Reason, Stopping
 from megazero.train.validation import Score, Validation
 from megazero.zero.engine import Engine, StepNumbers, StepResult
@@ -41,38 +42,6 @@ if TYPE_CHECKING:  # types of arguments
     from megazero.data.batch import BatchSource, MicroBatch
     from megazero.observe.recorder import Recorder
     from megazero.pipeline.stage import StageInputs
-
-
-@dataclass(frozen=True)
-class TrainSchedule:
-    """The schedule of a run: steps, learning rate, and intervals.
-
-    Attributes:
-        steps: of the run.
-        learning_rate: by updates done.
-        log_every: steps between rows.
-        valid_every: steps between validations; None: only after the last step.
-        last: the last step of this trainer, from 1: the run's last step, or a saved step where another trainer takes
-            over.
-        check_every: steps between comparisons of values that several ranks hold; 0: none.
-        averages: validations compute with the averages of parameters.
-    """
-
-    steps: int
-    learning_rate: LearningRate
-    log_every: int
-    valid_every: int | None
-    last: int
-    check_every: int = 0
-    averages: bool = False
-
-    def validates(self, done: int) -> bool:
-        """Return True if the schedule has a validation after step `done`, counted from 1."""
-        return done == self.steps or (self.valid_every is not None and done % self.valid_every == 0)
-
-    def logs(self, done: int) -> bool:
-        """Return True if step `done`, counted from 1, is logged as a row."""
-        return done == self.steps or done % self.log_every == 0
 
 
 TIDY_SECONDS = 5.0  # a run with a reason to stop spends at most this on deleting old checkpoints
@@ -106,6 +75,7 @@ class Trainer:
         stopping: decides whether to end before the last step.
         summarise: writes the run's ledger; called by all ranks before the last step is saved.
         now: called with the step (from 1) and the current phase.
+        spikes: recognises steps with unusual gradients.
         compare: returns texts on values that differ on ranks that should hold equal ones.
         blame: (this rank's fault or None, function that makes an error) -> the error of the rank with the first fault.
     """
@@ -124,12 +94,13 @@ class Trainer:
         summarise: Callable[[], object],
         now: Callable[[int, str], object],
         blame: Blame,
+        spikes: Spikes,
         compare: Callable[[], list[str]] = list,
     ):
         self.engine, self.pipeline, self.feed, self.loader = engine, pipeline, feed, loader
         self.validations, self.recorder, self.schedule, self.now = validations, recorder, schedule, now
         self.checkpoints, self.stopping, self.summarise, self.blame = checkpoints, stopping, summarise, blame
-        self.compare = compare
+        self.compare, self.spikes = compare, spikes
         self.first = self.skipped = self.overflows = self.carried = 0
         self.reason: Reason | None = None
         self.scores: dict[str, Score] = {}
@@ -161,6 +132,7 @@ class Trainer:
         self.first, self._owed, self.carried = step, owed, age
         if done is not None:
             self.skipped, self.overflows, self.carried = done.skipped, done.overflows, done.carried
+            self.spikes.begin(done.norms, done.spikes)
         scale, good = (done.loss_scale, done.good_steps) if done else (None, 0)
         self.engine.restore(age, scale, good, averaged=averaged)
 
@@ -245,7 +217,7 @@ class Trainer:
         self.checkpoints.settle()
         lr = self.schedule.learning_rate.at(step - self.skipped)
         votes = self.stopping.votes(failed=self.checkpoints.failed, saving=self.checkpoints.seconds)
-        result = self.engine.finish_step(lr, votes)
+        result = self.engine.finish_step(lr, votes, most=self.spikes.bound)
         self._pending = _Pending(step, lr, result, Readback(result.packed))
 
     def _read(self) -> None:
@@ -270,6 +242,7 @@ class Trainer:
             raise self._not_finite(pending, numbers)
         self.skipped += numbers.skipped
         done = pending.step + 1
+        self.spikes.add(done, numbers.grad_norm)
         self.reason = self.reason or self.stopping.counted(numbers.votes)
         if self.reason is FAILED:
             self.checkpoints.finish()  # raises
@@ -298,7 +271,8 @@ class Trainer:
             consumed["epochs"] = {**epochs}
         clipped = int(len(self.engine.clips) == 1 and 0 < self.engine.clips[0] < read.grad_norm < math.inf)
         own = {"loss": read.loss, "grad_norm": read.grad_norm, "clipped": clipped, "lr": pending.lr}
-        return self.recorder.row(done, {**consumed, **own, "loss_scale": read.loss_scale, "skipped": self.skipped})
+        counts = {"loss_scale": read.loss_scale, "skipped": self.skipped, "spikes": self.spikes.count}
+        return self.recorder.row(done, {**consumed, **own, **counts})
 
     def _write(self, row: Mapping[str, Value], done: int, *, validates: bool) -> None:
         scores = (self._validate(done) if validates else None) or {}
@@ -320,6 +294,8 @@ class Trainer:
                 loss_scale=scale.scale.item() if scale.dynamic else None,
                 good_steps=int(scale.good.item()) if scale.dynamic else 0,
                 carried=self.carried,
+                norms=self.spikes.norms,
+                spikes=self.spikes.count,
                 row=None if row is None else finite(row),
             )
             self.checkpoints.save(done, progress)

@@ -22,6 +22,7 @@ The votes of the ranks in a step are summed together with the loss, before the u
 for the gathers of parameters that follow each unit's update.
 """
 
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -216,13 +217,17 @@ class Engine:
         """Sum the reduced gradients of units that the first and the last stage share, once a step."""
         sum_copies(self.units)
 
-    def finish_step(self, lr: float, votes: Iterable[int] = (), beside: Tensor | None = None) -> StepResult:
+    def finish_step(
+        self, lr: float, votes: Iterable[int] = (), *, elsewhere: Tensor | None = None, most: float = math.inf
+    ) -> StepResult:
         """Complete the partial sums, clip, and update unless the step is to be skipped.
 
         Args:
             lr: the learning rate of this update.
             votes: the votes of this rank, each in [0, VOTES).
-            beside: sum of squared gradients, over all ranks, of parameters updated elsewhere, fp64; part of the norm.
+            elsewhere: sum of squared gradients, over all ranks, of parameters that are updated elsewhere, fp64; part of
+                the norm.
+            most: the step is skipped if its gradient norm is larger.
         """
         sum_tails(reversed(self.units))
         self._offload.settle()
@@ -231,8 +236,8 @@ class Engine:
         loss_scale = self.loss_scale.scale.clone()
         factor = self.tokens_per_step / valid / loss_scale
         sums = squares.sum(0) + odd  # of each norm by which groups are clipped
-        if beside is not None:
-            sums[0] += beside
+        if elsewhere is not None:
+            sums[0] += elsewhere
         norm = sums.sum().sqrt() * factor
         loss = loss_sum / valid
         empty = valid == 0
@@ -240,6 +245,8 @@ class Engine:
         if self._halts and not self.loss_scale.dynamic:
             self._halted |= ~finite
         skipped = self._halted | empty | ~finite
+        if most < math.inf:
+            skipped |= norm > most
         self.loss_scale.update(finite, counts=~empty)
         for extension in self._extensions:
             extension.end_step(skipped, loss_scale, self.loss_scale.scale)

@@ -26,7 +26,9 @@ from megazero.data.batch import MicroBatch
 from megazero.data.loader import BatchLoader
 from megazero.kernels.select import choose
 from megazero.run.attention import settle_attention
-from megazero.train.trainer import Trainer, TrainSchedule
+from megazero.train.schedule import TrainSchedule
+from megazero.train.spikes import Spikes
+from megazero.train.trainer import Trainer
 from scripts.gpu_check.echo import echoing, one_rank_group
 from scripts.gpu_check.findings import Asked, Row, told
 from scripts.gpu_check.layouts import GLOBAL_BATCH, LR, MODEL, Case, config_of
@@ -146,6 +148,7 @@ def stepper(case: Case, grid: Grid, asked: Asked, stack: ExitStack) -> Callable[
         lambda: None,
         lambda step, doing: None,
         lambda own, say: say(0, own[1] if own else None),
+        Spikes(10.0, skips=True, say=str),
     )
 
     def step(number: int) -> None:

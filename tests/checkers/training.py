@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megazero.builders.assemble import StageInputs
+from megazero.train.spikes import Spikes
 from megazero.train.trainer import Trainer
 from tests.layouts import Rank
 
@@ -37,6 +38,7 @@ def trainer_of(one: Rank, now: Callable[[int, str], object]) -> Trainer:
         lambda: None,
         now,
         nothing,
+        Spikes(10.0, skips=True, say=str),
     )
 
 

@@ -211,6 +211,8 @@ OTHERWISE = {
     "observe.table",
     "optimizer.average.decay",  # tests/optim/test_averages.py
     "optimizer.average.for_validation",  # the same
+    "run.on_spike",  # tests/train/test_spikes.py
+    "run.spike_factor",  # the same
     "observe.check_replicas",  # tests/run/test_replicas.py
     "zero.offload.optimizer",
     "zero.offload.parameters",

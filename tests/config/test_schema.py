@@ -12,7 +12,8 @@ from megazero.config.schema import Config, default_ffn, resolved
 
 # What scripts and users rely on, with the value that a resolved config has when nobody says otherwise.
 DEFAULTS = {
-    "run": {"dir": None, "steps": 1000, "seed": 0, "time_limit": None, "deterministic": False},
+    "run": {"dir": None, "steps": 1000, "seed": 0, "time_limit": None, "on_spike": "log", "spike_factor": 10.0}
+    | {"deterministic": False},
     "model": {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 12, "head_dim": None, "ffn": 3072, "vocab": 50257}
     | {"seq_len": 1024, "position": "learned", "norm": "layernorm", "norm_place": "pre", "norm_bias": None}
     | {"norm_offset": 0, "norm_cast": "before", "norm_eps": 1e-5, "residual": "serial", "activation": "gelu"}

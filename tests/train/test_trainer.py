@@ -23,7 +23,8 @@ from megazero.tools.certify.tolerances import (
     WEIGHTS_FP64,
     difference,
 )
-from megazero.train.trainer import Trainer, TrainSchedule
+from megazero.train.schedule import TrainSchedule
+from megazero.train.trainer import Trainer
 from tests.tiny_run import TinyData, built, train
 
 Run = Callable[[Tensor | None, StageInputs], Tensor]
