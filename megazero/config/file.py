@@ -76,6 +76,15 @@ def load(name_or_path: str, overrides: list[str] | None = None) -> Config:
             source.where |= over.where
         else:
             _override(override, source)
+    return _checked(source)
+
+
+def of_values(values: dict[str, Any], name: str) -> Config:
+    """Return the resolved config of nested options, called `name` in errors. Raises UserError as `load`, 104 to 107."""
+    return _checked(_Source(name, values))
+
+
+def _checked(source: _Source) -> Config:
     try:
         config = resolved(Config.model_validate(source.values))
     except ValidationError as error:

@@ -24,8 +24,8 @@ from megazero.kernels.operations import Operations
 from megazero.kernels.select import choose
 from megazero.library.optimizers import Recipe
 from megazero.library.parts import Member, Part, Place, buffers_of
+from megazero.library.tiers import Tiers
 from megazero.zero.layout import UnitLayout, lay_out
-from megazero.zero.offload import Offload
 from megazero.zero.placement import Precision, UnitAxes
 from megazero.zero.resting import Resources
 from megazero.zero.unit import Unit
@@ -42,19 +42,23 @@ class Memory:
         world: all ranks.
         kernels: as the option precision.kernels.
         initial: called as (name, tensor), fills a tensor that was on meta; None: `reset_parameters` of its module does.
+        masters: bf16 parameters have masters in fp32; False: they are updated themselves.
+        moments: the dtype of optimizer state; None: that of updates.
     """
 
     world: Axis
     axes: UnitAxes
     device: torch.device
-    offload: Offload
+    tiers: Tiers
     kernels: str
     initial: Initial | None
+    masters: bool = True
+    moments: torch.dtype | None = None
     _pools: dict[torch.dtype, Pool] = field(default_factory=dict)
 
     def ops(self, dtype: torch.dtype, *, updates: bool = False) -> Operations:
         """Return the kernels for a dtype on the device; for updates, on the host if the optimizer is offloaded."""
-        on_host = updates and self.offload.optimizer is not None
+        on_host = updates and self.tiers.offload.optimizer is not None
         return choose(self.kernels, torch.device("cpu") if on_host else self.device, dtype)
 
     def pool(self, dtype: torch.dtype) -> Pool:
@@ -63,14 +67,18 @@ class Memory:
 
     def unit(self, layout: UnitLayout, dtype: torch.dtype, *, trained: bool) -> Unit:
         """Return a new unit, filled with zeros."""
-        precision = Precision(dtype, torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
+        gradients = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        moments = None if dtype == torch.float64 else self.moments
+        precision = Precision(dtype, gradients, None, self.masters or dtype != torch.bfloat16, moments)
+        ops = self.ops(dtype if dtype.is_floating_point else torch.float32)
         resources = Resources(
             precision,
             self.device,
             self.pool(dtype),
             self.pool(precision.gradients),
-            offload=self.offload,
-            ops=self.ops(dtype if dtype.is_floating_point else torch.float32),
+            offload=self.tiers.offload,
+            ops=ops,
+            extensions=self.tiers.extensions(precision, ops),
         )
         return Unit(layout, self.axes, resources, trainable=trained)
 
@@ -92,10 +100,9 @@ def give_units(parts: Sequence[Part], dtype: torch.dtype | None, recipe: Recipe,
             several = len({one for one, _ in kinds}) > 1
             words = [str(own).removeprefix("torch.")] * several + ["frozen"] * (not trained)
             name = f"{part.name} ({', '.join(words)})" if words else part.name
+            entries = list(map(recipe.entry_of, members))
             adopt(
-                memory.unit(lay_out(name, list(map(recipe.entry_of, members))), own, trained=trained),
-                members,
-                memory.world,
+                memory.unit(lay_out(name, entries, memory.tiers.alignment), own, trained=trained), members, memory.world
             )
         part.members = [member for members in kinds.values() for member in members]
         part.find_units()

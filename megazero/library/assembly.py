@@ -88,7 +88,8 @@ class Assembly:
             grid=self.grid,
             scaling=any(unit.resting.parameters.values.dtype == torch.float16 for unit in units),
             ops=ops,
-            offload=self.memory.offload,
+            offload=self.memory.tiers.offload,
+            extensions=self.memory.tiers.all_extensions,
             halts=False,
             gather=self.values.gather,
         )

@@ -7,7 +7,8 @@
 Groups are (pattern, options) pairs: a parameter takes the options of the first pattern that its name matches. Groups of
 megazero's optimizers may have "name", "lr" or "lr_factor", "weight_decay", and "clip".
 
-Every optimizer of megazero keeps averages of the parameters if its option "average" is {"kind": "ema", "decay": 0.999}.
+Every optimizer of megazero keeps averages of the parameters if its option "average" is {"kind": "ema", "decay": 0.999},
+and its state in bf16 if "moments" is "bf16".
 
 Muon updates parameters with two dims, except the weights of embeddings; AdamW updates all others. A module's output
 projection is better left to AdamW: give it a group with {"name": "adamw"}. A parameter that joins n matrices of equal
@@ -66,6 +67,7 @@ class Recipe:
         make: (unit, bucket in bytes, kernels) -> the optimizer of a unit.
         entry: (name, shape, whether it is the weight of an embedding) -> the parameter, to be laid out in its unit.
         clips: the largest norms of the gradients of groups that have one.
+        moments: the dtype of optimizer state, without averages; None: that of masters.
     """
 
     lr: float
@@ -74,6 +76,7 @@ class Recipe:
     make: Callable[[Unit, int, Operations], UnitOptimizer]
     entry: Callable[[str, tuple[int, ...], bool], Entry]
     clips: Sequence[float] = ()
+    moments: torch.dtype | None = None
 
     def entry_of(self, member: Member) -> Entry:
         """Return a parameter of a module, to be laid out in its unit."""
@@ -100,8 +103,10 @@ def recipe_of(asked: Asked | None, groups: Groups) -> Recipe:
     if known is None:
         do = f"give one of {', '.join(DEFAULTS)}, or a function that makes a torch optimizer for given parameters"
         raise UserError(501, f"unknown optimizer {name!r}", do, where=_WHERE)
-    if odd := sorted(options.keys() - known.keys() - {"average"}):
-        raise UserError(501, f"{name} has no option {odd[0]!r}", f"it has {', '.join(known)}, average", where=_WHERE)
+    if odd := sorted(options.keys() - known.keys() - {"average", "moments"}):
+        raise UserError(
+            501, f"{name} has no option {odd[0]!r}", f"it has {', '.join(known)}, average, moments", where=_WHERE
+        )
     return _ours(name, {**known, **options}, groups)
 
 
@@ -125,7 +130,9 @@ def _ours(name: str, options: dict[str, Any], groups: Groups) -> Recipe:
         do = 'give {"kind": "ema", "decay": 0.999}'
         raise UserError(501, f"{name} has no average {average}", do, where=_WHERE)
     settings = {key: replace(own, average=average.get("decay", 0.999)) for key, own in settings.items()}
-    averages = average["kind"] == "ema"
+    averages, moments = average["kind"] == "ema", options.get("moments", "fp32")
+    if moments not in ("fp32", "bf16"):
+        raise UserError(501, f"{name} has no moments {moments!r}", "they are fp32 or bf16", where=_WHERE)
     of = rules.Groups(name, options["weight_decay"], asked, options.get("lr_factor", 1.0), averages)
 
     def entry(parameter: str, shape: tuple[int, ...], embeds: bool) -> Entry:
@@ -136,7 +143,8 @@ def _ours(name: str, options: dict[str, Any], groups: Groups) -> Recipe:
     def make(unit: Unit, bucket: int, ops: Operations) -> UnitOptimizer:
         return Mixture([unit], of.optimizers, settings, bucket=bucket, ops=ops)
 
-    return Recipe(lr, of.optimizers.kinds, of.optimizers.states, make, entry, of.clips)
+    own = of.optimizers
+    return Recipe(lr, own.kinds, own.states, make, entry, of.clips, torch.bfloat16 if moments == "bf16" else None)
 
 
 def _settings(options: Mapping[str, Any]) -> Settings:
@@ -233,6 +241,8 @@ class Following:
         intervals = unit.layout.intervals
         if frozen := {interval.name for interval in intervals if interval.name in self.frozen}:
             for name in frozen:
+                if unit.masters.is_meta:
+                    raise UserError(502, f"{name} is frozen, and its state is on disks", "freeze it before shard")
                 self._missed[name] = self._missed.get(name, torch.zeros_like(skip)) + (1 - skip)
             if len(frozen) == len(intervals):
                 return

@@ -1,8 +1,8 @@
 """Shard a module: connect the ranks, divide the module into units, give these memory and an optimizer."""
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_map
 from megazero.base.errors import UserError
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Axis, make_grid, single
-from megazero.comm.host import Host
-from megazero.comm.ledger import Ledger
 from megazero.library.adopt import Initial, Memory, adopt_buffers, give_units
 from megazero.library.assembly import Assembly
 from megazero.library.calls import Calls
@@ -27,13 +25,11 @@ from megazero.library.parts import Part, Units, fitting, parts_of, submodules
 from megazero.library.row_optimizers import row_optimizer
 from megazero.library.sharded import Sharded
 from megazero.library.tables import Table, split_rows
+from megazero.library.tiers import Tiers, options_of
 from megazero.library.values import Values
-from megazero.zero.offload import Offload
 from megazero.zero.placement import STAGES, UnitAxes
 
-_LOG = logging.getLogger("megazero")
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OFFLOAD = ("optimizer", "parameters")
 
 
 def shard(
@@ -43,9 +39,12 @@ def shard(
     stage: int,
     units: Units | None = None,
     precision: str | None = None,
+    masters: str = "fp32",
     clip: float = 0.0,
-    offload: str | Mapping[str, str] | None = None,
+    offload: str | Mapping[str, Any] | None = None,
+    quantize: Mapping[str, Any] | None = None,
     shard_ranks: int | None = None,
+    secondary_ranks: int | None = None,
     groups: Groups = (),
     tables: Units = (),
     table_optimizer: str | Mapping[str, Any] = "adagrad",
@@ -63,8 +62,9 @@ def shard(
             submodules; None: its repeated blocks. All other parameters are one more unit.
         precision: "fp32", "fp64", "bf16" or "fp16" of parameters and inputs; 16-bit ones have masters and gradients in
             fp32. None: parameters keep their dtypes.
+        masters: "fp32", or "none": bf16 parameters are updated themselves, with stochastic rounding.
         clip: the largest allowed global gradient norm; 0 disables clipping.
-        offload: "cpu", or {"optimizer": "cpu", "parameters": "cpu"}: what is kept in host memory.
+        offload, quantize, secondary_ranks: see `tiers.py`.
         shard_ranks: the number of neighbouring ranks that shard the module; such groups are replicas. None: all ranks.
         groups: (pattern of parameter names, optimizer options) pairs; the first pattern that matches a name applies.
         tables: the embeddings whose rows are split over the ranks (`tables.py`), given like `units`.
@@ -75,22 +75,40 @@ def shard(
         timeout: seconds that a rank waits for the others.
 
     Raises:
-        UserError: 5xx, see docs/library.md; 111 and 3xx, the ranks cannot connect; 106, shard_ranks.
+        UserError: 5xx, see docs/library.md; 111 and 3xx, the ranks cannot connect; 104 to 107, options of tiers that
+            are unknown, wrong or exclude each other; 6xx, the disks cannot be used.
     """
     _require_known(module, stage, precision)
+    if masters != "fp32" and (masters != "none" or callable(optimizer)):
+        what, do = f"masters: {masters!r}", 'give "fp32", or "none" with an optimizer of megazero'
+        raise UserError(510, what, do, where="shard")
     if optimizer is None:
         module.requires_grad_(False)
     recipe, rows, by_row = recipe_of(optimizer, groups), row_optimizer(table_optimizer), _tables(module, tables)
     parts = parts_of(module, units, by_row)
     fitting([pattern for pattern, _ in groups], [name for name, _ in module.named_parameters()], "groups")
     _require_trainable(parts, frozen=optimizer is None)
+    how = {"offload": offload, "quantize": quantize, "shard_ranks": shard_ranks, "secondary_ranks": secondary_ranks}
+    config = options_of(stage, **how, optimizer=optimizer, groups=groups)
     world, comm, process = meet(timedelta(seconds=timeout))
     device, dtype = world.device, None if precision is None else _DTYPES[precision]
     device_type = device.type if comm.backend == "nccl" else "cpu"
-    grid = single(comm) if world.size == 1 else make_grid(comm=comm, device_type=device_type, shard_ranks=shard_ranks)
+    near = shard_ranks or secondary_ranks
+    grid = single(comm) if world.size == 1 else make_grid(comm=comm, device_type=device_type, shard_ranks=near)
     _require_one_module(parts, grid["world"], device)
-    axes = UnitAxes(shard=grid["shard"], tensor=grid["tensor"], stage=STAGES[stage], replica=grid["replica"])
-    memory = Memory(grid["world"], axes, device, _offload_of(offload, device, comm.ledger), kernels, initial)
+    axes = UnitAxes(shard=grid["data"], tensor=grid["tensor"], stage=STAGES[stage])
+    if shard_ranks:
+        axes = replace(axes, shard=grid["shard"], replica=grid["replica"])
+    memory = Memory(
+        grid["world"],
+        axes,
+        device,
+        Tiers.open(config, grid, device),
+        kernels,
+        initial,
+        masters != "none",
+        recipe.moments,
+    )
     give_units(parts, dtype, recipe, memory)
     adopt_buffers(module, memory)
     calls = Calls(Values(parts, process, world.rank, device))
@@ -144,23 +162,6 @@ def _tables(module: nn.Module, asked: Units) -> dict[str, Table]:
             raise UserError(511, f"tables: {name} shares its weight", "leave it out of tables")
         found[name] = table
     return found
-
-
-def _offload_of(asked: str | Mapping[str, str] | None, device: torch.device, ledger: Ledger) -> Offload:
-    """Return what is kept on the host. Raises UserError 510."""
-    options: dict[str, str] = dict.fromkeys(_OFFLOAD, asked) if isinstance(asked, str) else dict(asked or {})
-    odd = [key for key, value in options.items() if key not in _OFFLOAD or value not in ("cpu", "none")]
-    if odd:
-        do = 'give "cpu", or {"optimizer": "cpu", "parameters": "cpu"}'
-        raise UserError(510, f"offload: {odd[0]!r}: {options[odd[0]]!r} is no key with its value", do, where="shard")
-    host = Host(device, ledger)
-    if "cpu" not in options.values():
-        return Offload()
-    if not host.apart:
-        _LOG.info("offload has no effect: on a CPU, host memory is device memory")
-        return Offload()
-    optimizer, parameters = (host if options.get(key) == "cpu" else None for key in _OFFLOAD)
-    return Offload(host, optimizer, parameters)
 
 
 def _require_one_module(parts: Sequence[Part], world: Axis, device: torch.device) -> None:

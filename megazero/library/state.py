@@ -34,6 +34,7 @@ from megazero.checkpoint.store import Store
 from megazero.comm.agreement import agree
 from megazero.library.assembly import Assembly
 from megazero.library.parts import saved_buffers
+from megazero.plan.optimizers import AVERAGE
 
 _UPDATES = "updates."  # key in a manifest's config: the count of a parameter that missed some
 
@@ -170,6 +171,7 @@ class State:
     def _commit(self, store: Store, step: int, progress: Progress, written: Sequence[WrittenShard]) -> None:
         sizes = {name: self._assembly.grid[name].size for name in ("tensor", "pipeline", "data")}
         counts = self._assembly.optimizer.counts(progress.updates)
+        moments = self._assembly.memory.moments
         main = (self._assembly.engine.units or self._units)[0].masters.dtype
         manifest = Manifest(
             format=FORMAT,
@@ -178,6 +180,7 @@ class State:
             grid={**sizes, "stage": self._assembly.stage},
             dtype=NAMES[main],
             kinds=self._kinds,
+            dtypes={} if moments is None else {k: NAMES[moments] for k in self._kinds if k not in (WEIGHT, AVERAGE)},
             tensors=with_pieces(self._logical, written),
             block=BLOCK,
             files=[part.shard for part in written],

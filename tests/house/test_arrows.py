@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "pipeline": {"comm", "schedules"},
     "extensions": {"comm", "config", "kernels", "nvme.opening", "zero"},  # of zero, which the registry alone knows
     # third floor
-    "checkpoint": {"comm", "optim.optimizer", "plan.placements", "zero.layout", "zero.unit"},
+    "checkpoint": {"comm", "optim.optimizer", "plan.optimizers", "plan.placements", "zero.layout", "zero.unit"},
     "data": set(),
     "observe": {"comm", "zero.unit"},
     # a run, from its step to its folder
@@ -70,7 +70,8 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     # ZeRO for modules of others
     "library": {
         *("checkpoint", "comm", "kernels", "launcher", "observe.unit_table", "optim"),
-        *("plan.matrices", "plan.optimizers", "zero"),
+        *("plan.matrices", "plan.optimizers", "plan.placements", "zero"),
+        *("builders.units", "config", "extensions", "run.disks"),  # tiers
     },
     # what no run imports
     "tools": EVERYTHING,

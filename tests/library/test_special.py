@@ -1,7 +1,6 @@
 """Precisions, errors on the way, parts called alone, hybrid sharding; all stages compute the same bits."""
 
 from functools import partial
-from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -11,11 +10,11 @@ from torch import Tensor, nn
 
 import megazero
 from megazero.comm.host import Host
+from megazero.library import tiers
 from tests.library.odd_modules import Stack, made, numbers, of_numbers
 from tests.library.running import ADAMW, STAGES, on_ranks, plain, sharded_case, train
 
 STEPS = 3
-shard = import_module("megazero.library.shard")  # its function has its name
 
 
 def in_precision(stage: int, precision: str | None) -> dict[str, Tensor]:
@@ -137,7 +136,7 @@ def test_hybrid_sharding(stage: int):
 
 
 def offloaded(stage: int, offload: Any, optimizer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    with patch.object(shard, "Host", partial(Host, apart=True)):  # as beside a GPU: every copy is made
+    with patch.object(tiers, "Host", partial(Host, apart=True)):  # as beside a GPU: every copy is made
         sharded = sharded_case("frozen", stage, offload=offload, optimizer=optimizer, clip=0.5)
         for step in range(STEPS):
             for micro in range(2):

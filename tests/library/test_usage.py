@@ -382,4 +382,4 @@ def test_a_part_is_any_submodule_that_is_asked_for():
 def test_offload_on_a_cpu_is_said_to_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="megazero"):
         megazero.shard(nn.Linear(2, 2), {"name": "adamw", "lr": 0.1}, stage=1, offload="cpu", kernels="reference")
-    assert "offload has no effect: on a CPU, host memory is device memory" in caplog.text
+    assert "offload to cpu has no effect: on a CPU, host memory is device memory" in caplog.text

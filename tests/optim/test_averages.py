@@ -97,6 +97,34 @@ def test_text_and_exports_on_request(tiny_data: TinyData, tmp_path: Path, capsys
     assert "holds no averages; train with optimizer.average.kind=ema" in capsys.readouterr().err
 
 
+def narrow(stage: int, folder: Path, first: int) -> list[dict[str, Tensor]]:
+    """The weights after each of 4 steps in bf16 without masters; saved after 2 of them."""
+    options: dict[str, Any] = {"name": "adamw", **ADAMW, "moments": "bf16"}
+    sharded, found = sharded_case("plain", stage, optimizer=options, precision="bf16", masters="none"), []
+    if first:
+        sharded.load(folder)
+    for step in range(first, 4):
+        sharded.backward(of_numbers(sharded, step, sharded.rank).float())
+        sharded.step()
+        found.append(sharded.full_state_dict(everywhere=True))
+        if step == 1 and not first:
+            sharded.save(folder)
+    held = sharded.memory()["optimizer"]["now"]
+    assert held == 2 * sum(2 * len(unit.masters) for unit in sharded._assembly.engine.units)
+    return found
+
+
+def test_the_library_updates_in_bf16(tmp_path: Path) -> None:
+    *_, third, last = on_ranks(2, narrow, 3, tmp_path, 0)[0]
+    for other, first in (
+        (on_ranks(2, narrow, 1, tmp_path / "other", 0)[0], 0),
+        (on_ranks(2, narrow, 3, tmp_path, 2)[0], 2),
+    ):
+        assert len(other) == 4 - first
+        for name, value in last.items():
+            assert torch.equal(other[-1][name], value) and torch.equal(other[-2][name], third[name]), name
+
+
 def averaged(stage: int, folder: Path, first: int) -> list[dict[str, Tensor]]:
     """The weights after each of 3 steps, the averages, and the weights after those were used."""
     options: dict[str, Any] = {"name": "adamw", **ADAMW, "average": {"kind": "ema", "decay": DECAY}}
