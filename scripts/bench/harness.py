@@ -176,20 +176,31 @@ def chosen(systems: Sequence[System], only: Sequence[str]) -> list[System]:
     return [reference, *(one for one in others if any(fnmatchcase(one.name, pattern) for pattern in only))]
 
 
-def run(groups: Iterable[Group], options: argparse.Namespace) -> int:
-    """Measure the groups one after the other; print tables or one JSON object; keep the reports if asked to."""
+def run(groups: Iterable[Group], options: argparse.Namespace, more: Sequence[Callable[[], figures.Report]] = ()) -> int:
+    """Measure the groups one after the other; print tables or one JSON object; keep the reports if asked to.
+
+    Args:
+        more: make further reports, afterwards.
+    """
     rounds, reports, losses = -(-options.pairs // options.launches), [], list[dict[str, list[float]]]()
     for group in groups:
         measured = measure(_with_again(group), options.launches, rounds)
         losses.extend(measured.losses)
         reports.append(_report(group, measured, options, loss_difference(losses)))
-        if options.save:
-            figures.keep(Path(sys.argv[0]).stem, reports[-1])
-        if not options.json:
-            print(figures.whole(reports[-1]), end="\n\n", flush=True)
+        _show(reports[-1], options)
+    for report in (make() for make in more):
+        reports.append(report)
+        _show(report, options)
     if options.json:
         print(json.dumps(figures.merged(reports), indent=1))
     return 0
+
+
+def _show(report: figures.Report, options: argparse.Namespace) -> None:
+    if options.save:
+        figures.keep(Path(sys.argv[0]).stem, report)
+    if not options.json:
+        print(figures.whole(report), end="\n\n", flush=True)
 
 
 def loss_difference(launches: Sequence[Mapping[str, Sequence[float]]]) -> float | None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from megazero.builders.assemble import StageInputs, build, build_model, feeds_of
+from megazero.builders.assemble import Built, StageInputs, build, build_model, feeds_of
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Grid, make_grid
 from megazero.comm.host import Host
@@ -45,10 +45,19 @@ def comm_of(rank: int, size: int, store: str, *, transport: str = SHARED) -> tup
     return place, connect(place, timeout=timedelta(seconds=120), fingerprint="", shared_memory=shared)
 
 
-def grid_of(rank: int, size: int, store: str, tensor: int = 1, pipeline: int = 1, *, transport: str = SHARED) -> Grid:
+def grid_of(
+    rank: int,
+    size: int,
+    store: str,
+    tensor: int = 1,
+    pipeline: int = 1,
+    *,
+    transport: str = SHARED,
+    shard_ranks: int | None = None,
+) -> Grid:
     """Connect `size` ranks through the file `store`; return a rank's grid. The data axis takes the remaining ranks."""
     _, comm = comm_of(rank, size, store, transport=transport)
-    return make_grid(tensor=tensor, pipeline=pipeline, comm=comm, device_type="cpu")
+    return make_grid(tensor=tensor, pipeline=pipeline, comm=comm, device_type="cpu", shard_ranks=shard_ranks)
 
 
 def feeder(config: Config, grid: Grid) -> Callable[[int], StageInputs]:
@@ -67,8 +76,16 @@ def feeder(config: Config, grid: Grid) -> Callable[[int], StageInputs]:
 
 def engine_step(config: Config, grid: Grid, kernels: str = "auto", host: Host | None = None) -> Callable[[], float]:
     """Return one training step of the engine on one rank of a grid; it returns the step's loss."""
-    ops = choose(kernels, CPU, torch.float32)
-    built = build(config.model_copy(update={"optimizer": Optimizer(**ADAM, clip=CLIP)}), grid, CPU, ops, host)
+    return built_step(config, grid, kernels, host)[1]
+
+
+def built_step(
+    config: Config, grid: Grid, kernels: str = "auto", host: Host | None = None
+) -> tuple[Built, Callable[[], float]]:
+    """Return the objects that compute a step on one rank of a grid, and the step, which returns its loss."""
+    ops, own = choose(kernels, CPU, torch.float32), config.optimizer
+    optimizer = Optimizer(**ADAM, clip=CLIP, name=own.name, moments=own.moments)
+    built = build(config.model_copy(update={"optimizer": optimizer}), grid, CPU, ops, host)
     feed = feeder(config, grid)
     micro_batches = config.batch.global_ // (config.batch.rows * grid["data"].size)
     steps = iter(range(1 << 30))
@@ -79,7 +96,7 @@ def engine_step(config: Config, grid: Grid, kernels: str = "auto", host: Host | 
         built.pipeline.train([feed(now) for _ in range(micro_batches)], lambda batch: batch)
         return built.engine.finish_step(LR).loss.item()
 
-    return step
+    return built, step
 
 
 def initial_weights(config: Config) -> Callable[[str], Tensor]:
