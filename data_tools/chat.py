@@ -1,9 +1,6 @@
 """Split a conversation into pieces of text and special tokens, and mark the answers as trained.
 
-The template renders the conversation. A special token's name that the template writes becomes its id; a name inside a
-message stays plain text, so that no message can end a turn, or begin one of another role, by writing the name. To tell
-them apart, a mark that no text contains is put into every name in the strings of a record, and next to a part of a name
-at either end of a string; it is removed after the search for names. (A role gets no mark: it must be a plain name.)
+The template renders the conversation (`megazero/data/conversation.py`).
 
 The template marks the answers by {% generation %} blocks. Without such blocks, an answer is the rendering of the
 messages up to and including it, minus the rendering of the messages before it with the generation prompt
@@ -21,12 +18,12 @@ from functools import cached_property
 from typing import Any
 
 from data_tools.selection import MISSING, Piece, Refuse, Select, value_at
-from data_tools.templates import BEGIN, END, RenderError, Template
 from megazero.base.errors import UserError
+from megazero.data.conversation import SpecialNames
+from megazero.data.templates import BEGIN, END, RenderError, Template
 
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ANSWERS = "assistant"  # the role of answers in transformers' templates
-_BREAK = "\ufdd2"  # put into a name that is plain text; like BEGIN and END, a Unicode noncharacter
 _BAD_RECORD = 227
 
 
@@ -57,7 +54,7 @@ class Chat(Select):
         except RenderError as error:
             do = "repair the record, mark answers with {% generation %} in the template, or give --skip-bad"
             raise UserError(_BAD_RECORD, str(error), do, where=refuse("").where) from None
-        pieces = [piece for text, scored in stretches for piece in self._pieces(text, scored)]
+        pieces = [Piece(part, scored, id_) for text, scored in stretches for part, id_ in self._names.pieces(text)]
         return pieces if any(piece.scored for piece in pieces) else []
 
     def _given(self, record: Any, refuse: Refuse) -> tuple[list[dict[str, Any]], Any]:
@@ -75,8 +72,8 @@ class Chat(Select):
                 raise refuse(f'message {number}: expected under "role" a name such as user, got {role!r:.40}')
             if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
                 raise refuse(f'message {number}: expected text under "content", got {type(content).__name__}')
-            messages.append(self._broken(message, refuse) | {"role": role})
-        return messages, self._broken(record.get("tools"), refuse)
+            messages.append(self._names.broken(message, refuse) | {"role": role})
+        return messages, self._names.broken(record.get("tools"), refuse)
 
     def _stretches(self, messages: list[dict[str, Any]], tools: Any) -> list[tuple[str, bool]]:
         """Return the stretches of the rendered text as (text, is an answer). Raises RenderError."""
@@ -91,55 +88,15 @@ class Chat(Select):
                 what = f"message {i + 1} is not rendered as a prompt and its continuation, so its answer is unknown"
                 raise RenderError(what)
             text = whole[len(before) : len(behind)]
-            end = re.search(rf"(?:{self._name})(?=\s*\Z)", text)
+            end = re.search(rf"(?:{self._names.pattern})(?=\s*\Z)", text)
             size = len(text) if end is None else end.end()
             found += [(whole[at : len(before)], False), (text[:size], True), (text[size:], False)]
             at = len(behind)
         return [*found, (whole[at:], False)]
 
-    def _pieces(self, text: str, scored: bool) -> list[Piece]:
-        """Split a stretch into pieces: the names of special tokens, and the text between them."""
-        parts = re.split(f"({self._name})", text)
-        return [
-            Piece(part.replace(_BREAK, ""), scored, self.specials[part] if at % 2 else None)
-            for at, part in enumerate(parts)
-            if part
-        ]
-
-    def _broken(self, value: Any, refuse: Refuse) -> Any:
-        """Return a value of a record with a mark after the first character of every name in its strings.
-
-        A string that begins or ends with a part of a name also gets a mark there, because adjacent text could complete
-        the name. White space at the ends is ignored, as templates strip it.
-        """
-        if isinstance(value, list):
-            return [self._broken(each, refuse) for each in value]
-        if isinstance(value, dict):
-            return {self._apart(key): self._broken(each, refuse) for key, each in value.items()}
-        if not isinstance(value, str):
-            return value
-        if odd := next((mark for mark in (BEGIN, END, _BREAK) if mark in value), None):
-            raise refuse(f"U+{ord(odd):04X} is in a text, but is not a Unicode character")
-        text, (heads, tails) = self._apart(value), self._parts
-        body, start = text.strip(), len(text) - len(text.lstrip())
-        first, last = _BREAK * body.startswith(tails), _BREAK * body.endswith(heads)
-        return f"{text[:start]}{first}{body}{last}{text[start + len(body) :]}"
-
-    def _apart(self, text: str) -> str:
-        """Return a text with a mark in every name of a special token, including overlapping names."""
-        return re.sub(f"(?s)(?=(?:{self._name}))(.)", rf"\1{_BREAK}", text)
-
     @cached_property
-    def _parts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the proper prefixes and the proper suffixes of the names of special tokens."""
-        cuts = [(name, at) for name in self.specials for at in range(1, len(name))]
-        return tuple({name[:at] for name, at in cuts}), tuple({name[at:] for name, at in cuts})
-
-    @cached_property
-    def _name(self) -> str:
-        """Return a pattern that matches the name of a special token; longer names match first."""
-        names = sorted((name for name in self.specials if len(name) > 1), key=lambda name: (-len(name), name))
-        return "|".join(map(re.escape, names)) or "(?!)"
+    def _names(self) -> SpecialNames:
+        return SpecialNames(self.specials)
 
 
 def _marked(text: str) -> list[tuple[str, bool]]:

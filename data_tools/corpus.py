@@ -29,9 +29,9 @@ from data_tools.files import COMPRESSED, TABLES, DamagedError, kind_of, open_tex
 from data_tools.places import Part
 from data_tools.selection import Piece, Select
 from data_tools.tables import rows
-from data_tools.templates import TEMPLATE_FAULT
 from megazero.base.errors import UserError
 from megazero.base.reading import looked_up
+from megazero.data.templates import TEMPLATE_FAULT
 
 PIECE_BYTES = 256 * 1024  # read at a time
 WHOLE = 16 * 1024 * 1024  # the most characters of a piece that has no place where a cut changes no id

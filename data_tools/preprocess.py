@@ -39,7 +39,6 @@ from data_tools.files import TABLES, kind_of
 from data_tools.merge import copy_documents
 from data_tools.places import Part
 from data_tools.selection import Piece, Select
-from data_tools.templates import open_template
 from data_tools.unfinished import Unfinished
 from megazero.base.answers import answer, tell
 from megazero.base.doing import doing
@@ -47,6 +46,7 @@ from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.joined import open_files
 from megazero.data.origin import Origin, path_of
+from megazero.data.templates import open_template
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 
 PART_BYTES, MOST_PARTS = 64_000_000, 100  # bytes of corpus per part, at least; a killed command loses one part

@@ -117,13 +117,19 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     with doing("loading torch"):
-        from megazero.tools.generate import Sampling, generate
-    from megazero.run.folder import RunFolder
+        from megazero.tools.generate import Request, Sampling, generate
 
-    sampling = Sampling(options.tokens, options.temperature, options.top_k, options.seed)
-    text = generate(RunFolder(options.run_folder), options.prompt, sampling, average=options.average)
-    answer(json.dumps({"prompt": options.prompt, "text": text}) if options.json else text)
-    return 0
+    if (options.prompt is None) == (options.prompts is None) or (options.prompts is None) != (options.out is None):
+        raise UserError(100, "expected --prompt TEXT, or --prompts FILE.jsonl with --out FILE.jsonl", where="generate")
+    fields = ("tokens", "temperature", "top_k", "top_p", "repetition", "seed")
+    sampling = Sampling(**{name: getattr(options, name) for name in fields})
+    given = options.run_folder, options.prompt, options.prompts, options.out, sampling
+    asked = Request(*given, options.stop, options.chat, options.batch, options.nproc, options.average)
+
+    def say(text: str) -> None:
+        answer(json.dumps({"prompt": options.prompt, "text": text}) if options.json else text)
+
+    return generate(asked, say)
 
 
 def _schedule(options: argparse.Namespace) -> int:
@@ -303,11 +309,30 @@ def _add_run_folders(verbs: Any) -> None:
     data_verb.add(verbs)
     generate = verbs.add_parser("generate", help="continue a prompt with a run's weights")
     generate.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
-    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--prompt", metavar="TEXT")
+    generate.add_argument(
+        "--prompts", type=Path, metavar="FILE", help='JSON lines {"prompt": ...} or {"messages": ...}'
+    )
+    generate.add_argument(
+        "--out", type=Path, metavar="FILE", help="for --prompts: JSON lines with texts; goes on there"
+    )
+    generate.add_argument("--chat", action="store_true", help="apply the tokenizer's chat template; print the answer")
+    generate.add_argument("--batch", type=_at_least(1, int), default=8, help="prompts at once (default: 8)")
+    generate.add_argument(
+        "--nproc", type=_at_least(1, int, MOST_LOCAL), default=1, help="ranks that split the matrices"
+    )
+    generate.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated"
+    )
     generate.add_argument("--tokens", type=_at_least(1, int), default=100, help="most new tokens (default: 100)")
     likeliest = "sampling temperature; 0 takes the likeliest token (default: 0.8)"
     generate.add_argument("--temperature", type=_at_least(0, float), default=0.8, help=likeliest)
-    generate.add_argument("--top-k", type=_at_least(1, int), default=50, help="draw from the K likeliest (default: 50)")
+    generate.add_argument("--top-k", type=_at_least(0, int), default=50, help="draw from the K likeliest; 0: all (50)")
+    generate.add_argument(
+        "--top-p", type=_at_least(0, float, 1), default=1.0, help="draw from those that together have P (default: 1)"
+    )
+    penalty = "divide the logits of tokens that the text has (default: 1)"
+    generate.add_argument("--repetition", type=_at_least(0.01, float), default=1.0, metavar="R", help=penalty)
     generate.add_argument("--seed", type=_at_least(0, int), default=0, help="seed of the sampling (default: 0)")
     generate.add_argument("--json", action="store_true")
     generate.set_defaults(run=_generate)

@@ -16,7 +16,7 @@ from megazero.base.files import replace_file
 from megazero.builders.assemble import bucket_of
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
-from megazero.checkpoint.weights import newest_weights
+from megazero.checkpoint.weights import read_weights
 from megazero.comm.context import CommContext
 from megazero.comm.grid import single
 from megazero.config.file import load
@@ -106,8 +106,7 @@ def saved_weights(folder: RunFolder) -> dict[str, Tensor]:
     """Of a run's newest checkpoint, whole."""
     store = Store(folder.checkpoints)
     manifest = read_manifest(store.path(store.steps()[0]))
-    shapes = {name: logical.shape for name, logical in manifest.tensors.items()}
-    return newest_weights(store, shapes, lambda text: None)[1]
+    return read_weights(store.path(manifest.step), manifest, manifest.tensors)
 
 
 def saved_bytes(folder: RunFolder) -> bytes:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.checkpoint.load import load_tensors
-from megazero.checkpoint.manifest import WEIGHT, Manifest, read_manifest
+from megazero.checkpoint.manifest import WEIGHT, Manifest
 from megazero.checkpoint.pieces import Piece, ShardState
 from megazero.checkpoint.shard import DTYPES
 from megazero.checkpoint.store import Store
@@ -36,28 +36,6 @@ def newest_whole(store: Store, read: Callable[[Path], T], warn: Callable[[str], 
                 raise
             warn(f"{error}; using an older step")
     raise UserError(402, "no checkpoint here", "give --run the folder of a run that has saved one", where=store.folder)
-
-
-def newest_weights(
-    store: Store, shapes: Mapping[str, list[int]], warn: Callable[[str], object], *, average: bool = False
-) -> tuple[Manifest, dict[str, Tensor]]:
-    """Return (manifest, weights) of the newest undamaged step; weights are in the master weights' precision.
-
-    Args:
-        shapes: of the model's parameters.
-        warn: called for each newer, damaged step.
-        average: return the averages of the weights.
-
-    Raises:
-        UserError: as `newest_whole`; 404, the checkpoint is of another model; 402, it holds no averages.
-    """
-
-    def read(folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
-        manifest = read_manifest(folder) if not average else with_averages(read_manifest(folder), folder)
-        require_shapes(manifest, shapes, folder)
-        return manifest, read_weights(folder, manifest, manifest.tensors)
-
-    return newest_whole(store, read, warn)
 
 
 def with_averages(manifest: Manifest, where: Path) -> Manifest:

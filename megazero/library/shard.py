@@ -79,9 +79,7 @@ def shard(
             are unknown, wrong or exclude each other; 6xx, the disks cannot be used.
     """
     _require_known(module, stage, precision)
-    if masters != "fp32" and (masters != "none" or callable(optimizer)):
-        what, do = f"masters: {masters!r}", 'give "fp32", or "none" with an optimizer of megazero'
-        raise UserError(510, what, do, where="shard")
+    _require_masters(masters, optimizer)
     if optimizer is None:
         module.requires_grad_(False)
     recipe, rows, by_row = recipe_of(optimizer, groups), row_optimizer(table_optimizer), _tables(module, tables)
@@ -147,6 +145,13 @@ def _require_known(module: nn.Module, stage: int, precision: str | None) -> None
     if sharded:
         do = "shard a module only once; put modules that share a parameter into one module"
         raise UserError(510, f"{sharded[0]} is sharded already", do, where="shard")
+
+
+def _require_masters(masters: str, optimizer: Asked | None) -> None:
+    """Refuse parameters without masters for a torch optimizer. Raises UserError 510."""
+    if masters != "fp32" and (masters != "none" or callable(optimizer)):
+        do = 'give "fp32", or "none" with an optimizer of megazero'
+        raise UserError(510, f"masters: {masters!r}", do, where="shard")
 
 
 def _tables(module: nn.Module, asked: Units) -> dict[str, Table]:

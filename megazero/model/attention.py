@@ -40,6 +40,7 @@ class Attention(nn.Module):
         rotary: of queries and of keys; None in a block without rotary positions.
 
     Attributes:
+        how: the window, the soft cap and the scale.
         blocked: the attention of a window or a soft cap, which torch's fused attention does not compute; None: neither.
         core: the function from the projected queries, keys and values to the output of the heads. The builder
             replaces it to recompute it in backward.
@@ -62,7 +63,8 @@ class Attention(nn.Module):
         self.out = RowLinear(heads * size, hidden, bias=shape.biased("out"), std=shape.residual_std, region=region)
         self.scale = shape.attention_scale or size**-0.5
         self._window, cap = shape.window_of(kind), shape.attention_cap
-        self.blocked = None if self._window is None and cap is None else Blocked(self._window, cap, self.scale)
+        self.how = Blocked(self._window, cap, self.scale)
+        self.blocked = None if self._window is None and cap is None else self.how
         self.rotary, self._ops, self._norms_first = rotary, ops, shape.qk_norm_at == "before"
         self._query_scale = shape.query_scale
         self.q_norm = self.k_norm = self._norms = self._split_norms = None
@@ -81,6 +83,8 @@ class Attention(nn.Module):
     def _core(self, qkv: Tensor, step: BatchContext) -> Tensor:
         """Return the output of the heads, [S, B, H d], from the projection [S, B, G (Q + 2) d]."""
         documents, (length, samples, _) = step.documents, qkv.shape
+        if step.cache is not None:
+            return step.cache.attend(self, *self._heads(qkv, step.positions_SB))
         if self.variable_length is None or (documents is None and self._window is None):
             if documents is None:
                 return self._causal(qkv, step.positions_SB)

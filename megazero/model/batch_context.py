@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from megazero.model.cache import Cache
 from megazero.model.documents import Documents
 
 
@@ -26,6 +27,7 @@ class BatchContext:
         training: dropout acts only when True.
         recomputing: this is a layer's second run, for its backward only: its output is not read, and a layer may omit
             work that only the output needs.
+        cache: keys and values of earlier tokens, to which this pass adds its own; None: the texts begin here.
         targets_SB, valid_SB: int64 next tokens, and which of them count; with these the head returns losses.
     """
 
@@ -36,6 +38,7 @@ class BatchContext:
     documents: Documents | None = None
     training: bool = True
     recomputing: bool = False
+    cache: Cache | None = None
     targets_SB: Tensor | None = None
     valid_SB: Tensor | None = None
 

@@ -43,11 +43,21 @@ class Blocked:
             stop = min(start + step, length)
             yield slice(start, stop), slice(0 if self.window is None else max(0, start - self.window + 1), stop)
 
-    def attend(self, q_BHnd: Tensor, k_BGmd: Tensor, v_BGmd: Tensor) -> Tensor:
-        """Return the output of one block: [B, H, n, d]; the last query and the last key are at one position."""
+    def sees(self, behind: Tensor) -> Tensor:
+        """Return whether a query attends to a key that is so many positions before it."""
+        return behind >= 0 if self.window is None else (behind >= 0) & (behind < self.window)
+
+    def attend(self, q_BHnd: Tensor, k_BGmd: Tensor, v_BGmd: Tensor, sees: Tensor | None = None) -> Tensor:
+        """Return the output of one block: [B, H, n, d].
+
+        Args:
+            sees: which keys each query attends to, bool [..., n, m]; None: the last query and the last key are at one
+                position.
+        """
         n, m = q_BHnd.shape[2], k_BGmd.shape[2]
-        behind = torch.arange(m - n, m, device=q_BHnd.device)[:, None] - torch.arange(m, device=q_BHnd.device)
-        sees = behind >= 0 if self.window is None else (behind >= 0) & (behind < self.window)
+        if sees is None:
+            behind = torch.arange(m - n, m, device=q_BHnd.device)[:, None] - torch.arange(m, device=q_BHnd.device)
+            sees = self.sees(behind)
         groups = q_BHnd.shape[1] // k_BGmd.shape[1]
         if self.cap is None:
             return F.scaled_dot_product_attention(

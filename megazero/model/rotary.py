@@ -54,8 +54,14 @@ class Rotary:
 
     def __init__(self, rope: Rope, head_dim: int, seq_len: int):
         self.rope, self.head_dim, self.seq_len = rope, head_dim, seq_len
+        self._room = seq_len  # positions in the table
         self._table: tuple[Tensor, Tensor] | None = None
         self._placed: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # (positions, their angles), a cache of one
+
+    def reach(self, length: int) -> None:
+        """Make the table long enough for texts of so many tokens."""
+        if length > self._room:
+            self._room, self._table = length, None
 
     def rotate(self, positions_SB: Tensor | None, ops: Operations, *heads: Tensor) -> tuple[Tensor, ...]:
         """Return queries and keys [S, B, H or G, d] rotated by position; positions None: 0 to S - 1 in each sample."""
@@ -65,7 +71,7 @@ class Rotary:
     def angles(self, positions_SB: Tensor | None, like_SBHd: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles: [S, B or 1, 1, d], in the dtype of `like_SBHd`."""
         if self._table is None or len(self._table[0]) < len(like_SBHd):
-            self._table = self._computed(max(self.seq_len, len(like_SBHd)), like_SBHd)
+            self._table = self._computed(max(self._room, len(like_SBHd)), like_SBHd)
         cos, sin = self._table
         if positions_SB is None:
             return cos[: len(like_SBHd)], sin[: len(like_SBHd)]

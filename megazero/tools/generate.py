@@ -1,76 +1,139 @@
 """Generate text with a trained run: the run's own config, its newest weights, its tokenizer.
 
-Each new token is drawn from softmax(logits / temperature) over the `top_k` likeliest (Fan et al. 2018), with a private
-generator seeded by `seed`, so the same call gives the same text. Every token computes the whole window again, which is
-simple, and fast enough to look at samples.
+One prompt is continued on the command line, or all prompts of a file of JSON lines, {"prompt": "text"} or {"messages":
+[...]}, into another one. There each prompt has one line with its text; a command that was interrupted goes on after the
+last complete line. Several ranks of this machine split the matrices (tensor parallelism).
 """
 
+import json
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
-
+from megazero.base.answers import tell
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.model.batch_context import BatchContext
-from megazero.model.transformer import Transformer
-from megazero.run.folder import RunFolder
+from megazero.base.stop_signals import ended_by
+from megazero.comm.grid import Axis, make_grid
+from megazero.generation.sampling import Sampling
+from megazero.generation.text import Prompt, Writer
+from megazero.launcher.environment import RankContext
+from megazero.launcher.rendezvous import connect, disconnect
+from megazero.launcher.spawn import run_local
 from megazero.tools.opened import load
+
+_TIMEOUT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """The settings for drawing tokens; temperature 0 takes the likeliest."""
+class Request:
+    """The request of a command.
 
-    tokens: int = 100
-    temperature: float = 0.8
-    top_k: int = 50
-    seed: int = 0
+    Attributes:
+        prompt: a text; None: the prompts of `prompts`.
+        prompts, out: files of JSON lines.
+        nproc: ranks that split the matrices.
+        average: generate with the averages of the weights.
+    """
+
+    run: Path
+    prompt: str | None
+    prompts: Path | None
+    out: Path | None
+    sampling: Sampling
+    stop: Sequence[str] = ()
+    chat: bool = False
+    batch: int = 8
+    nproc: int = 1
+    average: bool = False
 
 
-def generate(folder: RunFolder, prompt: str, sampling: Sampling, *, average: bool = False) -> str:
-    """Return the prompt with its continuation; stop early at the end of a document.
+def generate(asked: Request, say: Callable[[str], object]) -> int:
+    """Generate what is asked; return the exit code.
 
     Args:
-        average: generate with the averages of the weights.
+        say: called with the text of a single prompt.
 
     Raises:
-        UserError: 113, the config names no tokenizer; and those of `load`.
+        UserError: 113, the config names no tokenizer; 106, heads that so many ranks cannot split; 228, a prompt that
+            is none; 403, the output cannot be written; and those of `load` and `Writer`.
     """
-    opened = load(folder.path, average=average)
-    if (tokenizer := opened.tokenizer) is None:
-        raise UserError(113, "the run has no data.tokenizer", "train with one to get text", where=folder.config)
-    ids, window = tokenizer.encode(prompt) or [tokenizer.eod], opened.config.model.seq_len
-    new = sample(opened.model, ids, sampling, window=window, vocab=tokenizer.vocab_size, stop=tokenizer.eod)
-    # New ids are decoded after those of the prompt, because some tokenizers drop a space at the start of a text.
-    return prompt + tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)) :]
+    prompts = [asked.prompt] if asked.prompt is not None else prompts_of(asked.prompts)
+    done = 0 if asked.out is None else _done(asked.out, len(prompts))
+    if asked.nproc == 1:
+        _write(asked, prompts, done, say, Axis("tensor"))
+        return 0
+
+    def be(place: RankContext) -> None:
+        comm = connect(place, timeout=_TIMEOUT, fingerprint="")
+        device_type = "cuda" if comm.backend == "nccl" else "cpu"
+        axis = make_grid(comm=comm, device_type=device_type, tensor=asked.nproc)["tensor"]
+        _write(asked, prompts, done, say, axis)
+        disconnect()
+
+    def end_by(number: int, frame: object = None) -> None:
+        tell(ended_by(number))
+        raise SystemExit(128 + number)
+
+    return run_local(asked.nproc, be, lambda _, line: None, signalled=end_by)
 
 
-def sample(model: Transformer, ids: list[int], sampling: Sampling, *, window: int, vocab: int, stop: int) -> list[int]:
-    """Return new ids after `ids` (not empty), at most `sampling.tokens`, ending before the id `stop`.
-
-    Args:
-        window: number of ids that the model can attend to.
-        vocab: only ids below this are drawn; the model's vocabulary may be larger than the tokenizer's.
-    """
-    generator = torch.Generator().manual_seed(sampling.seed)
-    context, new = list(ids), []
-    with torch.no_grad(), doing("generating", sampling.tokens) as progress:
-        while len(new) < sampling.tokens:
-            tokens_S1 = torch.tensor(context[-window:])[:, None]
-            logits_V = model(tokens_S1, BatchContext(0, torch.zeros(1, dtype=torch.int64), training=False))[-1, 0]
-            token = int(_draw(logits_V[:vocab], sampling, generator))
-            if token == stop:
-                break
-            context.append(token)
-            new.append(token)
+def _write(asked: Request, prompts: Sequence[Prompt], done: int, say: Callable[[str], object], axis: Axis) -> None:
+    opened = load(asked.run, average=asked.average, tensor=axis)
+    if opened.tokenizer is None:
+        what = "the run has no data.tokenizer"
+        raise UserError(113, what, "train with one to get text", where=asked.run)
+    writer = Writer(opened.model, opened.tokenizer, asked.sampling, asked.stop, asked.chat, asked.batch)
+    with doing("generating", len(prompts) - done) as progress:
+        for prompt, text in zip(prompts[done:], writer.texts(prompts[done:], first=done), strict=True):
             progress.advance()
-    return new
+            if axis.rank == 0 and asked.out is None:
+                say(text)
+            elif axis.rank == 0 and asked.out is not None:
+                key = "prompt" if isinstance(prompt, str) else "messages"
+                with asked.out.open("a") as file:
+                    file.write(json.dumps({key: prompt, "text": text}, ensure_ascii=False) + "\n")
 
 
-def _draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    if sampling.temperature == 0:
-        return logits_V.argmax()
-    top, indices = logits_V.double().topk(min(sampling.top_k, len(logits_V)))
-    # Relative to the largest, so that a tiny temperature gives -inf and 0 instead of inf - inf.
-    return indices[torch.multinomial(((top - top[0]) / sampling.temperature).softmax(0), 1, generator=generator)]
+def prompts_of(path: Path | None) -> list[Prompt]:
+    """Return the prompts of a file. Raises UserError 228: it cannot be read, or a line has no prompt."""
+    assert path is not None
+    do, found = 'give lines such as {"prompt": "text"} or {"messages": [...]}', list[Prompt]()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(228, f"prompts cannot be read: {error}", do, where=path) from None
+    for number, line in enumerate(lines, 1):
+        try:
+            record: Any = json.loads(line)
+            one = record.get("prompt", record.get("messages"))
+            if not isinstance(one, str | list):
+                raise ValueError("no prompt")
+        except (ValueError, AttributeError):
+            raise UserError(228, f"line {number:,} has no prompt", do, where=path) from None
+        found.append(one)
+    return found
+
+
+def _done(out: Path, most: int) -> int:
+    """Return the number of complete lines of an output; remove an incomplete one. Raises UserError 403, 228."""
+    try:
+        if not out.exists():
+            out.touch()
+            return 0
+        content = out.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            with out.open("r+b") as file:
+                file.truncate(whole)
+    except OSError as error:
+        raise UserError(403, f"cannot be written: {error.strerror}", "give another --out", where=out) from None
+    done = content[:whole].count(b"\n")
+    if done > most:
+        raise UserError(228, f"has {done:,} lines for {most:,} prompts", "give another --out", where=out)
+    if done:
+        logging.getLogger("megazero").info("%s has %d of %d texts already", out, done, most)
+    return done

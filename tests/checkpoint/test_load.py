@@ -87,7 +87,7 @@ def first_batch(config: Config) -> list[MicroBatch]:
 
 def expected_loss(config: Config, source: Path, dtype: torch.dtype) -> float:
     """Of a run's first batch with the source's weights, by one process, without engine or checkpoint loading."""
-    model = filled(build_model(config), saved_weights(RunFolder(source)), dtype)
+    model = filled(build_model(config), saved_weights(RunFolder(source)).pop, dtype)
 
     def logits(tokens_SB: Tensor) -> Tensor:
         return model(tokens_SB, BatchContext(0, torch.zeros(tokens_SB.shape[1], dtype=torch.int64), training=False))

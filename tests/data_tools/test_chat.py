@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from data_tools import preprocess
 from data_tools.chat import Chat
-from data_tools.templates import Template
 from megazero.base.errors import UserError
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.origin import read_origin
+from megazero.data.templates import Template
 from megazero.data.tokenizer import open_tokenizer
 from tests.data_tools.chats import (
     CHATML,
@@ -136,9 +136,9 @@ def test_half_a_name_in_a_message_is_text(tokenizer: Path, parts: list[str]) -> 
     content = "".join(parts)
     record = {"messages": [{"role": "user", "content": content}]}
     messages, tools = chat._given(record, lambda what: UserError(213, what))
-    pieces = chat._pieces(chat.template.render(messages, tools, prompt=False), True)
-    assert all(piece.id is None for piece in pieces)
-    assert "".join(piece.text for piece in pieces) == f"{content.strip()}end|>{content}<|im_{content}"
+    pieces = chat._names.pieces(chat.template.render(messages, tools, prompt=False))
+    assert all(id_ is None for _, id_ in pieces)
+    assert "".join(text for text, _ in pieces) == f"{content.strip()}end|>{content}<|im_{content}"
 
 
 def test_tools_and_calls(tokenizer: Path, tmp_path: Path) -> None:
@@ -324,10 +324,10 @@ def test_templates_that_are_not_there(tokenizer: Path, tmp_path: Path, capsys) -
 def test_jinja_that_is_missing_or_old(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     path = write_chats(tmp_path / "x.jsonl", CHATS)
     line = ["--input", str(path), "--output", str(tmp_path / "out"), "--tokenizer", str(tokenizer), "--chat"]
-    monkeypatch.setattr("data_tools.templates.version", lambda package: "3.1.5.post1")
+    monkeypatch.setattr("megazero.data.templates.version", lambda package: "3.1.5.post1")
     assert preprocess.main(line) == 2
     assert "MZ-162 " in (said := capsys.readouterr().err) and "expected the package jinja2 3.1.6 or later" in said
-    monkeypatch.setattr("data_tools.templates.find_spec", lambda package: None)
+    monkeypatch.setattr("megazero.data.templates.find_spec", lambda package: None)
     assert preprocess.main(line) == 2
     assert "is safe, got none; run" in (said := capsys.readouterr().err) and "megazero[chat]" in said
 

@@ -74,6 +74,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("builders.units", "config", "extensions", "run.disks"),  # tiers
     },
     # what no run imports
+    "generation": {"comm", "data", "kernels", "model"},
     "tools": EVERYTHING,
     "__main__": EVERYTHING,
 }

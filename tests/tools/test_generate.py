@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,13 @@ from megazero.base.errors import UserError
 from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.data.tokenizer import open_tokenizer
+from megazero.generation.decode import continued
+from megazero.generation.sampling import Sampling
 from megazero.model.batch_context import BatchContext
 from megazero.model.transformer import Transformer
 from megazero.run.folder import RunFolder
-from megazero.tools.generate import Sampling, generate, sample
+from megazero.tools.generate import Request
+from megazero.tools.generate import generate as generate_all
 from tests.tiny_run import VOCAB, command
 
 
@@ -31,8 +35,15 @@ def copy(finished: RunFolder, tmp_path: Path) -> RunFolder:
     return RunFolder(shutil.copytree(finished.path, tmp_path / "copy"))
 
 
-def draw(model: Transformer, ids: list[int], sampling: Sampling, vocab: int = VOCAB) -> list[int]:
-    return sample(model, ids, sampling, window=32, vocab=vocab, stop=-1)
+def generate(folder: RunFolder, prompt: str, sampling: Sampling, **how: Any) -> str:
+    """The text of one prompt."""
+    said = list[str]()
+    assert generate_all(Request(folder.path, prompt, None, None, sampling, **how), said.append) == 0
+    return said[0]
+
+
+def draw(model: Transformer, ids: list[int], sampling: Sampling, vocab: int = VOCAB, stop: int = -1) -> list[int]:
+    return continued(model, [ids], sampling, vocab=vocab, stops={stop})[0]
 
 
 def test_same_seed_same_text(finished: RunFolder):
@@ -60,20 +71,6 @@ def test_temperature_zero_takes_the_likeliest(model: Transformer):
     assert greedy == draw(model, ids, Sampling(tokens=6, temperature=1e-300))
 
 
-def test_draws_follow_the_softmax_of_the_top_k(model: Transformer):
-    logits_V = model(torch.tensor([[5]]), BatchContext(0, torch.zeros(1, dtype=torch.int64), training=False))[
-        -1, 0
-    ].detach()
-    top, indices = logits_V.topk(3)
-    counts = torch.zeros(VOCAB)
-    for seed in range(600):
-        counts[draw(model, [5], Sampling(tokens=1, temperature=0.5, top_k=3, seed=seed))] += 1
-    assert counts.sum() == counts[indices].sum() == 600
-    expected = 600 * (top / 0.5).softmax(0)
-    chi_square = ((counts[indices] - expected) ** 2 / expected).sum()
-    assert chi_square < 13.8  # 2 degrees of freedom, one in a thousand
-
-
 def test_only_ids_of_the_tokenizer_are_drawn(model: Transformer):
     """A model may have more rows than the tokenizer has pieces; there is no text for those."""
     assert max(draw(model, [5], Sampling(tokens=40, temperature=50.0, top_k=VOCAB), vocab=20)) < 20
@@ -81,17 +78,14 @@ def test_only_ids_of_the_tokenizer_are_drawn(model: Transformer):
 
 def test_prompts_of_any_length(finished: RunFolder, model: Transformer):
     assert isinstance(generate(finished, "", Sampling(tokens=3)), str)
-    long = "x = 1  # é 中\n" * 40
-    assert generate(finished, long, Sampling(tokens=3)).startswith(long)
-    ids = list(range(5, 105))
-    assert draw(model, ids, Sampling(tokens=4)) == draw(model, ids[-32:], Sampling(tokens=4))
+    with pytest.raises(UserError, match=r"a prompt has .* ids, the model 32 positions; give a shorter prompt"):
+        generate(finished, "x = 1  # é 中\n" * 40, Sampling(tokens=3))
 
 
 def test_stops_before_the_end_of_a_document(model: Transformer):
     new = draw(model, [5], Sampling(tokens=30))
     stop = new[10]
-    stopped = sample(model, [5], Sampling(tokens=30), window=32, vocab=VOCAB, stop=stop)
-    assert stopped == new[: new.index(stop)]
+    assert draw(model, [5], Sampling(tokens=30), stop=stop) == new[: new.index(stop)]
 
 
 def refused(capsys, code: int, exit_code: int, folder: RunFolder, *arguments: str) -> str:
@@ -152,10 +146,71 @@ def test_command_line(finished: RunFolder):
 
 def test_eod_begins_a_text_without_a_prompt(finished: RunFolder, model: Transformer):
     tokenizer = open_tokenizer(str(load(str(finished.config)).data.tokenizer))
-    new = sample(model, [tokenizer.eod], Sampling(tokens=5), window=32, vocab=VOCAB, stop=tokenizer.eod)
+    new = draw(model, [tokenizer.eod], Sampling(tokens=5), stop=tokenizer.eod)
     assert generate(finished, "", Sampling(tokens=5)) == tokenizer.decode(new)
 
 
 def test_sampling_error_is_a_user_error(finished: RunFolder):
     with pytest.raises(UserError, match="MZ-212"):
         generate(finished, "half a pair \ud800", Sampling(tokens=1))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+PROMPTS = ["def ", "class A", "", "import os", "x = "]
+
+
+def test_prompts_of_a_file_go_on_where_they_stopped(finished: RunFolder, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    line = ["generate", "--run", str(finished.path), "--prompts", str(prompts), "--tokens", "6", "--seed", "1"]
+    assert main([*line, "--out", str(out), "--batch", "2"]) == 0
+    whole = out.read_bytes()
+    assert [each["prompt"] for each in lines(out)] == PROMPTS
+    assert all(each["text"].startswith(each["prompt"]) for each in lines(out))
+    for cut in (0, len(whole.splitlines(keepends=True)[0]), len(whole) - 7):
+        out.write_bytes(whole[:cut])
+        assert main([*line, "--out", str(out), "--batch", "3"]) == 0
+        assert out.read_bytes() == whole
+    assert main([*line, "--out", str(tmp_path / "two.jsonl"), "--nproc", "2"]) == 0
+    assert (tmp_path / "two.jsonl").read_bytes() == whole
+
+
+def test_a_stop_text_ends_a_text(finished: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = generate(finished, "def ", Sampling(tokens=30))
+    stop = whole[12:14]
+    assert generate(finished, "def ", Sampling(tokens=30), stop=(stop,)) == "def " + whole[4:].partition(stop)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--prompt", "a", "--out", "x"], "MZ-100 generate: expected --prompt TEXT, or --prompts FILE.jsonl"),
+        ([], "MZ-100 generate: expected --prompt TEXT, or --prompts FILE.jsonl"),
+        (["--prompts", "none.jsonl", "--out", "x"], "MZ-228 none.jsonl: prompts cannot be read"),
+        (["--prompts", "bad.jsonl", "--out", "x"], "MZ-228 bad.jsonl: line 2 has no prompt; give lines such as"),
+        (["--prompts", "good.jsonl", "--out", "bad.jsonl"], "MZ-228 bad.jsonl: has 2 lines for 1 prompts"),
+        (["--prompt", "a", "--nproc", "3"], "--nproc: model.heads % parallel.tensor == 0 is broken"),
+        (["--prompt", "a", "--chat"], "MZ-226 "),
+    ],
+)
+def test_wrong_requests(
+    arguments: list[str], line: str, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    Path("good.jsonl").write_text('{"prompt": "a"}\n')
+    assert main(["generate", "--run", str(finished.path), *arguments]) != 0
+    said = capfd.readouterr().err
+    assert line in said and said.count("\n") == 1, said
+
+
+def test_in_python(finished: RunFolder) -> None:
+    opened = megazero.load(finished.path)
+    text = opened.generate("def ", tokens=8, seed=3)
+    assert text == generate(finished, "def ", Sampling(tokens=8, seed=3))
+    assert opened.generate(["def ", "x"], tokens=8, seed=3)[0] == text
+    ids = opened.generate([5, 6, 7], tokens=8, temperature=0)
+    assert opened.generate([[5, 6, 7], [9]], tokens=8, temperature=0)[0] == ids and len(ids) <= 8

@@ -224,7 +224,7 @@ def _cut_weights(sides: Sides, layers: Sequence[int]) -> dict[str, Tensor]:
 
 def _our_model(shape: Shape, weights: dict[str, Tensor], dtype: torch.dtype) -> Transformer:
     model = Transformer(shape, seed=0, tensor=Axis("tensor"), sequence=False, ops=REFERENCE)
-    return filled(model, weights, dtype)
+    return filled(model, weights.pop, dtype)
 
 
 def _samples(shape: Shape, text: Sequence[int]) -> Iterator[Sample]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megazero.model.parameter import declaration_of
 from megazero.model.transformer import Transformer
 from megazero.plan.model import Shape
 
@@ -137,8 +138,20 @@ def _links(row: tuple[str, tuple[str, Way]], heads: Heads, layers: int) -> Itera
             yield Link(own, other, partial(way.to_ours, heads), partial(way.to_theirs, heads))
 
 
-def filled(model: Transformer, weights: dict[str, Tensor], dtype: torch.dtype) -> Transformer:
-    """Give a model on the meta device these weights, taken out of the mapping one by one, in a dtype; return it."""
+def filled(
+    model: Transformer, take: Callable[[str], Tensor], dtype: torch.dtype, device: torch.device | None = None
+) -> Transformer:
+    """Give a model on the meta device its weights, in a dtype; return it.
+
+    Args:
+        take: returns a whole weight, once; a rank of the tensor axis keeps its rows of it.
+    """
     for name, parameter in dict(model.named_parameters()).items():
-        torch.utils.swap_tensors(parameter, nn.Parameter(weights.pop(name).to(dtype)))
+        declared = declaration_of(parameter)
+        rows = take(name)[declared.first_row :][: declared.local_shape[0]].to(device, dtype)
+        if len(rows) < declared.local_shape[0]:  # padding of the vocabulary
+            rows = torch.cat((rows, rows.new_zeros((declared.local_shape[0] - len(rows), *rows.shape[1:]))))
+        made = nn.Parameter(rows)
+        made.declaration = declared  # type: ignore[attr-defined]
+        torch.utils.swap_tensors(parameter, made)
     return model

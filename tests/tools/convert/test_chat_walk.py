@@ -7,10 +7,13 @@ import pytest
 import torch
 import transformers
 
+import megazero
 from data_tools import preprocess
 from megazero.__main__ import main
 from megazero.config.file import load
 from megazero.data.tokenizer import open_tokenizer
+from megazero.generation.sampling import Sampling
+from megazero.generation.text import Writer
 from megazero.tools.training.launch import launch
 from tests.data_tools.chats import CHATS, MARKED, make_tokenizer, turns, write_chats
 from tests.tools.convert.models import FAMILIES, model_of
@@ -41,7 +44,15 @@ def test_a_chat_model_of_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.
     chat = [{"role": "user", "content": "What is argparse?"}]
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     assert tokenizer.decode(ids["input_ids"][0]).endswith("<|im_start|>assistant\n")
+    length = ids["input_ids"].shape[1]
     with torch.no_grad():
-        assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > ids["input_ids"].shape[1]
+        theirs = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, length:]
+    opened = megazero.load("runs/chats", torch.float32)
+    assert opened.tokenizer is not None
+    writer = Writer(opened.model, opened.tokenizer, Sampling(tokens=12, temperature=0.0), chat=True)
+    prompt = writer.ids_of("What is argparse?")
+    assert prompt == ids["input_ids"][0].tolist()
+    assert opened.generate(prompt, tokens=12, temperature=0.0) == [id_ for id_ in theirs.tolist() if id_ != own.eod]
+    assert [*writer.texts([chat])][0] == opened.generate("What is argparse?", chat=True, tokens=12, temperature=0.0)
     before, after = (json.loads((Path(at) / "config.json").read_text()) for at in ("theirs", "exported"))
     assert before["model_type"] == after["model_type"] and after["eos_token_id"] == own.eod

@@ -1,0 +1,102 @@
+"""Continue texts and conversations: encode prompts, decode new tokens, end at stop texts."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from megazero.base.errors import UserError
+from megazero.base.reading import parse_object, read_file
+from megazero.data.conversation import prompt_of
+from megazero.data.templates import Template, open_template
+from megazero.data.tokenizer import Tokenizer
+from megazero.generation.decode import continued
+from megazero.generation.sampling import Sampling
+from megazero.model.transformer import Transformer
+
+Prompt = str | Sequence[Mapping[str, Any]]  # a text, or the messages of a conversation
+GENERATION, _BYTES = "generation_config.json", 1 << 20
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A model that continues texts.
+
+    Attributes:
+        sampling: how tokens are drawn.
+        stop: a continuation ends before the first of these texts.
+        chat: prompts are conversations, or the first message of one, and answers are returned without their prompts.
+        batch: the number of texts that are continued at once.
+    """
+
+    model: Transformer
+    tokenizer: Tokenizer
+    sampling: Sampling
+    stop: Sequence[str] = ()
+    chat: bool = False
+    batch: int = 8
+    _template: list[Template] = field(default_factory=list)
+
+    def ids_of(self, prompt: Prompt) -> list[int]:
+        """Return the ids of a prompt.
+
+        Raises:
+            UserError: 226 and 227, the template, or the conversation, is faulty; 112, the prompt has more ids than the
+                model has positions.
+        """
+        if self.chat:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            if not self._template:
+                self._template.append(open_template(None, self.tokenizer))
+            ids = prompt_of(messages, self._template[0], self.tokenizer)
+        else:
+            assert isinstance(prompt, str), "only chats have messages"
+            ids = self.tokenizer.encode(prompt)
+        shape = self.model.shape
+        if shape.position == "learned" and len(ids) >= shape.seq_len:
+            what = f"a prompt has {len(ids):,} ids, the model {shape.seq_len:,} positions"
+            raise UserError(112, what, "give a shorter prompt", where="generate")
+        return ids or [self.tokenizer.eod]
+
+    def texts(
+        self, prompts: Sequence[Prompt], *, first: int = 0, advance: Callable[[], object] = lambda: None
+    ) -> Iterator[str]:
+        """Yield the continuation of each prompt, after it unless `chat`. Every rank of the tensor axis calls it.
+
+        Args:
+            first: the number of the first prompt, on which the drawn tokens depend.
+            advance: called after each token of a batch.
+        """
+        for start in range(0, len(prompts), self.batch):
+            some = prompts[start : start + self.batch]
+            ids = [self.ids_of(prompt) for prompt in some]
+            tails = [""] * len(some)
+
+            def ended(text: int, new: list[int], ids: list[list[int]] = ids, tails: list[str] = tails) -> bool:
+                tails[text] = self._decoded(ids[text], new) if self.stop else ""
+                return any(stop in tails[text] for stop in self.stop)
+
+            numbers = range(first + start, first + start + len(some))
+            how = {"vocab": self.tokenizer.vocab_size, "stops": self._stops, "numbers": numbers}
+            found = continued(self.model, ids, self.sampling, **how, ended=ended, advance=advance)
+            for prompt, own, new in zip(some, ids, found, strict=True):
+                text = self._decoded(own, new)
+                for stop in self.stop:
+                    text = text.partition(stop)[0]
+                yield text if self.chat or not isinstance(prompt, str) else prompt + text
+
+    def _decoded(self, ids: list[int], new: list[int]) -> str:
+        """Return the text of new ids, decoded after the prompt: some tokenizers drop a space at the start of a text."""
+        return self.tokenizer.decode([*ids, *new])[len(self.tokenizer.decode(ids)) :]
+
+    @cached_property
+    def _stops(self) -> set[int]:
+        """Return the ids that end a text: the end of a document, and those of a generation config."""
+        path, found = self.tokenizer.path.with_name(GENERATION), None
+        if path.exists():
+            try:
+                found = parse_object(read_file(path, _BYTES)).get("eos_token_id")
+            except (OSError, ValueError) as error:
+                raise UserError(209, f"cannot be read: {error}", "repair or remove it", where=path) from error
+        more = found if isinstance(found, list) else [found]
+        return {self.tokenizer.eod, *(each for each in more if isinstance(each, int))}
