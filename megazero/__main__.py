@@ -132,6 +132,15 @@ def _generate(options: argparse.Namespace) -> int:
     return generate(asked, say)
 
 
+def _eval(options: argparse.Namespace) -> int:
+    with doing("loading torch"):
+        from megazero.tools.evaluate import Request, as_json, as_text, evaluate
+
+    given = options.run_folder, options.text, options.stride, options.nproc, options.tensor, options.batch
+    asked = Request(*given, options.average)
+    return evaluate(asked, lambda found: answer(as_json(found) if options.json else as_text(found)))
+
+
 def _schedule(options: argparse.Namespace) -> int:
     from megazero.builders.job import job_of
     from megazero.builders.pipeline import check_world
@@ -346,7 +355,17 @@ def _add_run_folders(verbs: Any) -> None:
     unproven = "do not compare the logits with transformers'"
     export.add_argument("--no-proof", dest="proof", action="store_false", help=unproven)
     export.set_defaults(run=_export)
-    for parser in (generate, export):
+    evaluate = verbs.add_parser("eval", help="compute a run's loss, perplexity and bits per byte on texts")
+    evaluate.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
+    evaluate.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="files of text")
+    stride = "new tokens that a window scores (default: half of model.seq_len)"
+    evaluate.add_argument("--stride", type=_at_least(1, int), help=stride)
+    evaluate.add_argument("--nproc", type=_at_least(1, int, MOST_LOCAL), default=1, help="ranks (default: 1)")
+    evaluate.add_argument("--tensor", type=_at_least(1, int), default=1, help="ranks that split the matrices (1)")
+    evaluate.add_argument("--batch", type=_at_least(1, int), default=8, help="windows at once on a rank (default: 8)")
+    evaluate.add_argument("--json", action="store_true")
+    evaluate.set_defaults(run=_eval)
+    for parser in (generate, evaluate, export):
         parser.add_argument("--average", action="store_true", help="use the averages of the weights")
     import_ = verbs.add_parser("import", help="make a run's folder from weights of transformers")
     import_.add_argument("--from", dest="source", choices=["hf"], required=True)

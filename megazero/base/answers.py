@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from megazero.base.errors import UserError, one_line
 from megazero.base.heartbeat import HEART
+from megazero.base.stop_signals import ended_by
 from megazero.base.terminal import fitted, width
 
 
@@ -77,3 +78,9 @@ def tell(line: object) -> None:
 def warn(text: str) -> None:
     """Write a warning as one line on standard error."""
     tell(one_line(f"warning: {text}"))
+
+
+def end_by(number: int, frame: object = None) -> None:
+    """End the command because of a signal."""
+    tell(ended_by(number))
+    raise SystemExit(128 + number)

@@ -120,6 +120,7 @@ def build_engine(
     tokens_per_step: int,
     update_ops: Operations,
     recomputed: Container[Layer] = (),
+    trains: bool = True,
 ) -> Engine:
     """Build units and optimizer state, and wrap this rank's layers with the ZeRO events of a step.
 
@@ -131,17 +132,18 @@ def build_engine(
         clip: the largest norm of all gradients without a clip of their own; 0: any.
         update_ops: the kernels of the device that runs the update, which may be the host.
         recomputed: layers that run their forward again in backward.
+        trains: see `build`.
     """
     on_path = model.units_of_layers()
     used = [list(dict.fromkeys(name for i in parts for name in on_path[i])) for parts in stages]
     names = {name for of_stage in used for name in of_stage}
-    units = build_units(model, names, groups, seed=seed, axes=axes, resources=resources)
+    units = build_units(model, names, groups, seed=seed, axes=axes, resources=resources, trains=trains)
     how = {"seed": seed or 0, "bucket": grid.comm.bucket, "ops": update_ops}
     engine = Engine(
         used,
         units,
         [name for name, _ in model.units()],
-        Mixture(units, groups.optimizers, dict.fromkeys(STATES, settings), **how),
+        Mixture(units if trains else [], groups.optimizers, dict.fromkeys(STATES, settings), **how),
         clips=[clip, *groups.clips],
         tokens_per_step=tokens_per_step,
         grid=grid,
@@ -184,6 +186,7 @@ def build(
     host_ops: Operations | None = None,
     homes: Mapping[str, Home] | None = None,
     filled: bool = True,
+    trains: bool = True,
 ) -> Built:
     """Build one rank's part of the model, engine and pipeline that a config describes.
 
@@ -192,6 +195,7 @@ def build(
         host_ops: the kernels of an update on the host; None: `ops` (the device is the host).
         homes: further places for offloaded values (disks), by the config's name for them.
         filled: fill parameters with the initial values of `run.seed`; False: leave them uninitialised.
+        trains: allocate gradients and optimizer state; False: the model is only evaluated.
     """
     host, homes = host or Host(device, grid.comm.ledger), homes or {}
     layers, precision, job = layers_of(config), precision_of(config), job_of(config, grid["world"].size)
@@ -214,6 +218,7 @@ def build(
         tokens_per_step=config.batch.global_ * config.model.seq_len,
         update_ops=ops if offload.optimizer is None else host_ops or ops,
         recomputed=recomputed,
+        trains=trains,
     )
     for rotary in {model.rotaries[i] for parts in stages.values() for i in job.block_indices(parts)}:
         if rotary is not None:

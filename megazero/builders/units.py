@@ -68,6 +68,7 @@ def build_units(
     seed: int | None,
     axes: Callable[[str], UnitAxes],
     resources: Resources,
+    trains: bool = True,
 ) -> list[Unit]:
     """Build the named units: allocate this rank's part of their state and fill it with initial values.
 
@@ -78,6 +79,7 @@ def build_units(
         seed: of the initial values; None: leave the memory uninitialised.
         axes: maps a unit's name to its axes.
         resources: shared by all units (`resources_of`).
+        trains: units have gradients and masters; False: only parameters.
     """
     alignment = max((extension.alignment for extension in resources.extensions), default=ALIGNMENT)
     units = []
@@ -90,7 +92,7 @@ def build_units(
             for n, d in declarations.items():
                 group = groups.of(n, decays=d.decay, hidden=d.matrix is not None)
                 entries.append(Entry(n, d.local_shape, group, d.split, d.first_row * d.row, d.partial, d.matrix))
-            unit = Unit(lay_out(name, entries, alignment), axes(name), resources)
+            unit = Unit(lay_out(name, entries, alignment), axes(name), resources, trainable=trains)
             if seed is not None:
                 unit.resting.fill(lambda n, start, stop, of=declarations: of[n].initial(seed, n, start, stop))
             model.materialise(unit.parameters.make())

@@ -61,7 +61,7 @@ class Mixture:
 
     def runs(self, unit: Unit) -> Sequence[Run]:
         """Return the state of this rank's elements of a unit, in their order."""
-        return self._runs[unit]
+        return self._runs.get(unit, ())
 
     def pieces(self, unit: Unit) -> Sequence[Piece]:
         """Return the pieces in which a unit is updated, in their order."""

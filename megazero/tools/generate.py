@@ -13,16 +13,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megazero.base.answers import tell
+from megazero.base.answers import end_by
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.stop_signals import ended_by
 from megazero.comm.grid import Axis, make_grid
 from megazero.generation.sampling import Sampling
 from megazero.generation.text import Prompt, Writer
 from megazero.launcher.environment import RankContext
 from megazero.launcher.rendezvous import connect, disconnect
 from megazero.launcher.spawn import run_local
+from megazero.launcher.world import World
 from megazero.tools.opened import load
 
 _TIMEOUT = timedelta(seconds=120)
@@ -64,25 +64,23 @@ def generate(asked: Request, say: Callable[[str], object]) -> int:
     prompts = [asked.prompt] if asked.prompt is not None else prompts_of(asked.prompts)
     done = 0 if asked.out is None else _done(asked.out, len(prompts))
     if asked.nproc == 1:
-        _write(asked, prompts, done, say, Axis("tensor"))
+        _write(asked, prompts, done, say, Axis("tensor"), World(0, 1, 0))
         return 0
 
     def be(place: RankContext) -> None:
         comm = connect(place, timeout=_TIMEOUT, fingerprint="")
         device_type = "cuda" if comm.backend == "nccl" else "cpu"
         axis = make_grid(comm=comm, device_type=device_type, tensor=asked.nproc)["tensor"]
-        _write(asked, prompts, done, say, axis)
+        _write(asked, prompts, done, say, axis, place.world)
         disconnect()
-
-    def end_by(number: int, frame: object = None) -> None:
-        tell(ended_by(number))
-        raise SystemExit(128 + number)
 
     return run_local(asked.nproc, be, lambda _, line: None, signalled=end_by)
 
 
-def _write(asked: Request, prompts: Sequence[Prompt], done: int, say: Callable[[str], object], axis: Axis) -> None:
-    opened = load(asked.run, average=asked.average, tensor=axis)
+def _write(
+    asked: Request, prompts: Sequence[Prompt], done: int, say: Callable[[str], object], axis: Axis, world: World
+) -> None:
+    opened = load(asked.run, average=asked.average, tensor=axis, device=world.device)
     if opened.tokenizer is None:
         what = "the run has no data.tokenizer"
         raise UserError(113, what, "train with one to get text", where=asked.run)

@@ -163,8 +163,13 @@ def load(
 def _model(config: Config, tensor: Axis | None, device: torch.device | None, dtype: torch.dtype) -> Transformer:
     """Return the model without memory. Raises UserError 106: the axis cannot split it."""
     if tensor is not None and tensor.size > 1:
-        options = {"parallel.tensor": tensor.size, "parallel.sequence": False}
-        if broken := next(iter(broken_rules(flatten(changed(config, options)))), None):
-            raise UserError(broken.code, broken.broken(flatten(changed(config, options))), broken.do, where="--nproc")
-        config = changed(config, options)
+        config = changed(config, {"parallel.tensor": tensor.size, "parallel.sequence": False})
+        require_rules(config, "--nproc")
     return build_model(config, choose("auto", device or torch.device("cpu"), dtype), tensor)
+
+
+def require_rules(config: Config, where: str) -> None:
+    """Refuse a config that breaks a rule between its options. Raises UserError 106, 107."""
+    values = flatten(config)
+    if broken := next(iter(broken_rules(values)), None):
+        raise UserError(broken.code, broken.broken(values), broken.do, where=where)

@@ -16,10 +16,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from megazero.base.answers import tell
+from megazero.base.answers import end_by
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.stop_signals import ended_by
 from megazero.builders.assemble import bucket_of
 from megazero.builders.job import changed, laid_out
 from megazero.comm.context import CommContext
@@ -140,12 +139,6 @@ class Certificate:
         if code:
             return lines[-1] if lines else f"exit code {code}"
         return [each for each in found if each is not None]
-
-
-def end_by(number: int, frame: object = None) -> None:
-    """End the command because of a signal."""
-    tell(ended_by(number))
-    raise SystemExit(128 + number)
 
 
 def certify(config: Config, layouts: Sequence[Job], steps: int) -> Iterator[Row]:

@@ -53,6 +53,7 @@ def test_a_chat_model_of_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.
     prompt = writer.ids_of("What is argparse?")
     assert prompt == ids["input_ids"][0].tolist()
     assert opened.generate(prompt, tokens=12, temperature=0.0) == [id_ for id_ in theirs.tolist() if id_ != own.eod]
-    assert [*writer.texts([chat])][0] == opened.generate("What is argparse?", chat=True, tokens=12, temperature=0.0)
+    (answer,) = writer.texts([chat])
+    assert answer == opened.generate("What is argparse?", chat=True, tokens=12, temperature=0.0)
     before, after = (json.loads((Path(at) / "config.json").read_text()) for at in ("theirs", "exported"))
     assert before["model_type"] == after["model_type"] and after["eos_token_id"] == own.eod
