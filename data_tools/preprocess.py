@@ -23,7 +23,6 @@ if __name__ == "__main__":  # as a script: import from the repository; this fold
     run_script(__file__)  # does not return
 
 import argparse
-import os
 import time
 from collections.abc import Iterator, Sequence
 
@@ -43,6 +42,7 @@ from data_tools.unfinished import Unfinished
 from megazero.base.answers import answer, tell
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
+from megazero.base.machine import num_cores
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.joined import open_files
 from megazero.data.origin import Origin, path_of
@@ -209,8 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_output(parser)
     kinds = "model of `megazero tokenizer`, tokenizer.json, *.tiktoken or bytes"
     parser.add_argument("--tokenizer", required=True, type=Path, metavar="FILE", help=kinds)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()  # usable, else all
-    parser.add_argument("--workers", type=positive, default=cores, help="encoding processes (default: one per core)")
+    each = "encoding processes (default: one per core)"
+    parser.add_argument("--workers", type=positive, default=num_cores(), help=each)
     chat = "records are conversations, rendered by this template (default: the tokenizer's own); --field names "
     chat += "the list of messages (default: messages), and only answers are trained on"
     parser.add_argument("--chat", nargs="?", const="", metavar="TEMPLATE.jinja", help=chat)

@@ -75,6 +75,12 @@ def tell(line: object) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
+def say(text: str) -> None:
+    """Print a text of a run. Without a reader (`| head`) the run goes on, because its files are what counts."""
+    with HEART.paused(), suppress(OSError, ValueError):
+        print(text, flush=True)
+
+
 def warn(text: str) -> None:
     """Write a warning as one line on standard error."""
     tell(one_line(f"warning: {text}"))

@@ -102,13 +102,14 @@ def flush_folder(folder: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError inside the context, which writes `path`, into UserError 208."""
+def writing(
+    path: Path, code: int = 208, do: str = "free space or choose another place", what: str = "cannot be written"
+) -> Iterator[None]:
+    """Turn an OSError inside the context, which writes `path`, into a UserError."""
     try:
         yield
     except OSError as error:
-        what, do = f"cannot be written: {error.strerror}", "free space or choose another place"
-        raise UserError(208, what, do, where=path) from error
+        raise UserError(code, f"{what}: {error.strerror}", do, where=path) from error
 
 
 def write_atomically(path: Path, content: bytes) -> None:

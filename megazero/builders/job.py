@@ -14,26 +14,15 @@ if TYPE_CHECKING:
     from megazero.config.schema import Config, Optimizer
 
 OPTIONS = {  # field of a job: the config option with its value
-    "tensor": "parallel.tensor",
-    "pipeline": "parallel.pipeline",
-    "sequence": "parallel.sequence",
-    "tensor_chunks": "parallel.tensor_chunks",
+    **{name: f"parallel.{name}" for name in ("tensor", "pipeline", "sequence", "tensor_chunks")},
     "loss_chunk": "model.loss_chunk",
-    "schedule": "pipeline.schedule",
-    "chunks": "pipeline.chunks",
-    "stage": "zero.stage",
-    "shard_ranks": "zero.shard_ranks",
-    "secondary_ranks": "zero.secondary_ranks",
+    **{name: f"pipeline.{name}" for name in ("schedule", "chunks")},
+    **{name: f"zero.{name}" for name in ("stage", "shard_ranks", "secondary_ranks")},
     "micro_batch": "batch.micro",
-    "recompute": "memory.recompute",
-    "partition": "memory.partition",
-    "offload": "memory.offload",
-    "cuda_graphs": "memory.cuda_graphs",
-    "offload_optimizer": "zero.offload.optimizer",
-    "offload_parameters": "zero.offload.parameters",
+    **{name: f"memory.{name}" for name in ("recompute", "partition", "offload", "cuda_graphs")},
+    **{f"offload_{name}": f"zero.offload.{name}" for name in ("optimizer", "parameters")},
     "delayed": "zero.offload.delayed",
-    "quantize_parameters": "zero.quantize.parameters",
-    "quantize_gradients": "zero.quantize.gradients",
+    **{f"quantize_{name}": f"zero.quantize.{name}" for name in ("parameters", "gradients")},
     "error_feedback": "zero.quantize.error_feedback",
 }
 PATH = "/local/nvme"  # placeholder: a job does not know the folder on the local disk
@@ -89,10 +78,8 @@ def laid_out(config: Config, job: Job) -> Config:
 
 def changed(section: Any, options: Mapping[str, Any]) -> Any:
     """Return a copy of a config or of a section with some dotted options changed, unchecked."""
-    own = {name: value for name, value in options.items() if "." not in name}
-    for inner in dict.fromkeys(name.partition(".")[0] for name in options if "." in name):
-        below = {
-            name.removeprefix(f"{inner}."): value for name, value in options.items() if name.startswith(f"{inner}.")
-        }
-        own[inner] = changed(getattr(section, inner), below)
-    return section.model_copy(update=own)
+    for option, value in options.items():
+        name, _, inside = option.partition(".")
+        new = changed(getattr(section, name), {inside: value}) if inside else value
+        section = section.model_copy(update={name: new})
+    return section

@@ -58,8 +58,7 @@ def recompute(
         return set()
     axis = _axis(job, grid["tensor"])
     host_of = host if job.offload == "cpu" and host.apart else None
-    for line in _no_ops(job, axis, host):
-        _LOG.info(line)
+    _say_no_ops(job, axis, host)
     ledger = grid.comm.ledger
     shape = job.local(job.shape.seq_len), job.micro_batch, job.shape.hidden
     numel = math.prod(shape)
@@ -91,16 +90,14 @@ def _axis(job: Job, tensor: Axis) -> Axis:
     return tensor if job.partition and not job.sequence else Axis("tensor", comm=tensor.comm)
 
 
-def _no_ops(job: Job, axis: Axis, host: Host) -> list[str]:
-    """Return a log line for each requested option that has no effect."""
-    lines = []
+def _say_no_ops(job: Job, axis: Axis, host: Host) -> None:
+    """Log a line for each requested option that has no effect."""
     if job.partition and axis.size == 1:
         why = "the tensor axis has one rank"
         if job.sequence and job.tensor > 1:
             why = "parallel.sequence already splits block inputs over the tensor axis"
-        lines.append(f"memory.partition has no effect: {why}")
+        _LOG.info(f"memory.partition has no effect: {why}")
     if job.offload == "cpu" and not host.apart:
-        lines.append("memory.offload has no effect: on a CPU, host memory is device memory")
+        _LOG.info("memory.offload has no effect: on a CPU, host memory is device memory")
     if job.cuda_graphs and not host.apart:
-        lines.append("memory.cuda_graphs has no effect: a CPU has no CUDA graphs")
-    return lines
+        _LOG.info("memory.cuda_graphs has no effect: a CPU has no CUDA graphs")

@@ -109,6 +109,12 @@ class Manifest(StrictModel):
     dtypes: dict[Kind, Float] = Field(default_factory=dict)
     digest: str = ""
 
+    @classmethod
+    def new(cls, **given: Any) -> "Manifest":
+        """Return a manifest that this process writes, of step 0; everything that is not given is empty."""
+        empty = {"step": 0, "grid": {}, "files": [], "progress": None, "random": {}, "identity": {}}
+        return cls(**{"format": FORMAT, "block": BLOCK, "software": SOFTWARE, **empty, **given})
+
     @property
     def shapes(self) -> dict[str, list[int]]:
         """Return the shape of each tensor by its name."""

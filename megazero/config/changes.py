@@ -6,6 +6,7 @@ option applies.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from megazero.base.errors import UserError
 from megazero.config.nearest import nearest
@@ -30,9 +31,7 @@ class Changeable:
 
     def fits(self, key: str) -> bool:
         """Return True if the row matches an option."""
-        return key in (self.keys, self.keys.removesuffix(".*")) or (
-            self.keys.endswith(".*") and key.startswith(self.keys[:-1])
-        )
+        return key == self.keys.removesuffix(".*") or fnmatchcase(key, self.keys)
 
 
 _SHAPE = "the weights have this shape, or were trained with this value"

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from megazero.base.errors import UserError
 from megazero.config import changes, rules
-from megazero.config.flat import flatten, option_keys, spelt
+from megazero.config.flat import flatten, option_fields, option_keys, spelt
 from megazero.config.nearest import nearest
 from megazero.config.schema import Config
 
@@ -39,8 +39,8 @@ def explain(config: Config, selection: str | None) -> list[Option]:
     """
     values = flatten(config)
     options = [
-        Option(key, _type(field), default, values[key], field.description or "", tuple(_relations(key)))
-        for key, field, default in _fields(Config, "")
+        Option(key, _type(field), field.default, values[key], field.description or "", tuple(_relations(key)))
+        for key, field in option_fields()
         if selection is None or key == selection or key.startswith(f"{selection}.")
     ]
     if not options:
@@ -59,16 +59,6 @@ def as_text(options: list[Option]) -> str:
         lines.append(f"    {option.meaning}")
         lines += [f"    {relation}" for relation in option.relations]
     return "\n".join(lines)
-
-
-def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo, Any]]:
-    """Yield (dotted key, field, default) of every option, in order."""
-    for name, field in model.model_fields.items():
-        key = f"{prefix}{field.alias or name}"
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _fields(field.annotation, f"{key}.")
-        else:
-            yield key, field, field.default
 
 
 def _relations(key: str) -> Iterator[str]:

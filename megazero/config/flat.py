@@ -2,30 +2,43 @@
 
 import io
 from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from ruamel.yaml import YAML
 
-from megazero.base.errors import UserError
-from megazero.base.files import replace_file
+from megazero.base.files import replace_file, writing
 from megazero.config.schema import Config
 
 
-def flatten(config: BaseModel) -> dict[str, Any]:
+def option_fields(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the "section.key" of every option with its field, in order."""
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        if isinstance(field.default, BaseModel):
+            yield from option_fields(type(field.default), f"{key}.")
+        else:
+            yield key, field
+
+
+def flatten(config: Config) -> dict[str, Any]:
     """Return the value of every option by its "section.key", as users write it."""
-    return dict(_flatten(config, ""))
+    values = config.model_dump(by_alias=True)
+    return {key: reduce(getitem, key.split("."), values) for key, _ in option_fields()}
 
 
-def plain(config: BaseModel) -> dict[str, Any]:
+def plain(config: Config) -> dict[str, Any]:
     """Return the value of every option by its "section.key", in JSON's types."""
     return {key: _in_json(value) for key, value in flatten(config).items()}
 
 
 def option_keys() -> list[str]:
     """Return every option's dotted key."""
-    return list(flatten(Config()))
+    return [key for key, _ in option_fields()]
 
 
 def run_dir(config: Config, name: str) -> str:
@@ -50,20 +63,8 @@ def dump(config: Config, path: Path) -> None:
     yaml, text = YAML(), io.BytesIO()
     yaml.width = 120
     yaml.dump(config.model_dump(by_alias=True, mode="json"), text)
-    try:
+    with writing(path, 401, "choose another run.dir"):
         replace_file(path, text.getvalue())
-    except OSError as error:
-        raise UserError(401, f"cannot be written: {error.strerror}", "choose another run.dir", where=path) from None
-
-
-def _flatten(section: BaseModel, prefix: str) -> Iterator[tuple[str, Any]]:
-    values = section.model_dump(by_alias=True)
-    for name, field in type(section).model_fields.items():
-        key = f"{prefix}{field.alias or name}"
-        if isinstance(field.default, BaseModel):
-            yield from _flatten(getattr(section, name), f"{key}.")
-        else:
-            yield key, values[field.alias or name]
 
 
 def _in_json(value: Any) -> Any:

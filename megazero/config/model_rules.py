@@ -6,7 +6,7 @@ from typing import Any
 from megazero.config.relation import Relation, Values, divides
 
 # The options of rotary positions that each kind needs, and those that it may have.
-_NEEDS = {
+ROPE_OPTIONS = {
     "plain": ((), ()),
     "linear": (("factor",), ()),
     "ntk": (("alpha",), ()),
@@ -35,7 +35,7 @@ def _ropes(v: Values) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _wrong_ropes(v: Values) -> Iterator[str]:
     """Yield what is wrong with the rotary positions of each kind of block."""
     for name, rope in _ropes(v):
-        needed, allowed = _NEEDS[rope["kind"]]
+        needed, allowed = ROPE_OPTIONS[rope["kind"]]
         given = [option for option, value in rope.items() if value is not None and option not in _ALWAYS]
         lacking = [option for option in needed if option not in given]
         unused = [option for option in given if option not in (*needed, *allowed)]

@@ -68,8 +68,8 @@ def _homes(v: Values) -> tuple[str, str, str]:
     return v["zero.offload.optimizer"], v["zero.offload.parameters"], v["memory.offload"]
 
 
-def _names(v: Values, *options: str) -> list[str]:
-    return [each["name"] for option in options for each in v[option] or ()]
+def _names(v: Values, option: str) -> list[str]:
+    return [each["name"] for each in v[option] or ()]
 
 
 def _alike(v: Values) -> bool:
@@ -80,9 +80,8 @@ def _alike(v: Values) -> bool:
 
 def _doubled_sets(v: Values) -> list[str]:
     """Return names used by two validation sets. If `data.valid` is a share, each source is a validation set too."""
-    shared = v["data.sources"] and isinstance(v["data.valid"], float)
-    sources = set(_names(v, "data.sources")) if shared else set()
-    return _doubled([*sources, *_names(v, "data.validation")])
+    held_out = {*_names(v, "data.sources")} if isinstance(v["data.valid"], float) else {}
+    return _doubled([*held_out, *_names(v, "data.validation")])
 
 
 def _lists(v: Values) -> list[Sequence[Any]]:

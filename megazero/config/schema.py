@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, GetPydanticSchema, create_model
 from pydantic_core import PydanticCustomError
 
 from megazero.config.changes import row_of
-from megazero.config.model import Model
+from megazero.config.model import AtLeast0, Model
 from megazero.config.sections import (
     Above0,
     Decay,
@@ -34,7 +34,6 @@ from megazero.config.sections import (
 )
 
 Share = Annotated[float, Field(gt=0, lt=1)]
-AtLeast0 = Annotated[float, Field(ge=0)]
 Neighbours = Annotated[int, Field(ge=2, le=2**14)]
 Tier = Literal["none", "cpu", "nvme"]
 
@@ -330,8 +329,7 @@ def resolved(config: Config) -> Config:
     kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
     ffn = model.ffn if model.ffn is not None else default_ffn(model.hidden, model.activation)
     pattern = model.layer_pattern or (model.layer_kinds and tuple(model.layer_kinds))  # the order of names, as a list
-    if chunks is None:
-        chunks = 2 if config.pipeline.schedule in ("interleaved", "zb-v") else 1
+    chunks = chunks or (2 if config.pipeline.schedule in ("interleaved", "zb-v") else 1)
     sections: dict[str, dict[str, Any]] = {
         "model": {"kv_heads": kv_heads, "ffn": ffn, "layer_pattern": pattern},
         "zero": {"stage": 1 if config.zero.stage is None else config.zero.stage},

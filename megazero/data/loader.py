@@ -14,7 +14,7 @@ import torch
 
 from megazero.data.batch import BatchSource, MicroBatch
 from megazero.data.mixture import Mixture
-from megazero.data.sampler import index_of, sample_id
+from megazero.data.sampler import sample_id
 from megazero.data.windows import WindowDataset
 
 
@@ -52,12 +52,8 @@ class BatchLoader(BatchSource):
         self._mixture, self._global_batch, self._ends = mixture, global_batch, ends
         self._mixtures = (mixture, *others)
         self._steps, self._samples = begins
-        self._indices = np.array(  # [micro-batches, rows]: which sequences of a step are this rank's
-            [
-                [index_of(data_rank, m, row, num_data, micro_batch) for row in range(micro_batch)]
-                for m in range(global_batch // (micro_batch * num_data))
-            ]
-        )
+        # [micro-batches, rows]: which sequences of a step are this rank's, as `index_of` of the sampler has it
+        self._indices = np.arange(global_batch).reshape(-1, num_data, micro_batch)[:, data_rank]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._pack, self._stop = pack, stop
         self._ahead: tuple[int, Future[Callable[[], list[MicroBatch]]]] | None = None

@@ -100,10 +100,8 @@ def give_units(parts: Sequence[Part], dtype: torch.dtype | None, recipe: Recipe,
             several = len({one for one, _ in kinds}) > 1
             words = [str(own).removeprefix("torch.")] * several + ["frozen"] * (not trained)
             name = f"{part.name} ({', '.join(words)})" if words else part.name
-            entries = list(map(recipe.entry_of, members))
-            adopt(
-                memory.unit(lay_out(name, entries, memory.tiers.alignment), own, trained=trained), members, memory.world
-            )
+            layout = lay_out(name, list(map(recipe.entry_of, members)), memory.tiers.alignment)
+            adopt(memory.unit(layout, own, trained=trained), members, memory.world)
         part.members = [member for members in kinds.values() for member in members]
         part.find_units()
 

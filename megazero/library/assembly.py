@@ -4,7 +4,7 @@ One backward trains one module, or several in the same graph. Parameters that we
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,22 +20,22 @@ from megazero.library.parameters import guard
 from megazero.library.parts import Part
 from megazero.library.shown import watch
 from megazero.library.tables import Tables
-from megazero.library.values import Values, in_lockstep
+from megazero.library.values import in_lockstep
 from megazero.zero.engine import Engine
 from megazero.zero.placement import STAGES
-from megazero.zero.stage import StageGradients
 from megazero.zero.unit import Unit
 
 
-@dataclass(eq=False)
 class Assembly:
     """A sharded module; its parameters refuse operations that sharding rules out (`parameters.py`).
 
-    Attributes:
+    Args:
         module: the user's module; its parameters are views of the units.
         tables: the tables whose rows are split over the ranks.
         recipe: makes the optimizer.
         clip: the largest allowed global gradient norm; 0 disables clipping.
+
+    Attributes:
         optimizer: updates the trained units.
         engine: trains these units, in the order of the module.
         stage_gradients: the gradients of these units.
@@ -44,26 +44,14 @@ class Assembly:
         frozen: the names of trained parameters that were frozen in all of this step's backwards.
     """
 
-    module: nn.Module
-    calls: Calls
-    tables: Tables
-    recipe: Recipe
-    grid: Grid
-    memory: Memory
-    clip: float
-    values: Values = field(init=False)
-    optimizer: Following = field(init=False)
-    engine: Engine = field(init=False)
-    stage_gradients: StageGradients = field(init=False)
-    trains: bool = field(init=False)
-    backwards: int = field(init=False)
-    frozen: set[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.values = self.calls.values
-        guard(self.module, self.values, self.tables.shards)
+    def __init__(
+        self, module: nn.Module, calls: Calls, tables: Tables, recipe: Recipe, grid: Grid, memory: Memory, clip: float
+    ):
+        self.module, self.calls, self.values, self.tables = module, calls, calls.values, tables
+        self.recipe, self.grid, self.memory, self._clip = recipe, grid, memory, clip
+        guard(module, self.values, tables.shards)
         ops = self._update_kernels()
-        self.optimizer = Following(self._trained(), self.recipe, self.grid.comm.bucket, ops)
+        self.optimizer = Following(self._trained(), recipe, grid.comm.bucket, ops)
         self._make_engine(ops)
 
     def _trained(self) -> list[Unit]:
@@ -83,7 +71,7 @@ class Assembly:
             units,
             names,
             self.optimizer,
-            clips=[self.clip, *self.recipe.clips],
+            clips=[self._clip, *self.recipe.clips],
             tokens_per_step=1,
             grid=self.grid,
             scaling=any(unit.resting.parameters.values.dtype == torch.float16 for unit in units),
@@ -147,7 +135,7 @@ class Assembly:
         """Begin a step: no backward has run, and there are no gradients."""
         self.engine.begin_step()
         self.backwards, self._reduced, self._failed = 0, False, False
-        self.frozen = set()
+        self.frozen = set[str]()
 
     def begin(self, loss: Tensor, *, last: bool) -> Tensor:
         """Prepare for the gradients of a loss; return the scaled loss. `last`: see `Sharded.backward`."""

@@ -141,25 +141,23 @@ def _keep(error: BaseException, rank: int, file: IO[bytes]) -> None:
     error.add_note(f"on rank {rank}:\n{''.join(traceback.format_exception(error))}")
     try:
         pickled = pickle.dumps(error)
+        pickle.loads(pickled)
     except Exception:  # a class of the user's may raise anything
-        pickled = b""
-    pickle.dump((time.monotonic(), f"{type(error).__name__}: {error}", error.__notes__, pickled), file)
+        pickled = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    pickle.dump((time.monotonic(), error.__notes__, pickled), file)
     file.flush()
 
 
 def _first_kept(files: Sequence[IO[bytes]]) -> BaseException | None:
     """Return the exception that was raised first on any rank; None: no rank has written one."""
-    found: list[tuple[float, str, list[str], bytes]] = []
+    found: list[tuple[float, list[str], bytes]] = []
     for file in files:
         file.seek(0)
         with suppress(EOFError, pickle.UnpicklingError):  # its rank ended before or while it wrote
             found.append(pickle.load(file))
     if not found:
         return None
-    _, text, notes, pickled = min(found)
-    try:
-        error: BaseException = pickle.loads(pickled)
-    except Exception:  # no pickle, or a class of the user's raises
-        error = RuntimeError(text)
+    _, notes, pickled = min(found)
+    error: BaseException = pickle.loads(pickled)
     error.__notes__ = notes
     return error

@@ -61,6 +61,7 @@ class Recipe:
     """How to make the optimizers of units.
 
     Attributes:
+        name: the optimizer's name in a config; that of `Elementwise` for one of torch.
         lr: the learning rate of steps that give none.
         kinds: the kinds of values that the optimizers keep for elements.
         states: (name of an optimizer) -> those that it keeps.
@@ -70,6 +71,7 @@ class Recipe:
         moments: the dtype of optimizer state, without averages; None: that of masters.
     """
 
+    name: str
     lr: float
     kinds: Sequence[str]
     states: Callable[[str], Sequence[str]]
@@ -144,7 +146,8 @@ def _ours(name: str, options: dict[str, Any], groups: Groups) -> Recipe:
         return Mixture([unit], of.optimizers, settings, bucket=bucket, ops=ops)
 
     own = of.optimizers
-    return Recipe(lr, own.kinds, own.states, make, entry, of.clips, torch.bfloat16 if moments == "bf16" else None)
+    dtype = torch.bfloat16 if moments == "bf16" else None
+    return Recipe(name, lr, own.kinds, own.states, make, entry, of.clips, dtype)
 
 
 def _settings(options: Mapping[str, Any]) -> Settings:
@@ -184,9 +187,10 @@ def _of_torch(make: Factory, groups: Groups) -> Recipe:
         group = next((group for pattern, group in own_groups if fnmatchcase(parameter, pattern)), rest)
         return Entry(parameter, shape, group, split=True)
 
-    return Recipe(
-        lr, kept.elements, lambda _: kept.elements, lambda unit, *_: Elementwise(unit, make, options, kept), entry
-    )
+    def made(unit: Unit, *_: object) -> UnitOptimizer:
+        return Elementwise(unit, make, options, kept)
+
+    return Recipe(Elementwise.KIND, lr, kept.elements, lambda _: kept.elements, made, entry)
 
 
 def _lr_factor(pattern: str, options: Options, lr: float) -> float:

@@ -63,7 +63,6 @@ class Member:
         return self.unit.parameters.values()[self.index].detach()
 
 
-@dataclass(eq=False)
 class Part:
     """A submodule whose parameters are gathered together.
 
@@ -82,21 +81,12 @@ class Part:
         strays: the number of such gradients that will still arrive in this backward.
     """
 
-    name: str
-    module: nn.Module
-    members: list[Member] = field(default_factory=list)
-    trained: list[Member] = field(init=False)
-    units: list[Unit] = field(init=False)
-    sharded: bool = field(init=False)
-    running: bool = False
-    open: set[Any] = field(default_factory=set)
-    after: "Part | None" = None
-    nodes: list[Node] = field(default_factory=list)
-    strays: int = 0
-
-    def __post_init__(self) -> None:
-        self.root, self.number = self.name == ROOT, zlib.crc32(self.name.encode())
-        self.looks_up = isinstance(self.module, nn.Embedding | nn.EmbeddingBag)  # its backward reads no weights
+    def __init__(self, name: str, module: nn.Module):
+        self.name, self.module, self.members = name, module, list[Member]()
+        self.root, self.number = name == ROOT, zlib.crc32(name.encode())
+        self.looks_up = isinstance(module, nn.Embedding | nn.EmbeddingBag)  # its backward reads no weights
+        self.running, self.open, self.nodes, self.strays = False, set[Any](), list[Node](), 0
+        self.after: Part | None = None
 
     def find_units(self) -> None:
         """Find the units of the members, trained ones first."""

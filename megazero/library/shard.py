@@ -87,7 +87,7 @@ def shard(
     fitting([pattern for pattern, _ in groups], [name for name, _ in module.named_parameters()], "groups")
     _require_trainable(parts, frozen=optimizer is None)
     how = {"offload": offload, "quantize": quantize, "shard_ranks": shard_ranks, "secondary_ranks": secondary_ranks}
-    config = options_of(stage, **how, optimizer=optimizer, groups=groups)
+    config = options_of(stage, recipe, groups, **how)
     world, comm, process = meet(timedelta(seconds=timeout))
     device, dtype = world.device, None if precision is None else _DTYPES[precision]
     device_type = device.type if comm.backend == "nccl" else "cpu"
@@ -97,16 +97,8 @@ def shard(
     axes = UnitAxes(shard=grid["data"], tensor=grid["tensor"], stage=STAGES[stage])
     if shard_ranks:
         axes = replace(axes, shard=grid["shard"], replica=grid["replica"])
-    memory = Memory(
-        grid["world"],
-        axes,
-        device,
-        Tiers.open(config, grid, device),
-        kernels,
-        initial,
-        masters != "none",
-        recipe.moments,
-    )
+    tiers = Tiers.open(config, grid, device)
+    memory = Memory(grid["world"], axes, device, tiers, kernels, initial, masters != "none", recipe.moments)
     give_units(parts, dtype, recipe, memory)
     adopt_buffers(module, memory)
     calls = Calls(Values(parts, process, world.rank, device))

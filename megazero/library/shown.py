@@ -100,10 +100,9 @@ def tensors_in(outputs: Any) -> Iterator[Tensor]:
         for one in outputs:
             yield from tensors_in(one)
     elif isinstance(outputs, Mapping):
-        for one in outputs.values():
-            yield from tensors_in(one)
+        yield from tensors_in([*outputs.values()])
     elif is_dataclass(outputs):
-        yield from tensors_in(list(vars(outputs).values()))
+        yield from tensors_in(vars(outputs))
 
 
 def prepare(part: Part, run: Callable[..., Any], take: Callable[[Part, Member, nn.Parameter], object]) -> None:

@@ -15,21 +15,12 @@ from torch import Tensor
 
 from megazero.base.errors import UserError
 from megazero.checkpoint.load import load_tensors
-from megazero.checkpoint.manifest import (
-    FORMAT,
-    SOFTWARE,
-    WEIGHT,
-    Logical,
-    Manifest,
-    WrittenShard,
-    read_manifest,
-    with_pieces,
-)
+from megazero.checkpoint.manifest import WEIGHT, Logical, Manifest, WrittenShard, read_manifest, with_pieces
 from megazero.checkpoint.pieces import Piece, ShardState, holdings_of
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.retention import verify
 from megazero.checkpoint.save import Checkpoints
-from megazero.checkpoint.shard import BLOCK, NAMES
+from megazero.checkpoint.shard import NAMES
 from megazero.checkpoint.store import Store
 from megazero.comm.agreement import agree
 from megazero.library.assembly import Assembly
@@ -111,12 +102,9 @@ class State:
             store = Store(folder)
             steps = store.steps()
             if not steps or (step is not None and step not in steps):
-                raise UserError(
-                    402,
-                    f"no step{'' if step is None else f' {step}'} here",
-                    "give a folder in which a step was saved, or another step",
-                    where=folder,
-                )
+                what = f"no step{'' if step is None else f' {step}'} here"
+                do = "give a folder in which a step was saved, or another step"
+                raise UserError(402, what, do, where=folder)
             path = store.path(steps[0] if step is None else step)
             self._require_fitting(read_manifest(path), path)
             return path
@@ -173,8 +161,7 @@ class State:
         counts = self._assembly.optimizer.counts(progress.updates)
         moments = self._assembly.memory.moments
         main = (self._assembly.engine.units or self._units)[0].masters.dtype
-        manifest = Manifest(
-            format=FORMAT,
+        manifest = Manifest.new(
             run=uuid.uuid4().hex,
             step=step,
             grid={**sizes, "stage": self._assembly.stage},
@@ -182,13 +169,9 @@ class State:
             kinds=self._kinds,
             dtypes={} if moments is None else {k: NAMES[moments] for k in self._kinds if k not in (WEIGHT, AVERAGE)},
             tensors=with_pieces(self._logical, written),
-            block=BLOCK,
             files=[part.shard for part in written],
             progress=progress,
-            random={},
-            identity={},
             config={"batch.global": 1, **{_UPDATES + name: n for name, n in counts.items()}},
-            software=SOFTWARE,
         )
         store.commit(step, manifest.to_bytes())
 

@@ -8,7 +8,6 @@ docs/configuration.md describes them; the rules between them are those of a conf
 """
 
 import atexit
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,25 +24,24 @@ from megazero.config.schema import Config
 from megazero.extensions.homes import HOMES
 from megazero.extensions.registry import extensions_of
 from megazero.kernels.operations import Operations
-from megazero.library.optimizers import Asked, Groups
+from megazero.library.elementwise import Elementwise
+from megazero.library.optimizers import Groups, Recipe
 from megazero.plan.placements import ALIGNMENT
 from megazero.run.disks import open_disks, ranks_here
 from megazero.zero.extension import Extension
 from megazero.zero.offload import Offload
 from megazero.zero.placement import Precision
 
-_LOG = logging.getLogger("megazero")
-
 
 def options_of(
     stage: int,
+    recipe: Recipe,
+    groups: Groups,
     *,
     offload: str | Mapping[str, Any] | None,
     quantize: Mapping[str, Any] | None,
     shard_ranks: int | None,
     secondary_ranks: int | None,
-    optimizer: Asked | None,
-    groups: Groups,
 ) -> Config:
     """Return a config with the options of section `zero`, checked.
 
@@ -55,18 +53,13 @@ def options_of(
         offload = {"optimizer": offload} | ({"parameters": offload} if stage == 3 else {})
     if (offload or {}).get("delayed"):
         raise UserError(510, "offload: delayed updates are for runs only", "leave delayed out", where="shard")
-    name = (
-        "adamw"
-        if callable(optimizer) or optimizer is None
-        else optimizer
-        if isinstance(optimizer, str)
-        else optimizer["name"]
-    )
     options: dict[str, Any] = {"stage": stage, "offload": dict(offload or {}), "quantize": dict(quantize or {})}
     options |= {"secondary_ranks": secondary_ranks, "shard_ranks": shard_ranks if stage else None}
     others = tuple({"match": pattern, "name": own["name"]} for pattern, own in groups if "name" in own) or None
-    config = of_values({"zero": options, "optimizer": {"name": name, "groups": others}}, "shard")
-    if callable(optimizer) and config.zero.offload.optimizer == "nvme":
+    of_torch = recipe.name == Elementwise.KIND
+    optimizer = {"name": "adamw" if of_torch else recipe.name, "groups": others}
+    config = of_values({"zero": options, "optimizer": optimizer}, "shard")
+    if of_torch and config.zero.offload.optimizer == "nvme":
         do = 'give "adamw", "lion" or "sgd"'
         raise UserError(510, "offload: the state of torch's optimizers cannot be on disks", do, where="shard")
     return config

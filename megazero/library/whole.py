@@ -80,8 +80,7 @@ class WholeValues:
                 found[table.name] = whole
         if not wanted:
             return {}
-        for name, buffer in saved_buffers(self.module).items():
-            found[name] = buffer.detach().to("cpu", copy=True)
+        found |= {name: buffer.detach().to("cpu", copy=True) for name, buffer in saved_buffers(self.module).items()}
         return {key: found[name] for key, (name, _) in self._keys().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

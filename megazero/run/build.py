@@ -257,10 +257,9 @@ def _origin_of(data: WindowDataset, tokenizer: Tokenizer | None) -> Origin | Non
         UserError: 203, the recorded origin is that of other files; 217, 221, the data was made with another
             tokenizer; 225, the mask is missing or is not the recorded one.
     """
-    dataset, origins = data.stream.dataset, list[Origin | None]()
-    for files in dataset.shards if isinstance(dataset, JoinedDataset) else [dataset]:
-        origins.append(origin_of(files, tokenizer))
-    return joined(origins, dataset.prefix)
+    dataset = data.stream.dataset
+    shards = dataset.shards if isinstance(dataset, JoinedDataset) else [dataset]
+    return joined([origin_of(files, tokenizer) for files in shards], dataset.prefix)
 
 
 def _text_bytes(data: WindowDataset, tokenizer: Tokenizer | None) -> np.ndarray | None:

@@ -14,12 +14,12 @@ from megazero.base.errors import UserError
 from megazero.base.files import flush_file
 from megazero.builders.assemble import Built, precision_of
 from megazero.checkpoint import pieces
-from megazero.checkpoint.manifest import FORMAT, SOFTWARE, WEIGHT, Logical, Manifest, WrittenShard, with_pieces
+from megazero.checkpoint.manifest import WEIGHT, Logical, Manifest, WrittenShard, with_pieces
 from megazero.checkpoint.pieces import ShardState
 from megazero.checkpoint.progress import Progress
 from megazero.checkpoint.retention import retire
 from megazero.checkpoint.save import Checkpoints
-from megazero.checkpoint.shard import BLOCK, DTYPES, NAMES
+from megazero.checkpoint.shard import DTYPES, NAMES
 from megazero.checkpoint.store import Store
 from megazero.config.flat import plain
 from megazero.config.stages import Course
@@ -52,22 +52,16 @@ def about_run(run: Run, start: Start, built: Built, data: str, tokenizer: str | 
     assert config.zero.stage is not None, "a resolved config"
     precision, moments = precision_of(config), [k for k in built.engine.optimizer.kinds if k != AVERAGE]
     sizes = {name: run.grid[name].size for name in ("tensor", "pipeline", "data")}
-    return Manifest(
-        format=FORMAT,
+    return Manifest.new(
         run=start.run,
-        step=0,
         grid={**sizes, "stage": config.zero.stage},
         dtype=NAMES[precision.masters],
         kinds=(kinds := [WEIGHT, *built.engine.optimizer.kinds]),
         dtypes={} if precision.state == precision.masters else dict.fromkeys(moments, NAMES[precision.state]),
         tensors=dict(_logical(built, kinds)),
-        block=BLOCK,
-        files=[],
-        progress=None,
         random={"seed": config.run.seed, "of": "seed, step, sample, layer, site and position; no state"},
         identity={"data": data, "tokenizer": tokenizer},
         config=plain(config),
-        software=SOFTWARE,
         history=history,
     )
 

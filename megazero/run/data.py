@@ -1,6 +1,8 @@
 """Open the data that a config names: for training and for validation."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import xxhash
@@ -15,7 +17,6 @@ from megazero.data.joined import open_files
 from megazero.data.loader import epochs_of
 from megazero.data.mixture import Mixture, Phase, seed_of
 from megazero.data.overlap import shared_document
-from megazero.data.token_dataset import TokenDataset
 from megazero.data.windows import WindowDataset, cut_windows
 
 
@@ -70,30 +71,22 @@ def open_data(config: Config, course: Course | None = None) -> RunData:
     """
     course, length, data = course or Course(config), config.model.seq_len, config.data
     share = data.valid if isinstance(data.valid, float) else None
+    cut = partial(cut_windows, vocab=config.model.vocab, mask_eod=data.mask_eod, pack=data.pack)
     validation: dict[str, WindowDataset] = {}
     mixtures: dict[int, Mixture] = {}
     files = {given.name: open_files(given.path) for given in sources_of(course)}
     for each in dict.fromkeys([*_lengths(course), length]):
         phases, sources = list(_phases(course, each)), []
         for given, weight in zip(sources_of(course), phases[0].weights, strict=True):
-            windows, held_out = _cut(config, files[given.name], share, each)
+            windows, held_out = cut(files[given.name], share, each)
             sources.append(mixture.Source(given.name, windows, weight, _order(course, given.name, each)))
             if held_out is not None and each == length:
                 validation[given.name or ""] = held_out
         mixtures[each] = Mixture(sources, phases)
-    validation |= _validation_sets(config, length)
+    paths = {"": data.valid} if isinstance(data.valid, str) else {}
+    paths |= {str(other.name): other.path for other in data.validation or ()}
+    validation |= {name: cut(open_files(path), None, length)[0] for name, path in paths.items()}
     return RunData(course, mixtures, length, validation)
-
-
-def _validation_sets(config: Config, length: int) -> dict[str, WindowDataset]:
-    """Return the windows of the validation sets that have files of their own, by their names."""
-    data, found = config.data, dict[str, WindowDataset]()
-    if isinstance(data.valid, str):
-        found[""], _ = _cut(config, open_files(data.valid), None, length)
-    for other in data.validation or ():
-        assert other.name is not None, "a resolved config"
-        found[other.name], _ = _cut(config, open_files(other.path), None, length)
-    return found
 
 
 def _lengths(course: Course) -> list[int]:
@@ -109,12 +102,9 @@ def sources_text(data: RunData) -> str:
     sources = data.mixture.sources
     epochs = epochs_of(list(data.mixtures.values()), course.samples(course.config.run.steps)) or {}
     each = (f"{s.name} ({s.windows.stream.dataset.prefix}, {epochs[str(s.name)]:.3g} epochs)" for s in sources)
-    shares: list[str] = []
-    before = ""
-    for part in course.parts:
-        if (text := _shares(part.config.data.sources or ())) != before:
-            shares.append(f"from step {part.first + 1:,} {text}" if part.first else text)
-            before = text
+    grouped = groupby(course.parts, lambda part: _shares(part.config.data.sources or ()))
+    begun = ((text, part.first) for text, (part, *_) in grouped if text)
+    shares = (f"from step {first + 1:,} {text}" if first else text for text, first in begun)
     return f"{'; '.join(shares)}; of {', '.join(each)}"
 
 
@@ -181,13 +171,6 @@ def _order(course: Course, name: str | None, length: int) -> int:
     if length != course.parts[0].seq_len:
         return seed_of(seed, f"{name or ''}, windows of {length} tokens")
     return seed if name is None else seed_of(seed, name)
-
-
-def _cut(
-    config: Config, files: TokenDataset, share: float | None, length: int
-) -> tuple[WindowDataset, WindowDataset | None]:
-    data = config.data
-    return cut_windows(files, share, length, config.model.vocab, data.mask_eod, data.pack)
 
 
 def refuse_repeats(data: RunData) -> None:

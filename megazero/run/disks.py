@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from megazero.base.errors import UserError
+from megazero.base.files import writing
 from megazero.base.machine import file_system_of, free_memory, return_freed_memory
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid
@@ -59,11 +60,8 @@ def open_disks(homes: Homes, config: Config, device: torch.device, ledger: Ledge
 
 def _require_local(folder: Path) -> None:
     """Refuse a folder that is on another machine; warn if it is in memory. Raises UserError 601, 605."""
-    try:
+    with writing(folder, 601, "give another zero.offload.path", "cannot be created"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        do = "give another zero.offload.path"
-        raise UserError(601, f"cannot be created: {error.strerror}", do, where=folder) from None
     kind = file_system_of(folder)
     if kind.startswith(_NETWORK):
         what = f"expected a local disk, got {kind}"

@@ -32,18 +32,8 @@ from megazero.run.resume import Start
 from megazero.train.trainer import Trainer
 
 # Options that may differ and then change what is computed: printed when a run resumes.
-_SAID = (
-    *(
-        "run.steps",
-        "run.on_spike",
-        "run.spike_factor",
-        "optimizer.*",
-        "schedule.*",
-        "zero.grad_dtype",
-        "zero.reduce_dtype",
-    ),
-    *("zero.quantize.*", "zero.offload.delayed", "precision.kernels", "precision.masters"),
-)
+_SAID = ("run.steps", "run.*spike*", "optimizer.*", "schedule.*", "zero.*_dtype", "zero.quantize.*")
+_SAID += ("zero.offload.delayed", "precision.kernels", "precision.masters")
 
 
 def taken(manifest: Manifest, load: str) -> str:

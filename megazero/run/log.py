@@ -2,7 +2,7 @@
 
 import logging
 
-from megazero.base.errors import UserError
+from megazero.base.files import writing
 from megazero.base.reading import open_regular
 from megazero.launcher.stacks import Stacks
 from megazero.observe.sinks import warn
@@ -23,15 +23,12 @@ def settle_in(run: Run, stacks: Stacks) -> None:
     """
     rank = run.grid["world"].rank
     path = run.folder.log(rank)
-    try:
+    what, do = f"rank 0 made the folder, rank {rank} cannot write to it", "every host must see run.dir"
+    with writing(run.folder.path, 401, f"{do}; give one on a shared disk", what):
         path.touch()
         with open_regular(path):  # a FIFO in its place would block for ever
             handler = _LogFile(path, encoding="utf-8")
         stacks.into(path)
-    except OSError as error:
-        what = f"rank 0 made the folder, rank {rank} cannot write to it: {error.strerror}"
-        do = "every host must see run.dir; give one on a shared disk"
-        raise UserError(401, what, do, where=run.folder.path) from None
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log = logging.getLogger("megazero")
     log.setLevel(logging.INFO)

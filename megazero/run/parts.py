@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megazero.base.answers import say, warn
 from megazero.base.doing import ACTIVITIES, doing
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import HEART
@@ -25,7 +26,6 @@ from megazero.comm.status_board import TRAIN
 from megazero.config.flat import dump
 from megazero.config.stages import Course, Part
 from megazero.launcher.environment import job_id, job_output
-from megazero.observe.sinks import warn
 from megazero.run.build import Ready, build_trainer
 from megazero.run.checkpointing import check_space
 from megazero.run.disks import ranks_here
@@ -34,7 +34,7 @@ from megazero.run.loading import begin, check_kernels, check_same
 from megazero.run.out_of_memory import explain_out_of_memory
 from megazero.run.resume import Start, counted_from, load, owed_row
 from megazero.run.run import Run
-from megazero.run.words import beginning, doubts, next_part, say
+from megazero.run.words import beginning, doubts, next_part
 from megazero.train.stopping import Reason
 from megazero.train.validation import Score
 

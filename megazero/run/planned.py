@@ -5,19 +5,17 @@ The run gets its plan from its caller (`tools/training/plans.py` computes it).
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megazero.base.answers import say, warn
 from megazero.base.files import replace_file
-from megazero.base.heartbeat import HEART
 from megazero.base.terminal import megabytes
 from megazero.comm.grid import Grid
 from megazero.comm.ledger import Ledger
 from megazero.config.schema import Config
 from megazero.kernels import reference
 from megazero.kernels.operations import Operations
-from megazero.observe.sinks import warn
 
 # Smaller differences are working memory that a plan leaves out: pieces of the gradient norm, token losses.
 _NOTABLE_BYTES = 32 * 2**20
@@ -72,8 +70,7 @@ def compare(planned: Planned, grid: Grid, activations: int) -> None:
         both = f"{megabytes(held.get(worst, 0))} instead of {megabytes(expected.get(worst, 0))}"
         warn(f"{line}; the largest difference is {worst}, {both}")
     elif grid["world"].rank == 0:
-        with HEART.paused(), suppress(OSError, ValueError):  # the reader may be gone
-            print(line, flush=True)
+        say(line)
 
 
 def measured(ledger: Ledger, activations: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import xxhash
 
+from megazero.base.answers import say, warn
 from megazero.base.doing import doing
 from megazero.base.stop_signals import REQUEUE
 from megazero.base.version import __version__
@@ -25,7 +26,6 @@ from megazero.launcher.rendezvous import connect, disconnect
 from megazero.launcher.world import World
 from megazero.observe.jsonl import read_rows
 from megazero.observe.plot import draw_loss
-from megazero.observe.sinks import warn
 from megazero.run.fitting import check_parts
 from megazero.run.folder import RunFolder
 from megazero.run.ledger_file import write_ledger
@@ -35,7 +35,7 @@ from megazero.run.parts import Outcome, train_parts
 from megazero.run.planned import Planner
 from megazero.run.resume import find_start
 from megazero.run.run import Run
-from megazero.run.words import ending, say, sharing
+from megazero.run.words import ending, sharing
 
 
 def run_training(

@@ -1,12 +1,10 @@
 """Describe a run when it begins, and its results when it ends."""
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 import torch
 
-from megazero.base.heartbeat import HEART
 from megazero.base.packages import is_installed
 from megazero.builders.pipeline import model_shape
 from megazero.checkpoint.manifest import Manifest
@@ -79,12 +77,6 @@ def next_part(before: Part, part: Part, of: int) -> str:
     other = [f"{key} {spelt(old[key])} -> {spelt(new[key])}" for key in new if old[key] != new[key]]
     other = [text for text in other if not text.startswith("data.sources ")]
     return f"step {part.first + 1} of {of}: {part.name or 'after the last stage'}: {', '.join(other)}"
-
-
-def say(text: str) -> None:
-    """Print a text. Without a reader (`| head`) the run goes on, because its files are what counts."""
-    with HEART.paused(), contextlib.suppress(OSError, ValueError):
-        print(text, flush=True)
 
 
 def _tokenizer(config: Config, ready: Ready) -> str:

@@ -60,6 +60,7 @@ class _Pending:
     packed: Readback
 
 
+@dataclass(eq=False)
 class Trainer:
     """The training loop of one rank, up to the step `schedule.last`.
 
@@ -80,27 +81,22 @@ class Trainer:
         blame: (this rank's fault or None, function that makes an error) -> the error of the rank with the first fault.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        pipeline: Pipeline,
-        feed: Callable[[MicroBatch, int], StageInputs],
-        loader: BatchSource,
-        validations: Mapping[str, Validation],
-        recorder: Recorder,
-        schedule: TrainSchedule,
-        checkpoints: Checkpoints,
-        stopping: Stopping,
-        summarise: Callable[[], object],
-        now: Callable[[int, str], object],
-        blame: Blame,
-        spikes: Spikes,
-        compare: Callable[[], list[str]] = list,
-    ):
-        self.engine, self.pipeline, self.feed, self.loader = engine, pipeline, feed, loader
-        self.validations, self.recorder, self.schedule, self.now = validations, recorder, schedule, now
-        self.checkpoints, self.stopping, self.summarise, self.blame = checkpoints, stopping, summarise, blame
-        self.compare, self.spikes = compare, spikes
+    engine: Engine
+    pipeline: Pipeline
+    feed: Callable[[MicroBatch, int], StageInputs]
+    loader: BatchSource
+    validations: Mapping[str, Validation]
+    recorder: Recorder
+    schedule: TrainSchedule
+    checkpoints: Checkpoints
+    stopping: Stopping
+    summarise: Callable[[], object]
+    now: Callable[[int, str], object]
+    blame: Blame
+    spikes: Spikes
+    compare: Callable[[], list[str]] = list
+
+    def __post_init__(self) -> None:
         self.first = self.skipped = self.overflows = self.carried = 0
         self.reason: Reason | None = None
         self.scores: dict[str, Score] = {}
@@ -109,7 +105,7 @@ class Trainer:
         self._numbers: StepNumbers | None = None  # of the pending step; None: not read yet
         self._reduced_fault: str | None = None  # in this rank's reduced gradients of the step that ends the run
         self._owed: Mapping[str, Value] | None = None
-        self._most_overflows = OVERFLOWS if engine.loss_scale.dynamic else 1
+        self._most_overflows = OVERFLOWS if self.engine.loss_scale.dynamic else 1
 
     def begin(
         self,
@@ -275,7 +271,7 @@ class Trainer:
         return self.recorder.row(done, {**consumed, **own, **counts})
 
     def _write(self, row: Mapping[str, Value], done: int, *, validates: bool) -> None:
-        scores = (self._validate(done) if validates else None) or {}
+        scores = self._validate(done) if validates else {}
         self.recorder.write(row, {name: (score.loss, score.bits_per_byte) for name, score in scores.items()})
 
     def _save(self, done: int, row: Mapping[str, Value] | None = None) -> None:
@@ -300,8 +296,8 @@ class Trainer:
             )
             self.checkpoints.save(done, progress)
 
-    def _validate(self, done: int) -> dict[str, Score] | None:
-        """Return the validation scores after a step; None if it was interrupted for `reason`."""
+    def _validate(self, done: int) -> dict[str, Score]:
+        """Return the validation scores after a step; none if it was interrupted for `reason`."""
         self.now(done, "validation")
         scores: dict[str, Score] = {}
         with self.recorder.paused(), torch.no_grad():
@@ -315,10 +311,9 @@ class Trainer:
             if self.schedule.averages:
                 self.engine.exchange_averages()
         self.owes = len(scores) < len(self.validations)
-        if self.owes:
-            return None
-        self.scores = scores
-        return scores
+        if not self.owes:
+            self.scores = scores
+        return {} if self.owes else scores
 
     def _ends(self) -> bool:
         self.reason = self.reason or self.stopping.check(self.checkpoints.seconds)

@@ -46,7 +46,6 @@ def small_blocks(patch: pytest.MonkeyPatch) -> None:
     """Many blocks in small files."""
     for module in ("shard", "manifest"):
         patch.setattr(f"megazero.checkpoint.{module}.BLOCK", BLOCK)
-    patch.setattr("megazero.run.checkpointing.BLOCK", BLOCK)
 
 
 def spoil(folder: Path, other: Path, chance: random.Random) -> str:

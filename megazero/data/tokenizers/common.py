@@ -1,7 +1,7 @@
 """The base class of tokenizers, and what is common to all kinds: read a file, or refuse it with a one-line error."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,6 +79,26 @@ class Tokenizer(ABC):
         text in bits per byte is sum(loss in nats) / ln 2 / sum(token_bytes of its targets).
         """
         return self._sizes
+
+    def _open(
+        self, path: str | Path, read: Callable[[bytes], None], what: str, do: str, extra: tuple[str, str] | None
+    ) -> None:
+        """Read the tokenizer from its file.
+
+        Args:
+            read: sets all attributes from the content.
+            what, do: the texts of the error for content that cannot be read.
+            extra: the package that reads it, and the extra of megazero with the package; None: none is needed.
+
+        Raises:
+            UserError: 209, the file is missing or invalid; 162, the package is not installed.
+        """
+        self.path = Path(path)
+        content = read_tokenizer(self.path)
+        if extra is not None:
+            require_extra(*extra, self.path)
+        with guarded(self.path, what, do):
+            read(content)
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...

@@ -14,17 +14,7 @@ import xxhash
 
 from megazero.base.errors import UserError
 from megazero.base.reading import parse_object, read_file
-from megazero.data.tokenizers.common import (
-    BESIDE_BYTES,
-    CHAT_TEMPLATE,
-    CONFIG,
-    SPACE_MARK,
-    Tokenizer,
-    config_beside,
-    guarded,
-    read_tokenizer,
-    require_extra,
-)
+from megazero.data.tokenizers.common import BESIDE_BYTES, CHAT_TEMPLATE, CONFIG, SPACE_MARK, Tokenizer, config_beside
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _CARRIED = ("chat_template", "model_max_length", "padding_side")  # further keys of tokenizer_config.json that are kept
@@ -39,11 +29,7 @@ class JsonFile(Tokenizer):
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
-        content = read_tokenizer(self.path)
-        require_extra("tokenizers", "hf", self.path)
-        with guarded(self.path, "not a file of the tokenizers library", _WHOLE):
-            self._read(content)
+        self._open(path, self._read, "not a file of the tokenizers library", _WHOLE, ("tokenizers", "hf"))
 
     def _read(self, content: bytes) -> None:
         import tokenizers

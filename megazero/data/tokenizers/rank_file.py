@@ -18,7 +18,7 @@ import xxhash
 
 from megazero.base.errors import UserError
 from megazero.base.reading import parse_object, read_file
-from megazero.data.tokenizers.common import Tokenizer, guarded, read_tokenizer, require_extra
+from megazero.data.tokenizers.common import Tokenizer
 
 _BESIDE_BYTES, _PATTERN = 1 << 20, 4096  # bytes of the file next to it, characters of a pattern
 _END = "<|endoftext|>"
@@ -38,17 +38,13 @@ class RankFile(Tokenizer):
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
-        content = read_tokenizer(self.path)
-        require_extra("tiktoken", "tiktoken", self.path)
-        described = self._described()
-        with guarded(self.path, "not usable as a rank file", "repair the pattern, or give the complete file"):
-            self._read(content, described)
+        do = "repair the pattern, or give the complete file"
+        self._open(path, self._read, "not usable as a rank file", do, ("tiktoken", "tiktoken"))
 
-    def _read(self, content: bytes, described: dict[str, Any]) -> None:
+    def _read(self, content: bytes) -> None:
         import tiktoken
 
-        ranks = ranks_of(content, self.path)
+        described, ranks = self._described(), ranks_of(content, self.path)
         special: dict[str, int] = described["special_tokens"]
         self.vocab_size = max(*ranks.values(), *special.values()) + 1
         self._require_size()

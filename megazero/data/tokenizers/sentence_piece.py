@@ -22,7 +22,7 @@ import xxhash
 from sentencepiece import sentencepiece_model_pb2
 
 from megazero.base.errors import UserError
-from megazero.data.tokenizers.common import SPACE_MARK, Tokenizer, guarded, how_to_make, read_tokenizer
+from megazero.data.tokenizers.common import SPACE_MARK, Tokenizer, how_to_make
 
 ModelProto = sentencepiece_model_pb2.ModelProto  # pyright: ignore[reportAttributeAccessIssue] - made at import
 
@@ -45,15 +45,12 @@ class SentencePiece(Tokenizer):
     """
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
-        content = read_tokenizer(self.path)
-        if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content[:200]):  # as Llama 3's tokenizer.model
-            what = "expected a SentencePiece model, got byte pairs with their ranks"
-            raise UserError(209, what, "rename it to NAME.tiktoken", where=path)
-        with guarded(self.path, "expected a SentencePiece model, cannot parse it", how_to_make(self.path)):
-            self._read(content)
+        self._open(path, self._read, "expected a SentencePiece model, cannot parse it", how_to_make(Path(path)), None)
 
     def _read(self, content: bytes) -> None:
+        if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", content[:200]):  # as Llama 3's tokenizer.model
+            what = "expected a SentencePiece model, got byte pairs with their ranks"
+            raise UserError(209, what, "rename it to NAME.tiktoken", where=self.path)
         self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         self._bytes_of_mark: list[int] | None = None
         self._ids: Callable[[str], list[int]] = self._model.encode

@@ -7,44 +7,15 @@ Ours is a kind for each block: a window or none, rotary positions or none.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megazero.config.model_rules import ROPE_OPTIONS
 from megazero.plan.model import Rope, Shape
-from megazero.tools.convert.families import Blocks
+from megazero.tools.convert.families import Blocks, tables
 
 LOCAL, FULL = "sliding_attention", "full_attention"
-_NAMES = {  # rotary parameters in config.json -> ours
-    "rope_theta": "theta",
-    "partial_rotary_factor": "share",
-    "factor": "factor",
-    "original_max_position_embeddings": "original",
-    "low_freq_factor": "low",
-    "high_freq_factor": "high",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all",
-    "truncate": "truncate",
-    "short_factor": "short",
-    "long_factor": "long",
-    "alpha": "alpha",
-}
 _KINDS = {"default": "plain", "linear": "linear", "llama3": "llama3", "yarn": "yarn", "longrope": "longrope"}
 _KINDS |= {"su": "longrope"}
 _BETA = "llama_4_scaling_beta"  # of Ministral 3: queries are scaled by position
-_USED = {  # our fields of a kind of rotary positions
-    "plain": (),
-    "linear": ("factor",),
-    "ntk": ("alpha",),
-    "llama3": ("factor", "original", "low", "high"),
-    "yarn": ("factor", "original", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all", "truncate"),
-    "longrope": ("factor", "original", "attention_factor", "short", "long"),
-}
-FIELDS = (
-    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct", "rotary_emb_base"),
-    *("rope_local_base_freq", "original_max_position_embeddings", "no_rope_layers", "no_rope_layer_interval"),
-    *("layer_types", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "use_sliding_window"),
-    "max_window_layers",
-)
+_USED = {kind: needed + allowed for kind, (needed, allowed) in ROPE_OPTIONS.items()}
 
 
 class BlocksError(ValueError):
@@ -184,7 +155,7 @@ def _rope(blocks: Blocks, theirs: Mapping[str, Any], kind: str, longest: int) ->
         given["factor"] = longest / given["original_max_position_embeddings"]
     if blocks.nested:
         given.pop("truncate", None)  # transformers ignores it there
-    names = {theirs_: own for theirs_, own in _NAMES.items() if own in ("theta", "share", *_USED[ours])}
+    names = {theirs_: own for theirs_, own in tables()["rotary"].items() if own in ("theta", "share", *_USED[ours])}
     found = {own: given[name] for name, own in names.items() if name in given}
     found |= {own: tuple(found[own]) for own in ("short", "long") if own in found}
     if found.get("share") == 1:
@@ -200,7 +171,7 @@ def _written(rope: Rope) -> dict[str, Any]:
 
 
 def _values(rope: Rope) -> Iterator[tuple[str, Any]]:
-    for name, own in _NAMES.items():
+    for name, own in tables()["rotary"].items():
         value = getattr(rope, own)
         if own == "theta" or (own == "share" and value != 1) or (own in _USED[rope.kind] and value is not None):
             yield name, list(value) if isinstance(value, tuple) else value

@@ -122,18 +122,23 @@ class Family:
 
 
 @cache
+def tables() -> dict[str, Any]:
+    """Return the content of families.yaml."""
+    return parse_yaml(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+
+@cache
 def families() -> dict[str, Family]:
     """Return all families by their model_type in config.json."""
-    tables = parse_yaml(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return {name: _family(_merged(tables, name)) for name in tables if name != "base"}
+    return {name: _family(_merged(name)) for name in tables() if name not in ("anywhere", "rotary", "base")}
 
 
-def _merged(tables: dict[str, Any], name: str) -> dict[str, Any]:
+def _merged(name: str) -> dict[str, Any]:
     """Return the table of a family, with the entries of the one from which it begins."""
-    own = tables[name]
+    own = tables()[name]
     if "from" not in own:
         return {"without": [], **{table: {} for table in _TABLES}, **own}
-    begun = _merged(tables, own["from"])
+    begun = _merged(own["from"])
     kept = {
         table: {key: value for key, value in begun[table].items() if key not in own.get("without", ())}
         | own.get(table, {})

@@ -17,45 +17,11 @@ from megazero.builders.pipeline import model_shape
 from megazero.config.schema import Config, Model, resolved
 from megazero.plan.model import Shape
 from megazero.tools.convert import blocks
-from megazero.tools.convert.families import REQUIRED, Family, Field, families
+from megazero.tools.convert.families import REQUIRED, Family, Field, families, tables
 
 ROLES = ("bos", "eos", "pad")  # of special tokens
 _ELSEWHERE = "train transformers' own class with megazero.shard"
 _WRITTEN = "give a config.json as transformers writes it"
-_NO_FUNCTION = {  # fields that do not change what a trained model computes, or that repeat others
-    *("architectures", "auto_map", "dtype", "torch_dtype", "model_type", "transformers_version", "_name_or_path"),
-    *(
-        "attn_implementation",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "use_cache",
-        "cache_implementation",
-    ),
-    *(f"{role}_token_id" for role in (*ROLES, "eod", "sep", "decoder_start")),
-    *("initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "embedding_dropout"),
-    *("classifier_dropout", "hidden_dropout", "residual_dropout", "pretraining_tp", "problem_type", "is_decoder"),
-    *("id2label", "label2id", "num_labels", "finetuning_task", "task_specific_params", "tokenizer_class", "prefix"),
-    *("is_encoder_decoder", "output_attentions", "output_hidden_states", "return_dict", "use_return_dict"),
-    *(
-        "chunk_size_feed_forward",
-        "tie_encoder_decoder",
-        "torchscript",
-        "pruned_heads",
-        "use_bfloat16",
-        "gradient_checkpointing",
-    ),
-    *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
-    *(
-        "n_ctx",
-        "reorder_and_upcast_attn",
-        "add_cross_attention",
-        "cross_attention_hidden_size",
-        "bos_token",
-        "eos_token",
-    ),
-    *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "num_beams"),
-    *("base_model_tp_plan", "base_model_pp_plan", "org_vocab_size", "transformers.js_config"),
-}
 _OF_TRAINING = ("dropout", "init_std", "init_depth", "z_loss", "seq_len")
 
 
@@ -129,7 +95,7 @@ def _read(name: str, way: Field, value: Any, kind: str, where: Path) -> Any:
 def _require_known(family: Family, theirs: Mapping[str, Any], where: Path) -> None:
     """Refuse fields of config.json that nothing here reads, and values that compute another function."""
     checked = family.fixed | family.known
-    known = {*family.fields, *family.absent, *checked, *blocks.FIELDS} | _NO_FUNCTION
+    known = {*family.fields, *family.absent, *checked, *tables()["anywhere"]}
     if odd := next((name for name, value in theirs.items() if name not in known and value is not None), None):
         what = f"{odd:.60} {theirs[odd]!s:.60}: the field is unknown, and may change what the model computes"
         raise UserError(415, what, f"remove it if it does not; or {_ELSEWHERE}", where=where)

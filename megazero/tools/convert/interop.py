@@ -19,10 +19,10 @@ from torch import Tensor
 
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.files import flush_file, new_folder, replace_file
+from megazero.base.files import flush_file, new_folder, replace_file, writing
 from megazero.base.reading import looked_up, open_regular, parse_object, read_file
-from megazero.checkpoint.manifest import FORMAT, SOFTWARE, WEIGHT, File, Logical, Manifest, shard_name
-from megazero.checkpoint.shard import BLOCK, FLOATS, NAMES, key_of, plan_shard, write_shard
+from megazero.checkpoint.manifest import WEIGHT, File, Logical, Manifest, shard_name
+from megazero.checkpoint.shard import FLOATS, NAMES, key_of, plan_shard, write_shard
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
 from megazero.tools.convert.families import Family
@@ -135,6 +135,7 @@ class Theirs:
     Attributes:
         folder: the folder.
         links, shapes: the links of the model's parameters, and the parameters' shapes, after `take`.
+        slots: the places of transformers' tensors by their names, after `take`.
 
     Raises:
         UserError: 414, a file cannot be read, or is not safetensors.
@@ -150,7 +151,7 @@ class Theirs:
         """Return whether the files have a head that differs from the embedding; transformers uses it, tied or not."""
         if (head := self._family.head) not in self._slots:
             return False
-        return not torch.equal(self._values(head), self._values(self._find(self._family.embedding)))
+        return not torch.equal(self._slots[head].values(), self._find(self._family.embedding).values())
 
     def take(self, found: list[Link], shapes: Mapping[str, Sequence[int]]) -> None:
         """Take the tensors of these links.
@@ -162,58 +163,41 @@ class Theirs:
             UserError: 414, a tensor is missing, has another shape, or belongs to another model; 415, it is quantised.
         """
         self.links, self.shapes = found, shapes
-        self._keys = {name: self._find(name) for link in found for name in link.theirs}
+        self.slots = {name: self._find(name) for link in found for name in link.theirs}
         self._require_no_other()
         if lost := sorted(shapes.keys() - {name for link in found for name in link.ours}):
             raise UserError(415, f"{self._family.architecture} has no {lost[0]}", "give its model", where=self.folder)
         for link in found:
-            if odd := next((name for name in link.theirs if self.slot(name).dtype not in FLOATS), None):
-                what, do = f"{odd} is {self.slot(odd).dtype}: quantised weights", "give the original model"
-                raise UserError(415, what, do, where=self.slot(odd).path)
+            if odd := next((name for name in link.theirs if self.slots[name].dtype not in FLOATS), None):
+                what, do = f"{odd} is {self.slots[odd].dtype}: quantised weights", "give the original model"
+                raise UserError(415, what, do, where=self.slots[odd].path)
             ours = [torch.empty(tuple(shapes[name]), device="meta") for name in link.ours]
             for name, expected in zip(link.theirs, link.to_theirs(ours), strict=True):
-                if self.slot(name).shape != tuple(expected.shape):
-                    what = f"{name}: expected shape {tuple(expected.shape)}, got {self.slot(name).shape}"
+                if self.slots[name].shape != tuple(expected.shape):
+                    what = f"{name}: expected shape {tuple(expected.shape)}, got {self.slots[name].shape}"
                     raise UserError(414, what, "give the weights that belong to this config.json", where=self.folder)
 
     def _require_no_other(self) -> None:
         """Refuse tensors that no link takes, but a tied head and values that the model computes itself."""
-        for name in sorted(self._slots.keys() - set(self._keys.values())):
+        for name in sorted(self._slots.keys() - {slot.key for slot in self.slots.values()}):
             if name != self._family.head and not re.fullmatch(self._family.no_parameters, name):
                 what = f"{name:.80} is in the files, but not in our model, which would compute another function"
                 raise UserError(414, what, "give a model with only the tensors of its config.json", where=self.folder)
 
     def read(self, link: Link) -> list[Tensor]:
         """Return the parameters of a link, in fp32. Raises UserError 414: one is not finite, or cannot be read."""
-        theirs = [self._values(self._keys[name]) for name in link.theirs]
+        theirs = [self.slots[name].values() for name in link.theirs]
         for name, values in zip(link.theirs, theirs, strict=True):
             if values.numel() and not all(math.isfinite(float(end)) for end in values.aminmax()):
                 what, do = f"{name} is not finite in fp32", "give an undamaged model"
-                raise UserError(414, what, do, where=self.slot(name).path)
+                raise UserError(414, what, do, where=self.slots[name].path)
         return [values.contiguous() for values in link.to_ours(theirs)]
 
-    def _values(self, key: str) -> Tensor:
-        slot = self._slots[key]
-        found = torch.empty(slot.shape)
-        step = max(1, _ROWS // max(1, 4 * math.prod(slot.shape[1:])))
-        for first in range(0, slot.shape[0] if slot.shape else 0, step):
-            with _refused(slot.path), safe_open(slot.path, framework="pt") as file:  # else all it has read stays mapped
-                found[first : first + step] = file.get_slice(key)[first : first + step]
-        return found
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor of transformers in fp32, as it is in the files."""
-        return self._values(self._keys[name])
-
-    def slot(self, name: str) -> "Slot":
-        """Return the file, dtype and shape of a transformers tensor."""
-        return self._slots[self._keys[name]]
-
-    def _find(self, name: str) -> str:
-        """Return the key of a tensor in the files: published GPT-2 models omit the prefix."""
+    def _find(self, name: str) -> "Slot":
+        """Return the place of a tensor in the files: published GPT-2 models omit the prefix."""
         for key in (name, name.removeprefix("transformer.")):
             if key in self._slots:
-                return key
+                return self._slots[key]
         raise UserError(414, f"{name} is missing", "give the complete model of that config.json", where=self.folder)
 
 
@@ -230,10 +214,10 @@ def import_weights(theirs: Theirs, store: Store, options: Mapping[str, Any]) -> 
     """
     tensors: dict[str, Logical] = {}
     files: list[File] = []
-    try:
+    with writing(store.folder, 403, _WRITABLE, "not imported"):
         staging = store.staging(0)
         staging.mkdir(parents=True)
-        sizes = [sum(math.prod(theirs.slot(name).shape) for name in link.theirs) * 4 for link in theirs.links]
+        sizes = [sum(math.prod(theirs.slots[name].shape) for name in link.theirs) * 4 for link in theirs.links]
         groups = _groups(theirs.links, sizes, _PART)
         with doing("importing weights", len(theirs.links)) as progress:
             for index, group in enumerate(groups):
@@ -241,14 +225,12 @@ def import_weights(theirs: Theirs, store: Store, options: Mapping[str, Any]) -> 
                 numels = {name: math.prod(shape) for name, shape in shapes.items()}
                 keys = [(key_of(WEIGHT, name, 0, numel), torch.float32, numel) for name, numel in numels.items()]
                 beginning, places = plan_shard(keys, {"megazero": "imported"})
-                files.append(
-                    write_shard(staging / shard_name(index), beginning, _flat(theirs, group, progress.advance))
-                )
+                values = _flat(theirs, group, progress.advance)
+                files.append(write_shard(staging / shard_name(index), beginning, values))
                 for (name, numel), place in zip(numels.items(), places, strict=True):
                     tensors[name] = Logical(shape=shapes[name], pieces=[[index, 0, numel, place]])
-        store.commit(0, _manifest(options, tensors, files).to_bytes())
-    except OSError as error:
-        raise UserError(403, f"not imported: {error.strerror}", _WRITABLE, where=store.folder) from None
+        own = {"dtype": NAMES[torch.float32], "kinds": [WEIGHT], "config": dict(options)}
+        store.commit(0, Manifest.new(run=uuid.uuid4().hex[:12], tensors=tensors, files=files, **own).to_bytes())
 
 
 def _flat(theirs: Theirs, links: Sequence[Link], advance: Callable[[], object]) -> Iterator[Tensor]:
@@ -256,25 +238,6 @@ def _flat(theirs: Theirs, links: Sequence[Link], advance: Callable[[], object]) 
     for link in links:
         yield from (values.reshape(-1) for values in theirs.read(link))
         advance()
-
-
-def _manifest(options: Mapping[str, Any], tensors: dict[str, Logical], files: list[File]) -> Manifest:
-    return Manifest(
-        format=FORMAT,
-        run=uuid.uuid4().hex[:12],
-        step=0,
-        grid={},
-        dtype=NAMES[torch.float32],
-        kinds=[WEIGHT],
-        tensors=tensors,
-        block=BLOCK,
-        files=files,
-        progress=None,
-        random={},
-        identity={},
-        config=dict(options),
-        software=SOFTWARE,
-    )
 
 
 def _groups(wanted: Sequence[Link], sizes: Sequence[int], part: int) -> list[list[Link]]:
@@ -286,11 +249,21 @@ def _groups(wanted: Sequence[Link], sizes: Sequence[int], part: int) -> list[lis
 
 @dataclass(frozen=True)
 class Slot:
-    """The file of a transformers tensor, and its dtype and shape from the file's header."""
+    """The file of a transformers tensor, and its key, dtype and shape from the file's header."""
 
     path: Path
+    key: str
     dtype: str
     shape: tuple[int, ...]
+
+    def values(self) -> Tensor:
+        """Return the tensor in fp32, as it is in the file. Raises UserError 414: it cannot be read."""
+        found = torch.empty(self.shape)
+        step = max(1, _ROWS // max(1, 4 * math.prod(self.shape[1:])))
+        for first in range(0, self.shape[0] if self.shape else 0, step):
+            with _refused(self.path), safe_open(self.path, framework="pt") as file:  # else all it has read stays mapped
+                found[first : first + step] = file.get_slice(self.key)[first : first + step]
+        return found
 
 
 def _slots(source: Path) -> dict[str, Slot]:
@@ -318,7 +291,7 @@ def _slots_of(path: Path) -> dict[str, Slot]:
     """Return the tensors of one safetensors file by key; first check that it is a regular file."""
     with _refused(path), open_regular(path), safe_open(path, framework="pt") as file:
         slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 - it is not a mapping
-        return {key: Slot(path, part.get_dtype(), tuple(part.get_shape())) for key, part in slices}
+        return {key: Slot(path, key, part.get_dtype(), tuple(part.get_shape())) for key, part in slices}
 
 
 @contextmanager

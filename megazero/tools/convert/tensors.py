@@ -84,32 +84,24 @@ class Way(NamedTuple):
     to_theirs: Callable[[Heads, Sequence[Tensor]], Sequence[Tensor]]
 
 
-def _conv1d_to_ours(heads: Heads, theirs: Sequence[Tensor]) -> Sequence[Tensor]:
-    return (heads.grouped(*theirs[0].t().split(heads.rows)),)  # t() leaves a bias as it is
-
-
 SAME = Way(lambda heads, theirs: theirs, lambda heads, ours: ours)
-TURNED = Way(lambda heads, theirs: (theirs[0].t(),), lambda heads, ours: (ours[0].t(),))
-CHANNELS = Way(lambda heads, theirs: (heads.ours(theirs[0]),), lambda heads, ours: (heads.theirs(ours[0]),))
-QKV = Way(lambda heads, theirs: (heads.grouped(*theirs),), lambda heads, ours: heads.apart(ours[0]))
-JOINED_QKV = Way(
-    lambda heads, theirs: (heads.grouped(*theirs[0].split(heads.rows)),),
-    lambda heads, ours: (torch.cat(heads.apart(ours[0])),),
-)
-CONV1D_QKV = Way(_conv1d_to_ours, lambda heads, ours: (torch.cat(heads.apart(ours[0])).t(),))
-GROUPED_QKV = Way(  # for each head its query, key and value, as ours
-    lambda heads, theirs: (heads.grouped(*heads._replace(order=tuple(range(heads.head_dim))).apart(theirs[0])),),
-    lambda heads, ours: (heads._replace(order=tuple(range(heads.head_dim))).grouped(*heads.apart(ours[0])),),
-)
-GATE_UP = Way(lambda heads, theirs: theirs[0].chunk(2), lambda heads, ours: (torch.cat(tuple(ours)),))
 WAYS = {
-    "turned": TURNED,
-    "ordered": CHANNELS,
-    "qkv": QKV,
-    "joined_qkv": JOINED_QKV,
-    "conv1d_qkv": CONV1D_QKV,
-    "grouped_qkv": GROUPED_QKV,
-    "gate_up": GATE_UP,
+    "turned": Way(lambda heads, theirs: (theirs[0].t(),), lambda heads, ours: (ours[0].t(),)),
+    "ordered": Way(lambda heads, theirs: (heads.ours(theirs[0]),), lambda heads, ours: (heads.theirs(ours[0]),)),
+    "qkv": Way(lambda heads, theirs: (heads.grouped(*theirs),), lambda heads, ours: heads.apart(ours[0])),
+    "joined_qkv": Way(
+        lambda heads, theirs: (heads.grouped(*theirs[0].split(heads.rows)),),
+        lambda heads, ours: (torch.cat(heads.apart(ours[0])),),
+    ),
+    "conv1d_qkv": Way(
+        lambda heads, theirs: (heads.grouped(*theirs[0].t().split(heads.rows)),),  # t() leaves a bias as it is
+        lambda heads, ours: (torch.cat(heads.apart(ours[0])).t(),),
+    ),
+    "grouped_qkv": Way(  # for each head its query, key and value, as ours
+        lambda heads, theirs: (heads.grouped(*heads._replace(order=tuple(range(heads.head_dim))).apart(theirs[0])),),
+        lambda heads, ours: (heads._replace(order=tuple(range(heads.head_dim))).grouped(*heads.apart(ours[0])),),
+    ),
+    "gate_up": Way(lambda heads, theirs: theirs[0].chunk(2), lambda heads, ours: (torch.cat(tuple(ours)),)),
 }
 
 Rows = dict[str, tuple[str, Way]]  # our names -> (theirs, the way); several names are separated by spaces

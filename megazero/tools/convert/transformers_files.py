@@ -128,7 +128,7 @@ def _sides(
         return read_weights(step, manifest, [name])[name].to(dtype)
 
     text = [] if tokenizer is None else tokenizer.encode(_TEXT)
-    return Sides(theirs.folder, shape_of(model), found, theirs.tensor, ours, text)
+    return Sides(theirs.folder, shape_of(model), found, lambda name: theirs.slots[name].values(), ours, text)
 
 
 def _tokenizer(config: Config, warn: Callable[[str], object]) -> Tokenizer | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from megazero.base.answers import say
 from megazero.base.errors import UserError
 from megazero.base.heartbeat import HEART
 from megazero.base.stop_signals import REQUEUE, stopped_by
@@ -24,7 +25,6 @@ from megazero.plan.machines import Machine
 from megazero.run.fitting import check_parts
 from megazero.run.folder import RunFolder
 from megazero.run.session import run_training
-from megazero.run.words import say
 from megazero.tools.planning.micro_batch import gpu, sized
 from megazero.tools.training.plans import planner
 

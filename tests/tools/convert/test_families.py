@@ -18,7 +18,7 @@ from megazero.model.batch_context import BatchContext
 from megazero.tools.convert import fields, transformers_files
 from megazero.tools.convert.families import Family, families
 from megazero.tools.convert.interop import Theirs
-from megazero.tools.convert.tensors import JOINED_QKV, SAME, TURNED, Heads
+from megazero.tools.convert.tensors import SAME, WAYS, Heads
 from tests.tiny_run import TinyData, command
 from tests.tools.convert.models import FAMILIES, SCALED, YARN, model_of
 from tests.tools.test_convert import tensors
@@ -198,9 +198,9 @@ MISTAKES: dict[str, tuple[str, Mistake]] = {  # the family, and the mistake; num
         "glm4",
         table("glm4", swapped("blocks.{i}.mlp_norm.{part}", "blocks.{i}.attention_post_norm.{part}")),
     ),
-    "qkv not by head": ("gpt_neox", table("gpt_neox", way("blocks.{i}.attention.qkv.{part}", JOINED_QKV))),
+    "qkv not by head": ("gpt_neox", table("gpt_neox", way("blocks.{i}.attention.qkv.{part}", WAYS["joined_qkv"]))),
     "query groups tiled": ("llama", tiled),
-    "square weight turned": ("gpt2", table("gpt2", way("blocks.{i}.attention.out.{part}", TURNED))),
+    "square weight turned": ("gpt2", table("gpt2", way("blocks.{i}.attention.out.{part}", WAYS["turned"]))),
     "weight not turned": ("gemma2", table("gemma2", way("blocks.{i}.attention.out.{part}", SAME))),
     "bias dropped": ("qwen2", read_as(bias={"qkv": False})),
     "serial for parallel": ("gpt_neox", read_as(residual="serial")),
