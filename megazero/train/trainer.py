@@ -267,8 +267,9 @@ class Trainer:
             consumed["epochs"] = {**epochs}
         clipped = int(len(self.engine.clips) == 1 and 0 < self.engine.clips[0] < read.grad_norm < math.inf)
         own = {"loss": read.loss, "grad_norm": read.grad_norm, "clipped": clipped, "lr": pending.lr}
-        counts = {"loss_scale": read.loss_scale, "skipped": self.skipped, "spikes": self.spikes.count}
-        return self.recorder.row(done, {**consumed, **own, **counts})
+        counts = {"loss_scale": read.loss_scale, "skipped": self.skipped}
+        spikes = {"spikes": self.spikes.count} if self.spikes.count else {}
+        return self.recorder.row(done, {**consumed, **own, **counts, **spikes})
 
     def _write(self, row: Mapping[str, Value], done: int, *, validates: bool) -> None:
         scores = self._validate(done) if validates else {}

@@ -24,7 +24,7 @@ from tests.warm import Process
 
 pytestmark = pytest.mark.usefixtures("usual_signals")
 
-ENDLESS = ("run.steps=1000000", "data.valid=null", "schedule.decay=constant")
+ENDLESS = ("run.steps=1000000", "data.valid=null", "schedule.decay=constant", "run.spike_factor=1e9")
 TWO = ("parallel.tensor=2",)
 
 
