@@ -58,7 +58,7 @@ def generate(asked: Request, say: Callable[[str], object]) -> int:
         say: called with the text of a single prompt.
 
     Raises:
-        UserError: 113, the config names no tokenizer; 106, heads that so many ranks cannot split; 228, a prompt that
+        UserError: 113, the config names no tokenizer; 106, heads that so many ranks cannot split; 229, a prompt that
             is none; 403, the output cannot be written; and those of `load` and `Writer`.
     """
     prompts = [asked.prompt] if asked.prompt is not None else prompts_of(asked.prompts)
@@ -97,13 +97,13 @@ def _write(
 
 
 def prompts_of(path: Path | None) -> list[Prompt]:
-    """Return the prompts of a file. Raises UserError 228: it cannot be read, or a line has no prompt."""
+    """Return the prompts of a file. Raises UserError 229: it cannot be read, or a line has no prompt."""
     assert path is not None
     do, found = 'give lines such as {"prompt": "text"} or {"messages": [...]}', list[Prompt]()
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(228, f"prompts cannot be read: {error}", do, where=path) from None
+        raise UserError(229, f"prompts cannot be read: {error}", do, where=path) from None
     for number, line in enumerate(lines, 1):
         try:
             record: Any = json.loads(line)
@@ -111,13 +111,13 @@ def prompts_of(path: Path | None) -> list[Prompt]:
             if not isinstance(one, str | list):
                 raise ValueError("no prompt")
         except (ValueError, AttributeError):
-            raise UserError(228, f"line {number:,} has no prompt", do, where=path) from None
+            raise UserError(229, f"line {number:,} has no prompt", do, where=path) from None
         found.append(one)
     return found
 
 
 def _done(out: Path, most: int) -> int:
-    """Return the number of complete lines of an output; remove an incomplete one. Raises UserError 403, 228."""
+    """Return the number of complete lines of an output; remove an incomplete one. Raises UserError 403, 229."""
     try:
         if not out.exists():
             out.touch()
@@ -131,7 +131,7 @@ def _done(out: Path, most: int) -> int:
         raise UserError(403, f"cannot be written: {error.strerror}", "give another --out", where=out) from None
     done = content[:whole].count(b"\n")
     if done > most:
-        raise UserError(228, f"has {done:,} lines for {most:,} prompts", "give another --out", where=out)
+        raise UserError(229, f"has {done:,} lines for {most:,} prompts", "give another --out", where=out)
     if done:
         logging.getLogger("megazero").info("%s has %d of %d texts already", out, done, most)
     return done

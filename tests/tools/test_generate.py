@@ -189,9 +189,9 @@ def test_a_stop_text_ends_a_text(finished: RunFolder, capsys: pytest.CaptureFixt
     [
         (["--prompt", "a", "--out", "x"], "MZ-100 generate: expected --prompt TEXT, or --prompts FILE.jsonl"),
         ([], "MZ-100 generate: expected --prompt TEXT, or --prompts FILE.jsonl"),
-        (["--prompts", "none.jsonl", "--out", "x"], "MZ-228 none.jsonl: prompts cannot be read"),
-        (["--prompts", "bad.jsonl", "--out", "x"], "MZ-228 bad.jsonl: line 2 has no prompt; give lines such as"),
-        (["--prompts", "good.jsonl", "--out", "bad.jsonl"], "MZ-228 bad.jsonl: has 2 lines for 1 prompts"),
+        (["--prompts", "none.jsonl", "--out", "x"], "MZ-229 none.jsonl: prompts cannot be read"),
+        (["--prompts", "bad.jsonl", "--out", "x"], "MZ-229 bad.jsonl: line 2 has no prompt; give lines such as"),
+        (["--prompts", "good.jsonl", "--out", "bad.jsonl"], "MZ-229 bad.jsonl: has 2 lines for 1 prompts"),
         (["--prompt", "a", "--nproc", "3"], "--nproc: model.heads % parallel.tensor == 0 is broken"),
         (["--prompt", "a", "--chat"], "MZ-226 "),
     ],
