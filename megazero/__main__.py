@@ -28,9 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.base.answers import answer, fail, flush_output, leave, show, tell
-from megazero.base.command_line import OVERRIDES, tokens
-from megazero.base.command_line import Parser as _Parser
-from megazero.base.command_line import at_least as _at_least
+from megazero.base.command_line import OVERRIDES, Parser, at_least, tokens
 from megazero.base.doing import doing
 from megazero.base.errors import UserError, of_system
 from megazero.base.heartbeat import HEART
@@ -261,9 +259,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="megazero", description="ZeRO-100B and Megatron-style 3D parallelism for GPT training.")
+    parser = Parser(prog="megazero", description="ZeRO-100B and Megatron-style 3D parallelism for GPT training.")
     parser.add_argument("--version", action="version", version=f"megazero {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_Parser)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
     train_verb.add_options(_with_config(verbs, train_verb.run, "train", "train a config"))
     explain = verbs.add_parser("explain", help="show options, their types, defaults and meaning")
     explain.add_argument("--config", help="show this config's values")
@@ -280,7 +278,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_planning(verbs: Any) -> None:
     """Add the verbs for planning before a run."""
-    ranks = _at_least(1, int, _MOST_GPUS)
+    ranks = at_least(1, int, _MOST_GPUS)
     schedule = _with_config(verbs, _schedule, "schedule", "show and draw what each rank of a pipeline does in a step")
     schedule.add_argument("--nproc", type=ranks, help="ranks of the run (default: parallel.tensor * parallel.pipeline)")
     schedule.add_argument("--draw", type=Path, metavar="FILE", help="write a timeline, .svg or .png")
@@ -298,12 +296,12 @@ def _add_planning(verbs: Any) -> None:
     plan.add_argument("--tokens", type=tokens, help=budget)
     simulate = _with_config(verbs, _simulate, "simulate", "run one of any number of ranks without data; count bytes")
     simulate.add_argument("--gpus", type=ranks, required=True, help="ranks of the run")
-    simulate.add_argument("--rank", type=_at_least(0, int), default=0, help="the rank to run (default: 0)")
+    simulate.add_argument("--rank", type=at_least(0, int), default=0, help="the rank to run (default: 0)")
     simulate.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="the ranks' device (default: cuda)")
     doctor = verbs.add_parser("doctor", help="measure this machine and report what is missing")
     doctor.add_argument("--run", dest="run_folder", type=Path, default=Path("runs"), help="where runs are written")
     measure = "ranks that measure at the same time (default: one per GPU; two without a GPU)"
-    doctor.add_argument("--nproc", type=_at_least(1, int, MOST_LOCAL), help=measure)
+    doctor.add_argument("--nproc", type=at_least(1, int, MOST_LOCAL), help=measure)
     doctor.add_argument("--kernels", action="store_true", help="time the kernels at the sizes of --config instead")
     doctor.add_argument("--config", help="for --kernels: a shipped config's name, or a path")
     doctor.add_argument("overrides", nargs="*", metavar="section.key=value", help="options to change in the config")
@@ -326,30 +324,28 @@ def _add_run_folders(verbs: Any) -> None:
         "--out", type=Path, metavar="FILE", help="for --prompts: JSON lines with texts; goes on there"
     )
     generate.add_argument("--chat", action="store_true", help="apply the tokenizer's chat template; print the answer")
-    generate.add_argument("--batch", type=_at_least(1, int), default=8, help="prompts at once (default: 8)")
-    generate.add_argument(
-        "--nproc", type=_at_least(1, int, MOST_LOCAL), default=1, help="ranks that split the matrices"
-    )
+    generate.add_argument("--batch", type=at_least(1, int), default=8, help="prompts at once (default: 8)")
+    generate.add_argument("--nproc", type=at_least(1, int, MOST_LOCAL), default=1, help="ranks that split the matrices")
     generate.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated"
     )
-    generate.add_argument("--tokens", type=_at_least(1, int), default=100, help="most new tokens (default: 100)")
+    generate.add_argument("--tokens", type=at_least(1, int), default=100, help="most new tokens (default: 100)")
     likeliest = "sampling temperature; 0 takes the likeliest token (default: 0.8)"
-    generate.add_argument("--temperature", type=_at_least(0, float), default=0.8, help=likeliest)
-    generate.add_argument("--top-k", type=_at_least(0, int), default=50, help="draw from the K likeliest; 0: all (50)")
+    generate.add_argument("--temperature", type=at_least(0, float), default=0.8, help=likeliest)
+    generate.add_argument("--top-k", type=at_least(0, int), default=50, help="draw from the K likeliest; 0: all (50)")
     generate.add_argument(
-        "--top-p", type=_at_least(0, float, 1), default=1.0, help="draw from those that together have P (default: 1)"
+        "--top-p", type=at_least(0, float, 1), default=1.0, help="draw from those that together have P (default: 1)"
     )
     penalty = "divide the logits of tokens that the text has (default: 1)"
-    generate.add_argument("--repetition", type=_at_least(0.01, float), default=1.0, metavar="R", help=penalty)
-    generate.add_argument("--seed", type=_at_least(0, int), default=0, help="seed of the sampling (default: 0)")
+    generate.add_argument("--repetition", type=at_least(0.01, float), default=1.0, metavar="R", help=penalty)
+    generate.add_argument("--seed", type=at_least(0, int), default=0, help="seed of the sampling (default: 0)")
     generate.add_argument("--json", action="store_true")
     generate.set_defaults(run=_generate)
     export = verbs.add_parser("export", help="export a run's weights in the format of transformers")
     export.add_argument("--to", choices=["hf"], required=True)
     export.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
     export.add_argument("--out", type=Path, required=True, help="folder to create")
-    export.add_argument("--part-mb", type=_at_least(1, int), default=5000, help="rough size of a file (default: 5000)")
+    export.add_argument("--part-mb", type=at_least(1, int), default=5000, help="rough size of a file (default: 5000)")
     family = "a family of transformers, where several fit (default: that of the import)"
     export.add_argument("--as", dest="family", metavar="FAMILY", help=family)
     unproven = "do not compare the logits with transformers'"
@@ -359,10 +355,10 @@ def _add_run_folders(verbs: Any) -> None:
     evaluate.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
     evaluate.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="files of text")
     stride = "new tokens that a window scores (default: half of model.seq_len)"
-    evaluate.add_argument("--stride", type=_at_least(1, int), help=stride)
-    evaluate.add_argument("--nproc", type=_at_least(1, int, MOST_LOCAL), default=1, help="ranks (default: 1)")
-    evaluate.add_argument("--tensor", type=_at_least(1, int), default=1, help="ranks that split the matrices (1)")
-    evaluate.add_argument("--batch", type=_at_least(1, int), default=8, help="windows at once on a rank (default: 8)")
+    evaluate.add_argument("--stride", type=at_least(1, int), help=stride)
+    evaluate.add_argument("--nproc", type=at_least(1, int, MOST_LOCAL), default=1, help="ranks (default: 1)")
+    evaluate.add_argument("--tensor", type=at_least(1, int), default=1, help="ranks that split the matrices (1)")
+    evaluate.add_argument("--batch", type=at_least(1, int), default=8, help="windows at once on a rank (default: 8)")
     evaluate.add_argument("--json", action="store_true")
     evaluate.set_defaults(run=_eval)
     for parser in (generate, evaluate, export):

@@ -55,12 +55,12 @@ def alone(
 class _Done(dist.Work):
     """A completed operation. It keeps its tensors until it is waited for, as NCCL's does."""
 
-    def __init__(self, *tensors: Tensor):
+    def __init__(self, *given: Any):
         super().__init__()
-        self._tensors = tensors
+        self._given = given
 
     def wait(self, *timeout: Any) -> bool:
-        self._tensors = ()
+        self._given = ()
         return True
 
     def is_completed(self) -> bool:
@@ -73,34 +73,13 @@ class FakeProcessGroup(dist.ProcessGroup):
     def __init__(self, rank: int, size: int):
         super().__init__(rank, size)  # type: ignore[call-arg]
 
-    def allreduce(self, tensors: Sequence[Tensor], *options: Any) -> dist.Work:
-        """Leave the tensors as they are: other ranks have no values."""
-        return _Done(*tensors)
+    def allreduce(self, *given: Any) -> dist.Work:
+        """Leave all tensors as they are: other ranks have no values."""
+        return _Done(*given)
 
-    def all_gather_single(self, whole: Tensor, part: Tensor, *options: Any) -> dist.Work:
-        """Leave the output as it is."""
-        return _Done(whole, part)
-
-    def reduce_scatter_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
-        """Leave the output as it is."""
-        return _Done(out, x)
-
-    def all_to_all_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
-        """Leave the output as it is."""
-        return _Done(out, x)
-
-    # The names of these methods before torch 2.13.
-    _allgather_base = all_gather_single  # type: ignore[assignment]
-    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-    alltoall_base = all_to_all_single  # type: ignore[assignment]
-
-    def send(self, tensors: Sequence[Tensor], *target: Any) -> dist.Work:
-        """Send nothing."""
-        return _Done(*tensors)
-
-    def recv(self, tensors: Sequence[Tensor], *source: Any) -> dist.Work:
-        """Receive nothing: the tensor stays as it is."""
-        return _Done(*tensors)
+    all_gather_single = reduce_scatter_single = all_to_all_single = send = recv = allreduce  # type: ignore[assignment]
+    # The names before torch 2.13.
+    _allgather_base = _reduce_scatter_base = alltoall_base = allreduce  # type: ignore[assignment]
 
 
 class Idle(Executor):

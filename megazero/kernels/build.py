@@ -89,7 +89,6 @@ def build_library(
     find_compiler: Callable[[], str],
     options: Sequence[str],
     *,
-    headers: Sequence[Path] = (),
     folders: Sequence[str] = (),
     archs: Sequence[int] = (),
 ) -> Path:
@@ -97,15 +96,14 @@ def build_library(
 
     Args:
         find_compiler: returns the path of the compiler; raises BuildError if there is none.
-        options: of the compiler, including the libraries to link.
-        headers: files that the source includes, other than those in the folder of the same name.
+        options: of the compiler, including the libraries to link; hashed into the library's name.
         folders: options with folders of torch, which are not hashed into the library's name.
         archs: compute capabilities to compile for; an existing library for more of them is accepted.
 
     Raises:
         BuildError: as `build_cpu`.
     """
-    name, targets = _name(source, headers, options), [f"sm{arch}" for arch in sorted(archs)]
+    name, targets = _name(source, options), [f"sm{arch}" for arch in sorted(archs)]
     places = [Path(named)] if (named := os.environ.get(FOLDER_VARIABLE)) else []
     places.append(cache_folder())
     if library := _built_before(places, name, targets):
@@ -162,11 +160,11 @@ def compiler_report(library: Path) -> str:
     return library.with_suffix(".log").read_text(encoding="utf-8")
 
 
-def _name(source: Path, headers: Sequence[Path], options: Sequence[str]) -> str:
+def _name(source: Path, options: Sequence[str]) -> str:
     """Return the name of a library, with a hash of everything that determines its code."""
     machine = [platform.machine(), *platform.libc_ver()]  # different machines may share a home folder
     of_torch = [torch.__version__, str(torch.version.git_version)]
-    files = [source, *sorted(source.with_suffix("").glob("*.*h")), *sorted(headers)]
+    files = [source, *sorted(source.with_suffix("").glob("*.*h"))]
     parts = [*(path.read_text(encoding="utf-8") for path in files), *options, *of_torch, *machine]
     return f"{source.stem}-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}"
 

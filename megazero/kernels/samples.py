@@ -69,9 +69,19 @@ class Draw:
 Make = Callable[[Draw, Sizes], Arguments]
 
 
+def _stream(draw: Draw, s: Sizes) -> Tensor:
+    """Return values of the residual stream."""
+    return draw(s.sequence, s.batch, s.hidden)
+
+
+def _inner(draw: Draw, s: Sizes) -> Tensor:
+    """Return values inside of the MLP."""
+    return draw(s.sequence, s.batch, s.ffn)
+
+
 def _norm(draw: Draw, s: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     """Return x (with a mean that is not 0), weight, bias."""
-    return draw(s.sequence, s.batch, s.hidden) * 2 + 0.5, draw(s.hidden) * 0.1 + 1, draw(s.hidden)
+    return _stream(draw, s) * 2 + 0.5, draw(s.hidden) * 0.1 + 1, draw(s.hidden)
 
 
 def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,15 +92,11 @@ def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return mean.float(), rstd.float(), (wide.square().mean(-1, keepdim=True) + _EPS).rsqrt().float()
 
 
-def _layer_norm_backward(draw: Draw, s: Sizes, grads: int) -> Arguments:
+def _norm_backward(draw: Draw, s: Sizes, grads: int, name: str) -> Arguments:
+    """Return gradients, x, its statistics and the weight of a LayerNorm or an RMSNorm."""
     x, weight, _ = _norm(draw, s)
-    mean, rstd, _ = _statistics(x)
-    return *(draw(*x.shape) for _ in range(grads)), x, mean, rstd, weight
-
-
-def _rms_norm_backward(draw: Draw, s: Sizes, grads: int) -> Arguments:
-    x, weight, _ = _norm(draw, s)
-    return *(draw(*x.shape) for _ in range(grads)), x, _statistics(x)[2], weight
+    *of_layer, rrms = _statistics(x)
+    return *(draw(*x.shape) for _ in range(grads)), x, *(of_layer if name == "layer" else [rrms]), weight
 
 
 def _mask(draw: Draw, s: Sizes) -> Arguments:
@@ -157,29 +163,20 @@ def _dequantize(bits: int, *, add: bool) -> Make:
 # Arguments of each operation, in the schema's order.
 SAMPLES: dict[str, Make] = {
     "layer_norm": lambda draw, s: (*_norm(draw, s), _EPS),
-    "layer_norm_backward": lambda draw, s: _layer_norm_backward(draw, s, 1),
+    "layer_norm_backward": lambda draw, s: _norm_backward(draw, s, 1, "layer"),
     "rms_norm": lambda draw, s: (*_norm(draw, s)[:2], _EPS, 0.0, False),
-    "rms_norm_backward": lambda draw, s: _rms_norm_backward(draw, s, 1),
-    "add_layer_norm": lambda draw, s: (draw(s.sequence, s.batch, s.hidden), *_norm(draw, s), _EPS),
-    "add_layer_norm_backward": lambda draw, s: _layer_norm_backward(draw, s, 2),
-    "add_rms_norm": lambda draw, s: (draw(s.sequence, s.batch, s.hidden), *_norm(draw, s)[:2], _EPS, 0.0, False),
-    "add_rms_norm_backward": lambda draw, s: _rms_norm_backward(draw, s, 2),
-    "bias_gelu": lambda draw, s: (draw(s.sequence, s.batch, s.ffn) * 2, draw(s.ffn)),
-    "bias_gelu_backward": lambda draw, s: (
-        *(draw(s.sequence, s.batch, s.ffn), draw(s.sequence, s.batch, s.ffn) * 2),
-        draw(s.ffn),
-    ),
-    "sum_rows_": lambda draw, s: (draw.fp32(s.ffn), draw(s.sequence, s.batch, s.ffn), False),
-    "swiglu": lambda draw, s: (draw(s.sequence, s.batch, s.ffn) * 2, draw(s.sequence, s.batch, s.ffn)),
-    "swiglu_backward": lambda draw, s: (
-        *(draw(s.sequence, s.batch, s.ffn), draw(s.sequence, s.batch, s.ffn) * 2),
-        draw(s.sequence, s.batch, s.ffn),
-    ),
-    "dropout_add": lambda draw, s: (
-        *(draw(s.sequence, s.batch, s.hidden), draw(s.sequence, s.batch, s.hidden)),
-        *_mask(draw, s),
-    ),
-    "dropout_backward": lambda draw, s: (draw(s.sequence, s.batch, s.hidden), *_mask(draw, s)),
+    "rms_norm_backward": lambda draw, s: _norm_backward(draw, s, 1, "rms"),
+    "add_layer_norm": lambda draw, s: (_stream(draw, s), *_norm(draw, s), _EPS),
+    "add_layer_norm_backward": lambda draw, s: _norm_backward(draw, s, 2, "layer"),
+    "add_rms_norm": lambda draw, s: (_stream(draw, s), *_norm(draw, s)[:2], _EPS, 0.0, False),
+    "add_rms_norm_backward": lambda draw, s: _norm_backward(draw, s, 2, "rms"),
+    "bias_gelu": lambda draw, s: (_inner(draw, s) * 2, draw(s.ffn)),
+    "bias_gelu_backward": lambda draw, s: (_inner(draw, s), _inner(draw, s) * 2, draw(s.ffn)),
+    "sum_rows_": lambda draw, s: (draw.fp32(s.ffn), _inner(draw, s), False),
+    "swiglu": lambda draw, s: (_inner(draw, s) * 2, _inner(draw, s)),
+    "swiglu_backward": lambda draw, s: (_inner(draw, s), _inner(draw, s) * 2, _inner(draw, s)),
+    "dropout_add": lambda draw, s: (_stream(draw, s), _stream(draw, s), *_mask(draw, s)),
+    "dropout_backward": lambda draw, s: (_stream(draw, s), *_mask(draw, s)),
     "rotary": lambda draw, s: (*_rotary(draw, s), False),
     "cross_entropy_parts_": _logits,
     "cross_entropy_backward_": _loss_gradient,
@@ -190,16 +187,6 @@ SAMPLES: dict[str, Make] = {
     "quantize_": _quantize(8),
     "dequantize_": _dequantize(8, add=False),
 }
-
-
-def _without(place: int, name: str, by: object = None) -> Make:
-    """Return a function that makes an operation's arguments with the one at `place` replaced."""
-
-    def make(draw: Draw, s: Sizes) -> Arguments:
-        arguments = SAMPLES[name](draw, s)
-        return *arguments[:place], by, *arguments[place + 1 :]
-
-    return make
 
 
 def _narrow_update(draw: Draw, s: Sizes) -> Arguments:
@@ -229,10 +216,10 @@ FORMS: dict[str, Make] = {
     **{f"{name}, offset": _more(name, 1.0, False, last=2) for name in ("rms_norm", "add_rms_norm")},
     **{f"{name}, rounded twice": _more(name, 0.0, True, last=2) for name in ("rms_norm", "add_rms_norm")},
     **{f"{name}_backward, offset": _more(f"{name}_backward", 1.0) for name in _NORMS},
-    "bias_gelu, no bias": _without(1, "bias_gelu"),
-    "bias_gelu_backward, no bias": _without(2, "bias_gelu_backward"),
+    "bias_gelu, no bias": _more("bias_gelu", None, last=1),
+    "bias_gelu_backward, no bias": _more("bias_gelu_backward", None, last=1),
     "sum_rows_, added": _more("sum_rows_", True, last=1),
-    "rotary, inverse": _without(3, "rotary", by=True),
+    "rotary, inverse": _more("rotary", True, last=1),
     "adamw_, narrow gradients": _narrow_update,
     "adamw_, skipped": _skipped_update,
     "cast_, widening": lambda draw, s: _cast(draw, s)[::-1],

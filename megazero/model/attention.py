@@ -20,12 +20,12 @@ from megazero.kernels.operations import Operations
 from megazero.kernels.reference import wide_dtype
 from megazero.model.batch_context import BatchContext
 from megazero.model.blocked_attention import Blocked
-from megazero.model.linear import ColumnLinear, RowLinear
-from megazero.model.norm import Norm
+from megazero.model.linear import ColumnProducts, Linear
+from megazero.model.norm import Norm, SplitNorms
 from megazero.model.rotary import Rotary
 from megazero.model.shared_heads import SharedHeads
-from megazero.model.split_norm import SplitNorms
 from megazero.model.tape import apply
+from megazero.plan.matrices import Matrix
 from megazero.plan.model import Kind, Shape
 
 # Causal attention inside documents: (q [T, H, d], k [T, G, d], v [T, G, d], first tokens of documents and the end
@@ -53,14 +53,15 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape, kind: Kind, *, rotary: Rotary | None, region: Region, ops: Operations):
         super().__init__()
-        hidden, heads, kv_heads, size = shape.hidden, shape.heads, shape.kv_heads, shape.head_dim
-        ranks, rows = region.axis.size, (heads + 2 * kv_heads) * size
+        heads, kv_heads, size, ranks = shape.heads, shape.kv_heads, shape.head_dim, region.axis.size
         assert heads % kv_heads == 0 and heads % ranks == 0
         self.head_dim, self.queries_per_group = size, heads // max(kv_heads, ranks)
-        each = {"bias": shape.biased("qkv"), "std": shape.init_std, "region": region}
-        self.qkv = ColumnLinear(hidden, rows, matrix=shape.qkv_matrix, **each)
-        self.projection = SharedHeads(self.qkv.product, shape, region.axis) if kv_heads < ranks else self.qkv.product
-        self.out = RowLinear(heads * size, hidden, bias=shape.biased("out"), std=shape.residual_std, region=region)
+        self.qkv = Linear(shape.qkv_matrix, bias=shape.biased("qkv"), std=shape.init_std, region=region)
+        self.projection = ColumnProducts(region, self.qkv.owner)
+        if kv_heads < ranks:
+            self.projection = SharedHeads(region, self.qkv.owner, shape)
+        outputs = Matrix(shape.width, shape.hidden, inputs_first=True)
+        self.out = Linear(outputs, bias=shape.biased("out"), std=shape.residual_std, region=region)
         self.scale = shape.attention_scale or size**-0.5
         self._window, cap = shape.window_of(kind), shape.attention_cap
         self.how = Blocked(self._window, cap, self.scale)
@@ -91,7 +92,7 @@ class Attention(nn.Module):
             return documents.attend(self._causal, qkv)
         q, k, v = (rearrange(x, "s b h d -> (b s) h d") for x in self._heads(qkv, step.positions_SB))
         if documents is not None:
-            bounds, longest = documents.bounds, documents.longest
+            bounds, longest = documents.bounds, documents.groups[-1][0]
         else:
             ends = torch.arange(0, samples * length + 1, length, dtype=torch.int32, device=qkv.device)
             bounds, longest = ends, length

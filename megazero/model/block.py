@@ -27,7 +27,6 @@ from megazero.model.linear import ColumnProducts, RowProducts
 from megazero.model.mlp import Mlp
 from megazero.model.norm import Norm
 from megazero.model.rotary import Rotary
-from megazero.model.shared_heads import SharedHeads
 from megazero.model.tape import Tape, apply
 from megazero.plan.model import Shape
 
@@ -79,7 +78,7 @@ class _BeforeCore:
         shared: the MLP uses norm(x) too: return it as the third result.
     """
 
-    def __init__(self, norm: Norm | None, qkv: ColumnProducts | SharedHeads, *, shared: bool):
+    def __init__(self, norm: Norm | None, qkv: ColumnProducts, *, shared: bool):
         self._norm, self._qkv, self._shared = norm, qkv, shared
         self.owners = (*qkv.owners, *(norm.owners if norm is not None else ()))
 
@@ -100,27 +99,25 @@ class _BeforeCore:
 
 
 class _Join:
-    """The addition of a branch to the residual stream: residual + scale dropout(branch); `plain`: always a sum."""
+    """The addition of a branch to the residual stream: residual + scale dropout(branch)."""
 
     def __init__(self, dropout: Dropout, scale: float):
-        self._dropout, self._scale, self.plain = dropout, scale, scale == 1 and not dropout.drop
+        self._dropout, self._scale = dropout, scale
 
     def is_plain(self, step: BatchContext) -> bool:
         """Return True for a plain sum."""
-        return self.plain or (self._scale == 1 and not self._dropout.acts(step))
+        return self._scale == 1 and not self._dropout.acts(step)
 
     def run(self, y_nD: Tensor, residual_nD: Tensor, like_SBD: Tensor, step: BatchContext) -> Tensor:
         """Return the sum, [S, B, D]."""
         if self._scale != 1:
             y_nD = y_nD * self._scale
-        if self.plain or not self._dropout.acts(step):
+        if not self._dropout.acts(step):
             return _shaped(residual_nD + y_nD, like_SBD)
         return self._dropout.added(_shaped(y_nD, like_SBD), _shaped(residual_nD, like_SBD), step)
 
     def back(self, grad_nD: Tensor, like_SBD: Tensor, step: BatchContext) -> Tensor:
         """Return the gradient of the branch, [n, D], from that of the sum, which is also the residual's."""
-        if self.plain:
-            return grad_nD
         if self._dropout.acts(step):
             grad_nD = _rows(self._dropout.masked(_shaped(grad_nD, like_SBD), step))
         return grad_nD if self._scale == 1 else grad_nD * self._scale

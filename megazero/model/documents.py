@@ -67,11 +67,6 @@ class Documents:
         return sorted(Counter(length for of in self.lengths for length in of).items())
 
     @cached_property
-    def longest(self) -> int:
-        """Return the length of the longest document in tokens."""
-        return self.groups[-1][0]
-
-    @cached_property
     def bounds(self) -> Tensor:
         """Return where documents start in the concatenated samples, in tokens, then the end: int32 [documents + 1]."""
         return self._there(np.cumsum([0, *(n for of in self.lengths for n in of)], dtype=np.int32))

@@ -166,36 +166,22 @@ def _product(x: Tensor, matrix_IO: Tensor, bias_O: Tensor | None, out: Tensor | 
     return torch.bmm(x, matrices, out=out) if bias_O is None else torch.baddbmm(bias_O, x, matrices, out=out)
 
 
-class ColumnLinear(nn.Module):
-    """A linear layer whose outputs are split over the tensor axis: weight [outputs, inputs], bias [outputs].
+class Linear(nn.Module):
+    """The weight and the bias of a product, for `ColumnProducts` or, if its inputs come first, for `RowProducts`.
+
+    The tensor axis splits the rows of the weight, so the outputs of a column product and its bias, or the inputs of a
+    row product, whose bias is replicated on all ranks.
 
     Args:
-        matrix: the matrices of the weight; None: it is one.
+        matrix: the weight.
+
+    Attributes:
+        owner: has both, for the products.
     """
 
-    def __init__(
-        self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region, matrix: Matrix | None = None
-    ):
+    def __init__(self, matrix: Matrix, *, bias: bool, std: float, region: Region):
         super().__init__()
-        matrix = matrix or Matrix(outputs, inputs)
-        self.weight = declare((outputs, inputs), std=std, decay=True, axis=region.axis, matrix=matrix)
-        self.bias = declare((outputs,), axis=region.axis) if bias else None
-        self.product = ColumnProducts(region, self._parameters)
-
-
-class RowLinear(nn.Module):
-    """A linear layer whose inputs are split over the tensor axis: weight [inputs, outputs].
-
-    The bias [outputs] is replicated on all ranks.
-    """
-
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float, region: Region):
-        super().__init__()
-        matrix = Matrix(inputs, outputs, inputs_first=True)
-        self.weight = declare((inputs, outputs), std=std, decay=True, axis=region.axis, matrix=matrix)
-        self.bias = declare((outputs,)) if bias else None
-
-    @property
-    def owner(self) -> Owner:
-        """Return the weight and the bias, for the block's products."""
-        return self._parameters
+        self.weight = declare((matrix.rows, matrix.columns), std=std, decay=True, axis=region.axis, matrix=matrix)
+        outputs, axis = (matrix.columns, None) if matrix.inputs_first else (matrix.rows, region.axis)
+        self.bias = declare((outputs,), axis=axis) if bias else None
+        self.owner: Owner = self._parameters

@@ -61,7 +61,8 @@ class HeadLoss:
             x_ND = region.gather(x_nD, "forward").wait()
             logits_MV = x_nD.new_empty(self._chunk, len(weight_VD))
             chunks = ((x_ND[rows], targets_N[rows]) for rows in cuts)
-            parts_3N = torch.cat([self._parts(_product(x, weight_VD, logits_MV), targets) for x, targets in chunks], 1)
+            found = [self._parts(torch.mm(x, weight_VD.T, out=logits_MV[: len(x)]), targets) for x, targets in chunks]
+            parts_3N = torch.cat(found, 1)
         losses_N, log_sums_N = reference.cross_entropy_merge(all_gather(parts_3N[None], region.axis, "loss"))
         kept_MV = logits_MV if self._cap is None else None
         tape.keep((x_nD, slots, targets_N, parts_3N[0], log_sums_N, valid_N, kept_MV, z_loss), weight_VD)
@@ -83,7 +84,7 @@ class HeadLoss:
             chunk_MV = logits_MV[: rows.stop - rows.start]
             slopes = () if slope_MV is None else (slope_MV[: len(chunk_MV)],)
             if x_ND is not None:  # not the last chunk, whose logits forward has left
-                self._parts(_product(x_ND[rows], weight_VD, logits_MV), targets_N[rows], *slopes)
+                self._parts(torch.mm(x_ND[rows], weight_VD.T, out=chunk_MV), targets_N[rows], *slopes)
             each = (maxima_N, log_sums_N, targets_N, grads_N)
             maxima_M, log_sums_M, targets_M, grads_M = (values_N[rows] for values_N in each)
             more_M = 2 * z_loss * log_sums_M * grads_M if z_loss else None
@@ -134,8 +135,3 @@ def _add_at(logits_MV: Tensor, targets_M: Tensor, values_M: Tensor) -> None:
     absent = (targets_M < 0) | (targets_M >= logits_MV.shape[1])
     values = values_M.masked_fill(absent, 0.0).to(logits_MV.dtype)
     logits_MV.scatter_add_(1, targets_M.masked_fill(absent, 0)[:, None], values[:, None])
-
-
-def _product(x_MD: Tensor, weight_VD: Tensor, into: Tensor) -> Tensor:
-    """Return x weight^T in the first rows of `into`."""
-    return torch.mm(x_MD, weight_VD.T, out=into[: len(x_MD)])

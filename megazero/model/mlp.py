@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from megazero.comm.regions import Region
 from megazero.kernels.activations import activation
 from megazero.kernels.operations import Operations
-from megazero.model.linear import ColumnLinear, ColumnProducts, RowLinear
+from megazero.model.linear import ColumnProducts, Linear
 from megazero.model.parameter import declare
 from megazero.model.tape import Tape
+from megazero.plan.matrices import Matrix
 from megazero.plan.model import Shape
 
 
@@ -28,14 +29,15 @@ class Mlp(nn.Module):
         super().__init__()
         self._gated, bias = shape.gated, shape.biased("mlp")
         self._activation, self._activation_backward = activation(ops, shape.activation)
-        inward = []
+        inward, inputs = [], Matrix(shape.ffn, shape.hidden)
         for name in ("gate", "up") if self._gated else ("up",):
-            layer = ColumnLinear(shape.hidden, shape.ffn, bias=bias and self._gated, std=shape.init_std, region=region)
+            layer = Linear(inputs, bias=bias and self._gated, std=shape.init_std, region=region)
             setattr(self, name, layer)
-            inward.append(layer._parameters)
+            inward.append(layer.owner)
         if bias and not self._gated:
             self.up_bias = declare((shape.ffn,), axis=region.axis)
-        self.down = RowLinear(shape.ffn, shape.hidden, bias=bias, std=shape.residual_std, region=region)
+        outputs = Matrix(shape.ffn, shape.hidden, inputs_first=True)
+        self.down = Linear(outputs, bias=bias, std=shape.residual_std, region=region)
         self._inward = ColumnProducts(region, *inward)
         self.owners = (*inward, self._parameters)
 

@@ -35,8 +35,7 @@ class Embedding(nn.Module):
         super().__init__()
         std = shape.init_std
         self.tokens = TokenEmbedding(shape.vocab, shape.hidden, std=std, region=region)
-        learned = shape.position == "learned"
-        self.positions = PositionEmbedding(shape.seq_len, shape.hidden, std=std) if learned else None
+        self.positions = PositionEmbedding(shape.seq_len, shape.hidden, std=std) if shape.learned_positions else None
         self._scale = shape.embedding_scale
         self.dropout = Dropout(shape.dropout, seed=seed, layer=shape.layers, site=0, ops=ops)
 
@@ -114,14 +113,11 @@ class Transformer(nn.Module):
         self.embedding = Embedding(shape, seed=seed, region=embedding, ops=ops)
         blocks = (Block(shape, i, each, seed=seed, region=block, ops=ops) for i, each in enumerate(self.rotaries))
         self.blocks = nn.ModuleList(blocks)
-        norm, weight = Norm(shape, shape.hidden, ops), self._head_weight()
-        self.head = Head(norm, weight, head, shape=shape, chunk=loss_chunk, ops=ops)
+        weight = self.embedding.tokens.weight
+        if not shape.tie_embeddings:
+            weight = declare((shape.vocab, shape.hidden), std=shape.init_std, decay=True, axis=tensor)
+        self.head = Head(Norm(shape, shape.hidden, ops), weight, head, shape=shape, chunk=loss_chunk, ops=ops)
         self.layers: list[Layer] = [self.embedding, *self.blocks, self.head]
-
-    def _head_weight(self) -> nn.Parameter:
-        if self.shape.tie_embeddings:
-            return self.embedding.tokens.weight
-        return declare((self.shape.vocab, self.shape.hidden), std=self.shape.init_std, decay=True, axis=self.tensor)
 
     def forward(self, tokens_SB: Tensor, step: BatchContext) -> Tensor:
         """Return next-token logits [S, B, V] over this rank's part of the vocabulary."""
@@ -149,8 +145,7 @@ class Transformer(nn.Module):
 
     def units(self) -> list[UnitDeclaration]:
         """Return the units in forward order: the tied weight, if there is one, the embedding, each block, the head."""
-        names = {parameter: name for name, parameter in self.named_parameters()}
-        tied = [(TIED, [(names[p], p) for p in self._tied()])]
+        tied = [(TIED, [("embedding.tokens.weight", p) for p in self._tied()])]
         return [unit for unit in tied + self._own_units() if unit[1]]
 
     def units_of_layers(self) -> list[list[str]]:
@@ -161,10 +156,9 @@ class Transformer(nn.Module):
 
     def _own_units(self) -> list[UnitDeclaration]:
         """Return a unit for each layer, without the tied weight; a unit may have no members."""
-        names = {parameter: name for name, parameter in self.named_parameters()}
         tied, blocks = {id(p) for p in self._tied()}, ((f"blocks.{i}", block) for i, block in enumerate(self.blocks))
         found: list[tuple[str, nn.Module]] = [("embedding", self.embedding), *blocks, ("head", self.head)]
-        return [(name, [(names[p], p) for p in part.parameters() if id(p) not in tied]) for name, part in found]
+        return [(name, [(n, p) for n, p in part.named_parameters(name) if id(p) not in tied]) for name, part in found]
 
     def _tied(self) -> list[nn.Parameter]:
         return [self.embedding.tokens.weight] if self.shape.tie_embeddings else []

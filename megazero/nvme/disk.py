@@ -115,7 +115,7 @@ class Disk(PagedHome):
 
     def expect(self, x: Tensor) -> None:
         """Start to prefetch a slice that `start_bring` will read soon, as far as memory is free."""
-        self._thread.submit(self._expect, x)
+        self._thread.submit(all, (self._traffic.expect(piece) for _, _, piece in self._parts(x)))
 
     def clear(self, x: Tensor) -> None:
         """Reset a whole buffer to zeros."""
@@ -190,11 +190,6 @@ class Disk(PagedHome):
             self._files.pop().close()
 
     # Reads and writes of slices, in the background thread.
-
-    def _expect(self, x: Tensor) -> None:
-        for _, _, piece in self._parts(x):
-            if not self._traffic.expect(piece):
-                return
 
     def _read(self, source: Tensor, into: Tensor, mark: Mark) -> None:
         coming = deque[tuple[slice, slice, Loaded]]()

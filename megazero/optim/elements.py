@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megazero.comm.pool import same_place
+from megazero.plan.matrices import ITERATIONS
 from megazero.zero.layout import Group
 
 
@@ -43,7 +44,7 @@ class Settings:
     eps: float = 1e-8
     momentum: float = 0.95
     nesterov: bool = True
-    iterations: int = 5
+    iterations: int = ITERATIONS
     scale: Literal["rms", "spectral"] = "rms"
     clip_value: float | None = None
     average: float = 0.0
@@ -137,7 +138,6 @@ def fused_adamw(piece: Piece, flats: Flats, now: Now, settings: Settings, stagin
     fixed = {"beta1": settings.betas[0], "beta2": settings.betas[1], "eps": settings.eps}
     how = {**scales, **rates, **fixed, "fused": True, "amsgrad": False, "maximize": False}
     adamw([masters], [gradients], [first], [second], [], [piece.step], **how)
-    round_(flats)
 
 
 def lion(piece: Piece, flats: Flats, now: Now, settings: Settings, staging: Tensor) -> None:
@@ -148,7 +148,6 @@ def lion(piece: Piece, flats: Flats, now: Now, settings: Settings, staging: Tens
     average.lerp_(gradients, (1.0 - now.skip.to(masters.dtype)) * (1.0 - settings.betas[1]))
     decay_(masters, rate, piece.group)
     masters.sub_(direction.mul_(rate))
-    round_(flats)
 
 
 def sgd(piece: Piece, flats: Flats, now: Now, settings: Settings, staging: Tensor) -> None:
@@ -159,7 +158,6 @@ def sgd(piece: Piece, flats: Flats, now: Now, settings: Settings, staging: Tenso
     momentum.mul_(skip + (1.0 - skip) * settings.betas[0]).add_(gradients)
     decay_(masters, rate, piece.group)
     masters.sub_(gradients.copy_(momentum).mul_(rate))
-    round_(flats)
 
 
 def round_(flats: Flats) -> None:

@@ -64,9 +64,8 @@ class Groups:
             decays: the optimizer's weight decay applies to it.
             hidden: it is the weight of a matrix product inside of a block.
         """
-        number = self.optimizers.group_of(parameter)
+        optimizer, number = self.optimizers.of(parameter, hidden=hidden)
         own = self.asked[number] if number >= 0 else Asked("")
-        optimizer = self.optimizers.of(parameter, hidden=hidden)
         return Group(
             own.weight_decay if own.weight_decay is not None else self.weight_decay if decays else 0.0,
             (1.0 if own.lr_factor is None else own.lr_factor) * (self.whole_lr_factor if optimizer in WHOLE else 1.0),

@@ -6,6 +6,7 @@ elements with the same optimizer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -82,48 +83,49 @@ class Mixture:
             while piece is not None and piece.where.stop <= where.stop:  # a piece never crosses a window's end
                 here = slice(piece.where.start - where.start, piece.where.stop - where.start)
                 own = [values[here] for values in kept] if piece.state is None else piece.state
-                self._update(unit, piece, Flats(masters[here], gradients[here], own, updated[here]), now)
+                self._update(piece, Flats(masters[here], gradients[here], own, updated[here]), now)
                 piece = next(pieces, None)
         assert piece is None or (unit.masters.is_meta and bool(skip)), "every piece is within a window"
 
-    def _update(self, unit: Unit, piece: Piece, flats: Flats, now: Now) -> None:
+    def _update(self, piece: Piece, flats: Flats, now: Now) -> None:
         if piece.group.optimizer != "adamw":  # whose kernels count
             piece.step.add_(1.0 - now.skip)
         if self._averages:
             *state, average = flats.state
-            self._update_masters(unit, piece, flats._replace(state=state), now)
+            self._update_masters(piece, flats._replace(state=state), now)
             average_(average, piece, flats.masters, now, self.settings["adamw"].average)
         else:
-            self._update_masters(unit, piece, flats, now)
+            self._update_masters(piece, flats, now)
 
-    def _update_masters(self, unit: Unit, piece: Piece, flats: Flats, now: Now) -> None:
+    def _update_masters(self, piece: Piece, flats: Flats, now: Now) -> None:
         """Update masters, and state but averages."""
         if piece.group.optimizer in WHOLE:  # whose state has been updated
             flats = flats._replace(state=())
         if self._narrow is None:
-            self._compute(unit, piece, flats, now)
+            self._compute(piece, flats, now)
             return
         wide = self._narrow.widened(flats)
-        self._compute(unit, piece, wide, now)
+        self._compute(piece, wide, now)
         kinds = (MASTERS, *self._optimizers.states(piece.group.optimizer))
         for kind, new, own in zip(kinds, [wide.masters, *wide.state], [flats.masters, *flats.state], strict=False):
             self._narrow.round_(piece, kind, new, own, piece.step)
         if wide.masters is not flats.masters:
             round_(flats)
 
-    def _compute(self, unit: Unit, piece: Piece, flats: Flats, now: Now) -> None:
+    def _compute(self, piece: Piece, flats: Flats, now: Now) -> None:
         name = piece.group.optimizer
         if name in WHOLE:
             self._muon.apply(piece, flats, now)
-            return
-        now.limit_(flats.gradients, piece.group)
-        if name == "adamw" and self._adamw is not None:
-            own, divide_by = self.settings[name], now.of(piece.group, now.divide_by)
-            rates = (now.lr * piece.group.lr_factor, *own.betas, own.eps, piece.group.decay)
-            masters, gradients, (first, second), updated = flats
-            self._adamw(masters, gradients, first, second, updated, piece.step, divide_by, now.skip, *rates)
         else:
+            now.limit_(flats.gradients, piece.group)
+            if name == "adamw" and self._adamw is not None:  # it rounds too
+                own, divide_by = self.settings[name], now.of(piece.group, now.divide_by)
+                rates = (now.lr * piece.group.lr_factor, *own.betas, own.eps, piece.group.decay)
+                masters, gradients, (first, second), updated = flats
+                self._adamw(masters, gradients, first, second, updated, piece.step, divide_by, now.skip, *rates)
+                return
             UPDATES[name](piece, flats, now, self.settings[name], self._staging)
+        round_(flats)
 
     def _copies(self, unit: Unit, optimizer: str) -> bool:
         """Return whether an optimizer's gradients are copied before the update."""
@@ -162,13 +164,9 @@ class Mixture:
 
 def _runs_of(unit: Unit, optimizers: Optimizers) -> Iterator[Run]:
     """Yield the runs of a unit's shard, with new state."""
-    found: list[tuple[str, slice]] = []
-    for group, where in unit.layout.group_slices(unit.shard):
-        if found and found[-1][0] == group.optimizer:
-            found[-1] = group.optimizer, slice(found[-1][1].start, where.stop)
-        else:
-            found.append((group.optimizer, where))
-    for optimizer, where in found:
+    for optimizer, own in groupby(unit.layout.group_slices(unit.shard), key=lambda pair: pair[0].optimizer):
+        slices = [where for _, where in own]
+        where = slice(slices[0].start, slices[-1].stop)
         numel = where.stop - where.start
         precision = unit.resting.precision
         dtypes = {k: precision.masters if k == AVERAGE else precision.state for k in optimizers.states(optimizer)}

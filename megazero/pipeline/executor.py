@@ -12,11 +12,10 @@ from torch import Tensor
 
 from megazero.pipeline.stage import Stage, StageInputs
 from megazero.pipeline.transport import Transport
-from megazero.schedules.actions import Action, Kind, Schedule, before_forward
+from megazero.schedules.actions import Action, B, F, Kind, Schedule, before_forward
 
 Batch = Any  # a micro-batch; the pipeline only passes it on
 Look = Callable[[Kind, int, int, Tensor], object]  # (FORWARD or BACKWARD, stage, micro-batch, output or gradient)
-F, B = Kind.FORWARD, Kind.BACKWARD
 _WORDS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -151,14 +150,13 @@ class Pipeline:
         """Run the backward of one micro-batch in one stage, or only its part for the input or for the weights."""
         index, m, stage = action.stage, action.micro_batch, self.stages[action.stage]
         if action.kind is Kind.BACKWARD_WEIGHT:
-            stage.backward_weight(m, **self._reduction(action))
+            stage.gradients.backward_weight(m, **self._reduction(action))
             return
         gradient = self._transport.take(B, index, m) if stage.loss is None else None
-        follows = (index, m) in self._before_forward
+        run, how = stage.gradients.backward_input, {"forward_follows": (index, m) in self._before_forward}
         if action.kind is B:
-            gradient = stage.backward(m, gradient, forward_follows=follows, **self._reduction(action))
-        else:
-            gradient = stage.backward_input(m, gradient, forward_follows=follows)
+            run, how = stage.gradients.backward, how | self._reduction(action)
+        gradient = stage.backward(m, gradient, run, **how)
         if gradient is not None:
             if self._look is not None:
                 self._look(B, index, m, gradient)
@@ -171,7 +169,7 @@ class Pipeline:
         elif action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
             self._transport.post(action, self._shape(self._batches[action.micro_batch]))
         elif action.kind is Kind.REDUCE:
-            self.stages[action.stage].finish_reduction()
+            self.stages[action.stage].gradients.finish_reduction()
         else:
             assert action.kind is Kind.TIE, action
             self._reduce_tied()

@@ -94,44 +94,24 @@ class Stage:
         return y.detach()
 
     def backward(
-        self, micro_batch: int, gradient: Tensor | None, *, reduce: bool, last: bool, forward_follows: bool
+        self, micro_batch: int, gradient: Tensor | None, run: Callable[..., None], **how: bool
     ) -> Tensor | None:
-        """Run backward; return the gradient of the stage's input, None in the first stage.
+        """Run a backward, whole or its part for the input; return the gradient of the stage's input.
+
+        That is None in the first stage.
 
         Args:
             gradient: of the stage's output; None in the last stage.
-            reduce: reduce the gradients after this backward.
-            last: this is the step's last micro-batch.
-            forward_follows: this rank's next pass, apart from weight gradients, is a forward of this stage.
+            run: `gradients.backward` or `gradients.backward_input`.
+            how: the further arguments of `run`.
         """
-        arrived, begin = self._begin(micro_batch, gradient)
-        self.gradients.backward(micro_batch, begin, reduce=reduce, last=last, forward_follows=forward_follows)
-        return self._gradient(arrived)
-
-    def backward_input(self, micro_batch: int, gradient: Tensor | None, *, forward_follows: bool) -> Tensor | None:
-        """Run backward without the weights' gradients, which `backward_weight` computes later; return as `backward`."""
-        arrived, begin = self._begin(micro_batch, gradient)
-        self.gradients.backward_input(micro_batch, begin, forward_follows=forward_follows)
-        return self._gradient(arrived)
-
-    def backward_weight(self, micro_batch: int, *, reduce: bool, last: bool) -> None:
-        """Compute the weights' gradients of a micro-batch."""
-        self.gradients.backward_weight(micro_batch, reduce=reduce, last=last)
-
-    def finish_reduction(self) -> None:
-        """Wait for the reductions under way."""
-        self.gradients.finish_reduction()
-
-    def clear(self) -> None:
-        """Forget all micro-batches in flight."""
-        self._live.clear()
-
-    def _begin(self, micro_batch: int, gradient: Tensor | None) -> tuple[list[Tensor] | None, Callable[[], None]]:
         arrived, root = self._live.pop(micro_batch)
-        return arrived, lambda: torch.autograd.backward(root, gradient)
-
-    def _gradient(self, arrived: list[Tensor] | None) -> Tensor | None:
+        run(micro_batch, lambda: torch.autograd.backward(root, gradient), **how)
         if arrived is None:
             return None
         assert len(arrived) == 1, f"the input of stage {self.index} has no gradient"
         return arrived[0]
+
+    def clear(self) -> None:
+        """Forget all micro-batches in flight."""
+        self._live.clear()

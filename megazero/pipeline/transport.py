@@ -12,9 +12,8 @@ from torch import Tensor
 from megazero.comm.axes import Channel
 from megazero.comm.grid import Axis
 from megazero.comm.transport.p2p import PointToPoint, Receipt
-from megazero.schedules.actions import Action, Kind
+from megazero.schedules.actions import Action, B, F, Kind
 
-F, B = Kind.FORWARD, Kind.BACKWARD
 # For each transfer: the kind of pass that the message is for, and the offset of the other side's stage.
 _SENDS = {Kind.SEND_FORWARD: (F, 1), Kind.SEND_BACKWARD: (B, -1)}
 _RECEIVES = {Kind.RECEIVE_FORWARD: (F, -1), Kind.RECEIVE_BACKWARD: (B, 1)}

@@ -26,12 +26,10 @@ def regular(job: Job) -> bool:
     m, p, stages = job.micro_batches, job.pipeline, job.pipeline * job.chunks
     equal = job.shape.layers % stages == 0
     return {
-        "gpipe": True,
-        "1f1b": True,
         "interleaved": m % p == 0 and equal,
         "zb-h1": m >= p,
         "zb-v": m >= 2 * p - 1 and equal,
-    }[job.schedule]
+    }.get(job.schedule, True)
 
 
 def waits(job: Job, mean: PassTimes) -> float:
@@ -61,13 +59,11 @@ def bubble_of(schedule: str, ranks: int, chunks: int, passes: PassTimes) -> floa
     """
     f, b, w = passes.forward, passes.input + passes.again, passes.weight
     each = {
-        "gpipe": f + b + w,
-        "1f1b": f + b + w,
         "interleaved": (f + b + w) / chunks,
         "zb-h1": max(f + b - w, f),
         "zb-v": max(f, b, 2 * (b - w)) / 2,
     }
-    return (ranks - 1) * each[schedule]
+    return (ranks - 1) * each.get(schedule, f + b + w)
 
 
 def messages(job: Job, links: Links, system: System) -> float:

@@ -34,6 +34,7 @@ A pass is one kernel for each rank's part. Second shards (`zero.secondary_ranks`
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 from megazero.base.quantized import BLOCK
 from megazero.plan.flops import all_attention_flops, attention_flops, flops_per_token
@@ -103,14 +104,9 @@ class Compute:
 
     def block(self) -> PassTimes:
         """Return the times of one block for one micro-batch, the mean over all blocks."""
-        first, *others = self.shape.counted().items()
-        times = self._block(first[0])
-        if not others:
-            return times
-        mean = times.times(first[1] / self.shape.layers)
-        for kind, count in others:
-            mean = mean.plus(self._block(kind).times(count / self.shape.layers))
-        return replace(mean, columns=times.columns)
+        blocks = [(self._block(kind), count / self.shape.layers) for kind, count in self.shape.counted().items()]
+        mean = reduce(PassTimes.plus, (times.times(share) for times, share in blocks))
+        return replace(mean, columns=blocks[0][0].columns)
 
     def _block(self, kind: Kind) -> PassTimes:
         forward_products = self.products()

@@ -13,7 +13,7 @@ from megazero.base.quantized import BITS, BLOCK
 from megazero.plan.flops import block_costs
 from megazero.plan.model import Kind, Shape
 from megazero.plan.optimizers import ADAMW, AVERAGE, STATES, Optimizers
-from megazero.plan.placements import ALIGNMENT, STAGES, Placement, ZeroStage
+from megazero.plan.placements import ALIGNMENT, STAGES, Placement
 from megazero.schedules.layers import Layers, cut
 
 Home = Literal["none", "cpu", "nvme"]  # the tiers of offload: on the device, on the host, on disks
@@ -227,24 +227,19 @@ class Job:
         return "data" if self.replicas == 1 else "shard"
 
     @property
-    def placements(self) -> ZeroStage:
-        """Return the placements of model states along the axis over which they are sharded."""
-        return STAGES[self.stage]
-
-    @property
     def shards_parameters(self) -> bool:
         """True if parameters rest sharded, and are gathered where they are used (stage 3)."""
-        return self.placements.parameters is Placement.SHARD
+        return STAGES[self.stage].parameters is Placement.SHARD
 
     @property
     def shards_gradients(self) -> bool:
         """True if gradients rest sharded, and are reduced after each micro-batch (stages 2 and 3)."""
-        return self.placements.gradients is Placement.SHARD
+        return STAGES[self.stage].gradients is Placement.SHARD
 
     @property
     def shards_optimizer(self) -> bool:
         """True if each shard rank holds the optimizer state of its own shard and updates it (stages 1 to 3)."""
-        return self.placements.optimizer is Placement.SHARD
+        return STAGES[self.stage].optimizer is Placement.SHARD
 
     @property
     def kinds_kept(self) -> tuple[str, ...]:

@@ -230,7 +230,9 @@ def _core(shape: Shape, kind: Kind, documents: bool, *, ranks: int) -> tuple[Lay
         core=True,
         moments=(_blocks_moment(shape, kind),) if _is_blocked(shape, kind) else (),
     )
-    own = [_qk_norms(shape, ranks, rotated and shape.qk_norm_at == "after")] * normed + [_rotary(shape)] * rotated
+    moved = Width(split=2 * (q + kv))
+    rotary = Layer("rotary", core=True, forward=moved, backward=moved)
+    own = [_qk_norms(shape, ranks, rotated and shape.qk_norm_at == "after")] * normed + [rotary] * rotated
     return (*(own if shape.qk_norm_at == "before" else reversed(own)), core)
 
 
@@ -248,11 +250,6 @@ def _blocks_moment(shape: Shape, kind: Kind) -> Moment:
     # with a cap, queries of a group have keys and values of their own
     of_block = q * (queries + (1 + (kv < q)) * keys) if scores else 2 * (q * queries + kv * keys)
     return Moment("attention", Width(split=2 * q + of_block // s), wide=Width(split=2 * kv + 4 * scores))
-
-
-def _rotary(shape: Shape) -> Layer:
-    passed = Width(split=2 * (shape.width + shape.kv_width))
-    return Layer("rotary", core=True, forward=passed, backward=passed)
 
 
 def _qk_norms(shape: Shape, ranks: int, rotated: bool) -> Layer:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+ITERATIONS = 5  # of Muon's orthogonalisation, by default
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -170,6 +172,18 @@ class Wave:
         across = self.over_tensor(shard)
         whole = sum(across.back[tensor]) if self.tensors > 1 else 0
         return Buffers(parts, own * self.sharded, own * (self.sharded and self.tensors > 1), whole)
+
+
+def room(waves: Sequence[Wave], shard: int, tensor: int) -> tuple[list["Buffers"], int, list[tuple[int, int]]]:
+    """Return the memory that a rank allocates for all waves.
+
+    The buffers of two waves, or of the only one; the elements of the longest parameter that the rank owns; and the
+    shapes of its matrices, for `workspace`.
+    """
+    most = Buffers(*map(max, zip(*(wave.buffers(shard, tensor) for wave in waves), strict=True)))
+    own = [item.matrix for wave in waves for item in wave.owned(shard, tensor)]
+    longest = max((matrix.rows * matrix.columns for matrix in own), default=0)
+    return [most] * min(2, len(waves)), longest, [shape for matrix in own for shape in matrix.shapes]
 
 
 def workspace(shapes: Iterable[tuple[int, int]]) -> tuple[int, int]:

@@ -31,19 +31,15 @@ class Optimizers:
         """Return the names of the values that an optimizer keeps for an element."""
         return STATES[optimizer] + (AVERAGE,) * self.averages
 
-    def group_of(self, parameter: str) -> int:
-        """Return the number of the group that a parameter is in; -1: in none."""
-        return next((i for i, (pattern, _) in enumerate(self.groups) if fnmatchcase(parameter, pattern)), -1)
-
-    def of(self, parameter: str, *, hidden: bool) -> str:
-        """Return the optimizer of a parameter.
+    def of(self, parameter: str, *, hidden: bool) -> tuple[str, int]:
+        """Return the optimizer of a parameter, and the number of the group that it is in; -1: in none.
 
         Args:
             hidden: it is the weight of a matrix product inside of a block.
         """
-        group = self.group_of(parameter)
+        group = next((i for i, (pattern, _) in enumerate(self.groups) if fnmatchcase(parameter, pattern)), -1)
         asked = (self.groups[group][1] if group >= 0 else None) or self.name
-        return "adamw" if asked in WHOLE and not hidden else asked
+        return ("adamw" if asked in WHOLE and not hidden else asked), group
 
     @property
     def whole(self) -> bool:

@@ -9,7 +9,7 @@ optimizer state there, then the parameters too, and the inputs that recompute ke
 for them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, takewhile
 
@@ -19,6 +19,7 @@ from megazero.plan.layers import parameters
 from megazero.plan.machines import Machine
 from megazero.plan.memory import RankMemory, planned
 from megazero.plan.placements import stages_that_shard
+from megazero.plan.states import states
 from megazero.plan.time import StepTime, step_time
 
 # Memory that a job cannot use: the driver's own, loaded kernels, and gaps between tensors.
@@ -75,9 +76,9 @@ def everywhere(layout: Job, machine: Machine) -> Iterator[RankMemory]:
         yield planned(layout, rank, machine)
 
 
-def fullest(layout: Job, machine: Machine) -> RankMemory:
+def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
     """Return the memory of the rank that needs most on its device."""
-    return max(everywhere(layout, machine), key=lambda found: found.peak)
+    return max(ranks, key=lambda rank: rank.peak)
 
 
 def fits(found: RankMemory, machine: Machine) -> bool:
@@ -108,7 +109,7 @@ def search(job: Job, ranks: int, machine: Machine, allowed: Callable[[Job], bool
         for *_, layout in savings(one, tiers[-1])
     }
     least = next((layout for layout in sorted(frugal, key=lambda one: frugal[one]) if allowed(layout)), None)
-    nearest = None if least is None else Found(least, step_time(least, machine), fullest(least, machine))
+    nearest = None if least is None else Found(least, step_time(least, machine), fullest(everywhere(least, machine)))
     return Search([], len(layouts), nearest)
 
 
@@ -157,7 +158,7 @@ def _least(options: list[Job], machine: Machine, allowed: Callable[[Job], bool])
             continue
         ranks = list(takewhile(lambda rank: fits(rank, machine), everywhere(candidate, machine)))
         if len(ranks) == candidate.pipeline:
-            return Found(candidate, step_time(candidate, machine), max(ranks, key=lambda rank: rank.peak))
+            return Found(candidate, step_time(candidate, machine), fullest(ranks))
     return None
 
 
@@ -221,9 +222,6 @@ def _divisors(number: int, most: int | None = None) -> list[int]:
 
 def _hopeless(layout: Job, room: float) -> bool:
     """Return whether even half of a rank's even share of the model states exceeds `room` bytes."""
-    sizes = layout.bytes
-    shard = layout.shard if layout.shards_parameters else 1
-    each = sizes.parameter / shard + sizes.gradient / (layout.shard if layout.shards_gradients else 1)
-    each += sizes.optimizer / (layout.shard if layout.shards_optimizer else 1)
-    held = parameters(layout.shape) / (layout.tensor * layout.pipeline) * each
+    share = parameters(layout.shape) // (layout.tensor * layout.pipeline * layout.shard)
+    held = sum(states(share, layout.shard, layout.stage, layout.bytes).values())
     return held / 2 > room

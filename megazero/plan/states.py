@@ -15,13 +15,15 @@ element, or k = 2 m where p = m, because parameters are then their own masters:
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from megazero.plan.job import Bytes, Job
 from megazero.plan.layers import Layer, Weight, block, head
 from megazero.plan.model import Shape
 from megazero.plan.optimizers import Optimizers, order
 from megazero.plan.placements import ALIGNMENT, STAGES, Placement, aligned
+
+_ZONES = ("split", "whole", "partial")  # of a flat buffer, in their order
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class UnitSize:
     @cached_property
     def end(self) -> int:
         """Return the length of the flat buffer in elements, before it is padded to a multiple of the shards."""
-        return self.tail + self._length("whole") + self._length("partial")
+        return sum(map(self._length, _ZONES))
 
     def summed_from(self, *, sequence: bool) -> int | None:
         """Return the first element whose gradient is summed over the tensor axis; None: no gradient is."""
@@ -77,15 +79,9 @@ class UnitSize:
 
         They are placed as `zero/layout.py` does: by zone, then by optimizer and group.
         """
-
-        def key(weight: Weight) -> tuple[object, ...]:
-            name = self.full_name(weight)
-            place = order(optimizers.of(name, hidden=weight.matrix is not None), optimizers.group_of(name))
-            return ("split", "whole", "partial").index(weight.zone), *place
-
+        chosen = [(own, *optimizers.of(self.full_name(own), hidden=own.matrix is not None)) for own in self.weights]
         found, at = [], 0
-        for weight in sorted(self.weights, key=key):
-            optimizer = optimizers.of(self.full_name(weight), hidden=weight.matrix is not None)
+        for weight, optimizer, _ in sorted(chosen, key=lambda own: (_ZONES.index(own[0].zone), *order(*own[1:]))):
             found.append((weight, optimizer, at, at + self._numel(weight)))
             at = aligned(found[-1][3], alignment=self.alignment)
         return found
@@ -124,10 +120,8 @@ def units_of(job: Job, parts: Sequence[range] | None = None) -> Sequence[UnitSiz
 @cache
 def kept(unit: UnitSize, optimizers: Optimizers, bytes_: Bytes, elements: range) -> int:
     """Return the bytes of optimizer state of some elements of a unit's flat buffer, besides the masters."""
-    runs: list[tuple[str, int]] = []  # (optimizer, first element)
-    for _, optimizer, start, _ in unit.placed(optimizers):
-        if not runs or runs[-1][0] != optimizer:
-            runs.append((optimizer, start))
+    placed = groupby(unit.placed(optimizers), key=lambda own: own[1])
+    runs = [(optimizer, next(own)[2]) for optimizer, own in placed]  # (optimizer, first element)
     return sum(
         bytes_.kept(optimizers.states(optimizer)) * max(0, min(end, elements.stop) - max(start, elements.start))
         for (optimizer, start), (_, end) in pairwise([*runs, ("", elements.stop)])

@@ -13,7 +13,7 @@ from megazero.base.yaml_text import parse_yaml
 from megazero.plan.job import Job
 from megazero.plan.liveness import liveness
 from megazero.plan.machines import MACHINES, Machine
-from megazero.plan.memory import DISK, HOST, RankMemory, memory
+from megazero.plan.memory import RankMemory, memory
 
 TIME_ERROR = 0.20  # four of five published rows that no fit has used are this close (docs/published.md)
 UNCERTAINTY = f"time: +-{100 * TIME_ERROR:.0f} % on published systems; this engine: measured on a single H100, +-8 %"
@@ -63,8 +63,7 @@ class System:
         if self.stored_scores:
             held["scores"] = _scores(job, rank)
         if self.allocator:
-            on_device = sum(size for category, size in held.items() if not category.startswith((HOST, DISK)))
-            held["allocator"] = int(self.allocator * on_device)
+            held["allocator"] = int(self.allocator * RankMemory(held, found.cause).peak)
         return RankMemory(held, found.cause)
 
     def sent(self, job: Job, found: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:

@@ -98,7 +98,8 @@ def flows(own: Share, shard_rank: int | None = None, tensor_rank: int | None = N
         yield _heads(own, tensor_rank)
     yield from _tails(own, job.shard - 1 if shard_rank is None else shard_rank)
     yield from _matrices(own, shard_rank, tensor_rank)
-    yield from _pipeline(own)
+    for purpose, stages in (("activations", own.sends), ("gradients", own.returns)):
+        yield Flow("pipeline", purpose, job.micro_batches * stages, job.micro_batches * stages * job.stream)
     yield from _scalars(own)
     yield from _gradients_away(own)
     if job.offload_optimizer == "nvme":
@@ -110,7 +111,8 @@ def flows(own: Share, shard_rank: int | None = None, tensor_rank: int | None = N
     if job.parameters_away:
         yield from _parameters_away(own)
     if job.recompute == "full" and job.offload != "none":
-        yield from _inputs_away(own)
+        ops = job.micro_batches * own.blocks
+        yield from _back_and_out(_AXIS[job.offload], "inputs", ops, ops * kept_input(job))
 
 
 def _gradients(own: Share) -> Iterator[Flow]:
@@ -221,12 +223,6 @@ def _tails(own: Share, shard_rank: int) -> Iterator[Flow]:
             yield from _back_and_out(_AXIS[job.gradients_home], "gradients", unit.count, unit.count * length * item)
 
 
-def _pipeline(own: Share) -> Iterator[Flow]:
-    size, m = own.job.stream, own.job.micro_batches
-    yield Flow("pipeline", "activations", m * own.sends, m * own.sends * size)
-    yield Flow("pipeline", "gradients", m * own.returns, m * own.returns * size)
-
-
 def _scalars(own: Share) -> Iterator[Flow]:
     """Yield the sums of the tied weight's gradient, the norm and the loss."""
     job = own.job
@@ -283,15 +279,7 @@ def _parameters_away(own: Share) -> Iterator[Flow]:
         yield Flow(there, "parameters out", own.count, own.updated * item)
 
 
-def _inputs_away(own: Share) -> Iterator[Flow]:
-    """Yield the copies of inputs that full recompute offloads."""
-    job = own.job
-    each, ops = kept_input(job), job.micro_batches * own.blocks
-    yield Flow(_AXIS[job.offload], "inputs out", ops, ops * each)
-    yield Flow(_AXIS[job.offload], "inputs back", ops, ops * each)
-
-
 def _back_and_out(axis: str, what: str, ops: int, size: int) -> Iterator[Flow]:
-    """Yield the copies of data that is brought from host or disks, changed, and written back."""
+    """Yield the copies of data that is brought from host or disks, and of as much that is written there."""
     yield Flow(axis, f"{what} back", ops, size)
     yield Flow(axis, f"{what} out", ops, size)

@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from functools import cache
 
 from megazero.plan.job import Job
-from megazero.plan.matrices import Buffers, Item, Wave, waves_of, workspace
+from megazero.plan.matrices import ITERATIONS, Item, Wave, room, waves_of, workspace
 from megazero.plan.optimizers import WHOLE
 from megazero.plan.states import units_of
-
-_ITERATIONS = 5
 
 
 @cache
@@ -42,11 +40,9 @@ def memory(job: Job, rank: int, shard: int, tensor: int) -> int:
     found = waves(job, rank) if job.optimizers.whole else ()
     if not found:
         return 0
-    most = Buffers(*map(max, zip(*(wave.buffers(shard, tensor) for wave in found), strict=True)))
-    matrices = [item.matrix for wave in found for item in wave.owned(shard, tensor)]
-    longest = max((matrix.rows * matrix.columns for matrix in matrices), default=0)
-    wide, square = workspace(shape for matrix in matrices for shape in matrix.shapes)
-    return job.bytes.whole * (min(2, len(found)) * sum(most) + longest + 2 * wide + 2 * square)
+    buffers, longest, shapes = room(found, shard, tensor)
+    wide, square = workspace(shapes)
+    return job.bytes.whole * (sum(map(sum, buffers)) + longest + 2 * wide + 2 * square)
 
 
 def messages(job: Job, rank: int, shard: int, tensor: int) -> Iterator[tuple[str, int, int]]:
@@ -67,5 +63,5 @@ def operations(job: Job, rank: int) -> float:
         work = Counter[int]()
         for item, owner in zip(wave.items, wave.owners, strict=True):
             work[owner] += sum(4 * min(shape) ** 2 * max(shape) + 2 * min(shape) ** 3 for shape in item.matrix.shapes)
-        found += _ITERATIONS * max(work.values())
+        found += ITERATIONS * max(work.values())
     return found

@@ -70,7 +70,7 @@ def _logical(built: Built, kinds: list[str]) -> Iterator[tuple[str, Logical]]:
     """Yield each parameter of the model, with its kinds of values if they are not all of these."""
     for name, parameter in built.model.named_parameters():
         declared = declaration_of(parameter)
-        own = [WEIGHT, *built.optimizers.states(built.optimizers.of(name, hidden=declared.matrix is not None))]
+        own = [WEIGHT, *built.optimizers.states(built.optimizers.of(name, hidden=declared.matrix is not None)[0])]
         yield name, Logical(shape=list(declared.shape), pieces=[], kinds=None if own == kinds else own)
 
 

@@ -102,14 +102,9 @@ class Schedule:
         return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
 
 
-def forwards(stage: int, micro_batches: Iterable[int]) -> Iterator[Action]:
-    """Return the forwards of a stage, in order."""
-    return (Action(stage, Kind.FORWARD, m) for m in micro_batches)
-
-
-def backwards(stage: int, micro_batches: Iterable[int]) -> Iterator[Action]:
-    """Return the backwards of a stage, in order."""
-    return (Action(stage, Kind.BACKWARD, m) for m in micro_batches)
+def passes(stage: int, kind: Kind, micro_batches: Iterable[int]) -> Iterator[Action]:
+    """Return the actions of one kind in a stage, in order."""
+    return (Action(stage, kind, m) for m in micro_batches)
 
 
 def before_forward(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:

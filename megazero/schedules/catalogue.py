@@ -19,12 +19,12 @@ micro-batches that do not exist are removed, which keeps the order of all others
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from megazero.schedules.actions import Action, B, F, I, Kind, Schedule, W, backwards, forwards
+from megazero.schedules.actions import Action, B, F, I, Kind, Schedule, W, passes
 
 
 def gpipe(p: int, m: int) -> Schedule:
     """Return the schedule of all forwards, then all backwards."""
-    ranks = tuple((*forwards(r, range(m)), *backwards(r, range(m))) for r in range(p))
+    ranks = tuple((*passes(r, F, range(m)), *passes(r, B, range(m))) for r in range(p))
     return Schedule("gpipe", m, tuple(range(p)), ranks)
 
 
@@ -33,11 +33,11 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
     def rank(r: int) -> Iterator[Action]:
         ahead = min(p - 1 - r, m)
-        yield from forwards(r, range(ahead))
+        yield from passes(r, F, range(ahead))
         for k in range(m - ahead):
             yield Action(r, F, ahead + k)
             yield Action(r, B, k)
-        yield from backwards(r, range(m - ahead, m))
+        yield from passes(r, B, range(m - ahead, m))
 
     return Schedule("1f1b", m, tuple(range(p)), tuple(tuple(rank(r)) for r in range(p)))
 
@@ -76,14 +76,14 @@ def zb_h1(p: int, m: int) -> Schedule:
 
     def rank(r: int) -> Iterator[Action]:
         ahead = min(p - 1 - r, m)
-        yield from forwards(r, range(ahead))
+        yield from passes(r, F, range(ahead))
         for k in range(m):
             if ahead + k < m:
                 yield Action(r, F, ahead + k)
             yield Action(r, I, k)
             if k >= r:
                 yield Action(r, W, k - r)
-        yield from (Action(r, W, k) for k in range(max(m - r, 0), m))
+        yield from passes(r, W, range(max(m - r, 0), m))
 
     return Schedule("zb-h1", m, tuple(range(p)), tuple(tuple(rank(r)) for r in range(p)))
 

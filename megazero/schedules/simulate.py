@@ -15,6 +15,7 @@ backward.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megazero.schedules.actions import COMPUTE, Action, B, F, I, Kind, Schedule, W
 from megazero.schedules.check import played
@@ -106,11 +107,9 @@ def simulate(schedule: Schedule, costs: Sequence[Costs] | None = None, transfer:
 
 def peak_live(schedule: Schedule) -> list[int]:
     """Return for each rank the largest number of (stage, micro-batch) pairs with activations kept at once."""
-    peaks = []
-    for actions in schedule.ranks:
-        live = most = 0
-        for action in actions:
-            live += {F: 1, B: -1, W: -1}.get(action.kind, 0)
-            most = max(most, live)
-        peaks.append(most)
-    return peaks
+    return list(map(most_live, schedule.ranks))
+
+
+def most_live(actions: Sequence[Action]) -> int:
+    """Return the largest number of forwards whose activations a rank holds at once, through its actions."""
+    return max(accumulate({F: 1, B: -1, W: -1}.get(action.kind, 0) for action in actions), default=0)

@@ -7,6 +7,7 @@ gather of each unit's updated parameters starts right after its update, and the 
 needs it.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -72,10 +73,11 @@ class Gather:
             while sum(pending.unread for _, pending in self._coming.values()) > MOST_UNREAD // 2:
                 self.unshard([next(iter(self._coming))])
 
-    def reshard(self, units: list[Unit]) -> None:
-        """Free the gathered parameters of units that are not needed for now."""
+    def reshard(self, units: list[Unit], needed: Sequence[Unit] = ()) -> None:
+        """Free the gathered parameters of units that are not among those needed next."""
         for unit in units:
-            unit.parameters.release()
+            if unit not in needed:
+                unit.parameters.release()
 
     def reshard_all(self, units: list[Unit]) -> None:
         """Free all units, also those still being gathered, except `following`: the next update makes values stale."""

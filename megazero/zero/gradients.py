@@ -48,7 +48,7 @@ class DeliveryCounter:
 
     def __init__(self, unit: str):
         self._unit = unit
-        self._by_micro_batch: dict[int, Deliveries] = {}
+        self._by_micro_batch: defaultdict[int, Deliveries] = defaultdict(Deliveries)
         self._delivered: set[str] = set()
         self.micro_batch = 0
         self.on_complete: Callable[[], object] = lambda: None
@@ -56,9 +56,7 @@ class DeliveryCounter:
 
     def expect(self, parameter: str) -> None:
         """Announce a use of a parameter in forward, or in a forward that is recomputed."""
-        deliveries = self._by_micro_batch.get(self.micro_batch)
-        if deliveries is None:
-            deliveries = self._by_micro_batch[self.micro_batch] = Deliveries()
+        deliveries = self._by_micro_batch[self.micro_batch]
         assert deliveries.left or not deliveries.due, f"{parameter} is used after the backward of {self._now}"
         deliveries.due[parameter] += 1
         deliveries.left += 1
@@ -127,11 +125,7 @@ class GradientAccumulator:
 
     def add(self, gradient: Tensor) -> None:
         """Deliver a gradient of the parameter's shape."""
-        if self.counter.deferred is None:
-            self.write(gradient)
-            self.counter.delivered(self.name)
-        else:
-            self._defer(self.write, gradient)
+        self._deliver(self.write, gradient)
 
     def add_sum(self, rows: Tensor) -> None:
         """Deliver `rows` summed over dim 0; in one pass if the buffer has the sum's dtype."""
@@ -148,19 +142,11 @@ class GradientAccumulator:
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Deliver the gradient left @ right."""
-        if self.counter.deferred is None:
-            self.write_product(left, right)
-            self.counter.delivered(self.name)
-        else:
-            self._defer(self.write_product, left, right)
+        self._deliver(self.write_product, left, right)
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:
         """Deliver a gradient that is zero except for some rows: row `rows[i]` gets `values[i]`; rows may repeat."""
-        if self.counter.deferred is None:
-            self.write_rows(rows, values)
-            self.counter.delivered(self.name)
-        else:
-            self._defer(self.write_rows, rows, values)
+        self._deliver(self.write_rows, rows, values)
 
     def close(self) -> None:
         """Write zeros if nothing has been delivered."""
@@ -168,16 +154,16 @@ class GradientAccumulator:
             self.view.zero_()
             self.fresh = False
 
-    def _defer(self, write: Callable[..., None], *tensors: Tensor) -> None:
-        """Defer write(*tensors) and the count of this delivery: append a function to `counter.deferred`."""
-        assert self.counter.deferred is not None
-        held = [tensor.detach() for tensor in tensors]  # the tensors themselves would hold the graph
+    def _deliver(self, write: Callable[..., None], *tensors: Tensor) -> None:
+        """Call write(*tensors) and count a delivery, now or, if deliveries are deferred, later."""
+        if (deferred := self.counter.deferred) is None:
+            self._deliver_now(write, *tensors)
+        else:  # the tensors themselves would hold the graph
+            deferred.append(partial(self._deliver_now, write, *(tensor.detach() for tensor in tensors)))
 
-        def deliver() -> None:
-            write(*held)
-            self.counter.delivered(self.name)
-
-        self.counter.deferred.append(deliver)
+    def _deliver_now(self, write: Callable[..., None], *tensors: Tensor) -> None:
+        write(*tensors)
+        self.counter.delivered(self.name)
 
     def write(self, gradient: Tensor) -> None:
         """Write a gradient of the parameter's shape, which may be wider than the buffer, or add it to earlier ones."""

@@ -60,8 +60,7 @@ class _Call:
 
     def post_backward(self, _: object = None) -> None:
         """Release the layer's units, except those that the layer before needs."""
-        next_units = self.before.needed if self.before is not None else []
-        self.gather.reshard([unit for unit in self.units if unit not in next_units])
+        self.gather.reshard(self.units, self.before.needed if self.before is not None else ())
 
 
 class ShardedLayer:
@@ -107,7 +106,7 @@ class ShardedLayer:
         if torch.is_grad_enabled():
             return self._with_backward(x, arguments, next_units)
         y = self.layer(x, *arguments)
-        self._release(next_units)
+        self._gather.reshard(self.units, next_units)
         return y
 
     def _with_backward(self, x: Tensor, arguments: Sequence[Any], next_units: list[Unit]) -> Tensor:
@@ -122,9 +121,6 @@ class ShardedLayer:
         with saved_places(gathered, call.needed):
             y = self.layer(x, *arguments)
         if not self.keep:
-            self._release(next_units)
+            self._gather.reshard(self.units, next_units)
         before_backward(y, call.pre_backward)
         return y
-
-    def _release(self, next_units: list[Unit]) -> None:
-        self._gather.reshard([unit for unit in self.units if unit not in next_units])

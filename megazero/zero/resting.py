@@ -70,10 +70,9 @@ class RestingState:
 
     def __init__(self, layout: UnitLayout, axes: UnitAxes, resources: Resources, *, trainable: bool):
         self._layout, self._axes, self._device, self.trainable = layout, axes, resources.device, trainable
-        self._offload, precision = resources.offload, resources.precision
-        self.precision = precision
-        self.paged = resources.offload.paged
-        offload = self._offload
+        self._offload = offload = resources.offload
+        self.precision = precision = resources.precision
+        self.paged = offload.paged
         stage, updater = axes.stage, offload.optimizer
         self.numel = layout.padded(axes.shard.size)
         self.shard = shard_slice(self.numel, stage.optimizer, axes.shard)

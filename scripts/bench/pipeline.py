@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from any folder, also without an installation
@@ -188,12 +189,12 @@ def costs_of_parts(rank: int, size: int, store: str) -> tuple[list[float], list[
                 x = timed(i, 0, lambda stage=stage, x=x, m=m, feed=feed: stage.forward(m, x, feed))
             gradient = None
             for i, stage in reversed(list(enumerate(stages))):
-                gradient = timed(
-                    i, 1, lambda stage=stage, g=gradient, m=m: stage.backward_input(m, g, forward_follows=False)
-                )
-                timed(i, 2, lambda stage=stage, m=m: stage.backward_weight(m, reduce=m == 1, last=m == 1))
+                own = stage.gradients
+                back = partial(stage.backward, m, gradient, own.backward_input, forward_follows=False)
+                gradient = timed(i, 1, back)
+                timed(i, 2, lambda own=own, m=m: own.backward_weight(m, reduce=m == 1, last=m == 1))
         for stage in stages:
-            stage.finish_reduction()
+            stage.gradients.finish_reduction()
         began = time.perf_counter()
         built.engine.finish_step(LR)
         updates.append(time.perf_counter() - began)

@@ -55,7 +55,7 @@ class EchoGroup(FakeProcessGroup):
         if self._inner is not None:
             return _under_way(nccl_gather(other, own, group=self._inner, async_op=True))
         other.copy_(own)
-        return super().all_gather_single(whole, part)
+        return super().allreduce(whole, part)
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
         """Copy this rank's half of `x` to `out`, without another rank's summand."""
@@ -64,12 +64,12 @@ class EchoGroup(FakeProcessGroup):
             return _under_way(nccl_scatter(result, own, group=self._inner, async_op=True))
         if not same_place(result, own):
             result.copy_(own)
-        return super().reduce_scatter_single(out, x)
+        return super().allreduce(out, x)
 
     def all_to_all_single(self, out: Tensor, x: Tensor, *options: Any) -> dist.Work:
         """Copy `x` to `out`."""
         out.copy_(x)
-        return super().all_to_all_single(out, x)
+        return super().allreduce(out, x)
 
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
@@ -79,7 +79,7 @@ class EchoGroup(FakeProcessGroup):
         """Receive zeros."""
         for x in tensors:
             x.zero_()
-        return super().recv(tensors)
+        return super().allreduce(tensors)
 
 
 def _under_way(work: dist.Work | None) -> dist.Work:

@@ -14,7 +14,7 @@ from megazero.kernels.operations import REFERENCE
 from megazero.optim.elements import Settings
 from megazero.optim.groups import Groups
 from megazero.optim.mixture import Mixture
-from megazero.optim.orthogonal import Orthogonaliser
+from megazero.optim.muon import Orthogonaliser
 from megazero.plan.matrices import Item, Matrix, waves_of
 from megazero.zero.layout import Entry, lay_out
 from megazero.zero.placement import Precision, UnitAxes

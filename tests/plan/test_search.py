@@ -137,7 +137,7 @@ def test_what_the_paper_could_not_hold() -> None:
             recompute=recompute,
         )
 
-    assert fits(fullest(job(gpt(62, 4096, 32), 2, 2), v100), v100)
-    assert not fits(fullest(job(gpt(62, 4096, 32), 2, 1), v100), v100)
-    assert fits(fullest(job(gpt(24, 1920, 16), 8, 0), v100), v100)
-    assert not fits(fullest(job(gpt(54, 1920, 16), 1, 0), v100), v100)
+    assert fits(fullest(everywhere(job(gpt(62, 4096, 32), 2, 2), v100)), v100)
+    assert not fits(fullest(everywhere(job(gpt(62, 4096, 32), 2, 1), v100)), v100)
+    assert fits(fullest(everywhere(job(gpt(24, 1920, 16), 8, 0), v100)), v100)
+    assert not fits(fullest(everywhere(job(gpt(54, 1920, 16), 1, 0), v100)), v100)

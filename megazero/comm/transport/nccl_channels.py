@@ -18,6 +18,8 @@ class NcclChannels:
     Every rank of the world calls each split, in the same order. One split makes the communicators of several channels.
     """
 
+    unsent: int | None = None  # the host never waits for a message
+
     def __init__(self, axis: Axis, channels: list[Channel], everyone: Sequence[Channel], device: torch.device):
         self._groups: dict[int, dist.ProcessGroup] = {}
         self._works: deque[dist.Work] = deque()  # sends under way: each keeps its message alive
@@ -51,11 +53,6 @@ class NcclChannels:
             else:
                 self.post(channel, 0, x)[0]()
             synchronize(self._device)
-
-    @property
-    def unsent(self) -> int | None:
-        """Return None: the host never waits for a message."""
-        return None  # the host never waits
 
     def send(self, channel: Channel, number: int, x: Tensor) -> None:
         """Queue a message on the GPU."""

@@ -33,18 +33,10 @@ OFFLOADS = [
 CODES = [{"quantize_parameters": "int8"}, {"quantize_gradients": "int8"}]
 CODES += [{"quantize_parameters": "int8", "quantize_gradients": "int4"}]
 CODES += [{"quantize_gradients": "int8", "error_feedback": True}]
-# The cover contains every pair of values of these options that occurs in any layout.
-_PAIRED = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
-_PAIRED += (
-    "schedule",
-    "loss_chunk",
-    "recompute",
-    "offloaded",
-    "delayed",
-    "parameter_bits",
-    "gradient_bits",
-    "error_feedback",
-)
+# The options in which layouts differ. The cover contains every pair of values of `_PAIRED` that occurs in any layout.
+OPTIONS = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
+OPTIONS += ("schedule", "recompute", "delayed", "parameter_bits", "gradient_bits", "error_feedback")
+_PAIRED = (*OPTIONS, "loss_chunk", "offloaded")
 
 
 def layouts_of(config: Config, max_ranks: int) -> list[Job]:

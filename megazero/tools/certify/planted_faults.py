@@ -142,7 +142,7 @@ def _dropouts(rig: Rig) -> list[Any]:
 def _regions(rig: Rig) -> list[Any]:
     layer = rig.built.model.blocks[0]
     assert isinstance(layer, Block)
-    return [layer.attention.qkv.product.region]
+    return [layer.attention.projection.region]
 
 
 def _arenas(rig: Rig) -> list[Any]:

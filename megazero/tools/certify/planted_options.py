@@ -41,10 +41,6 @@ def _joins(rig: Rig) -> list[Any]:
     return [part.join for part in parts if part is not None]
 
 
-def _embedding(rig: Rig) -> list[Any]:
-    return [rig.built.model.embedding]
-
-
 def _loss(rig: Rig) -> list[Any]:
     return [rig.built.model.head.loss]
 
@@ -77,10 +73,6 @@ def _with(name: str) -> Plant:
     return plant
 
 
-def _computes(name: str, shape: Shape) -> bool:
-    return shape.activation == name
-
-
 def _kinds(shape: Shape) -> set[Rope | None]:
     return {shape.rope_of(kind) for kind in shape.kinds}
 
@@ -94,14 +86,10 @@ def _norms_and_turns(shape: Shape) -> bool:
     return shape.qk_norm != "none" and _kinds(shape) != {None}
 
 
-def _windows(shape: Shape) -> list[int | None]:
-    return [shape.window_of(kind) for kind in shape.kinds]
-
-
 _blocked = partial(changed, _all(Attention), "blocked")
 _rope = partial(changed, _rotaries, "rope")
 _UNSCALED_TOKENS, _UNSCALED_BRANCHES, _UNSCALED_LOGITS = (
-    changed(parts, "_scale", lambda _: 1.0) for parts in (_embedding, _joins, _loss)
+    changed(parts, "_scale", lambda _: 1.0) for parts in (lambda rig: [rig.built.model.embedding], _joins, _loss)
 )
 _WIDER = _blocked(lambda it: it and replace(it, window=it.window and it.window + 1))
 _UNCAPPED = _blocked(lambda it: it and replace(it, cap=None))
@@ -123,7 +111,7 @@ def _fault(name: str, what: str, plant: Plant, needs: Needs, layout: Variant = A
 
 
 OPTION_FAULTS = (
-    _fault("wider-window", "a window has one token too many", _WIDER, lambda it: any(_windows(it))),
+    _fault("wider-window", "a window has one token too many", _WIDER, lambda it: any(map(it.window_of, it.kinds))),
     _fault(
         "other-positions", "blocks have the positions of the next", _shift_positions, lambda it: len(_kinds(it)) > 1
     ),
@@ -142,12 +130,8 @@ OPTION_FAULTS = (
     _fault("no-z-loss", "the loss lacks the term of log Z", _NO_Z, lambda it: it.z_loss != 0),
     *(
         _fault(
-            f"not-{name}",
-            f"it is {other}",
-            _with(other),
-            partial(_computes, name),
-            ALONE,
-            "erf" in name + other,
+            *(f"not-{name}", f"it is {other}", _with(other), lambda it, name=name: it.activation == name),
+            small="erf" in name + other,
         )
         for name, other in _OTHER.items()
     ),

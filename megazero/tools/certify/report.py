@@ -8,6 +8,7 @@ from typing import Any
 from megazero.base.terminal import WIDEST_TABLE, wrapped
 from megazero.config.schema import Config
 from megazero.tools.certify.certify import Row, tolerance_for
+from megazero.tools.certify.layouts import OPTIONS
 
 # For each column of numbers: its name, its measures, its tolerance.
 _COLUMNS = (
@@ -19,9 +20,7 @@ _COLUMNS = (
     ("update", ("update",), "states"),
     ("size", ("size of updates",), "sizes"),
 )
-_SHOWN = ("tensor", "pipeline", "data", "stage", "shard_ranks", "secondary_ranks", "sequence", "tensor_chunks")
-_SHOWN += ("schedule", "chunks", "recompute", "partition", "parameter_bits", "gradient_bits", "error_feedback")
-_SHOWN += ("delayed",)  # fields of a layout in JSON
+_SHOWN = (*OPTIONS, "chunks", "partition")  # fields of a layout in JSON
 _AWAY = {"cpu": "host", "nvme": "disk"}  # where kept block inputs rest, in JSON
 
 

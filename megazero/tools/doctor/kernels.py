@@ -39,7 +39,8 @@ def kernels(config: Config, device: torch.device) -> Iterator[Finding]:
     for family, operations in FAMILIES.items():
         times, used = dict[str, float](), [name for name in operations if not any(word in name for word in unused)]
         for name in used:
-            for implementation, seconds in _times(name, implementations, sizes, Draw(dtype, _generator(device))):
+            draw = Draw(dtype, torch.Generator(device).manual_seed(0))
+            for implementation, seconds in _times(name, implementations, sizes, draw):
                 times[implementation] = times.get(implementation, 0.0) + seconds
         if used:
             yield _finding(family, times, _taken(auto, used[0], implementations))
@@ -101,10 +102,4 @@ def _taken(auto: Operations, name: str, implementations: dict[str, Operations]) 
     """Return the implementation that `auto` takes for an operation."""
     call = getattr(auto, name)
     found = [each for each, ops in implementations.items() if getattr(ops, name) is call]
-    return (
-        found[-1] if found else "reference"
-    )  # the reference is the last: others hold its functions where they lack one
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.Generator(device).manual_seed(0)
+    return found[-1] if found else "reference"  # the last: others hold its functions where they lack one

@@ -22,6 +22,7 @@ from torch import Tensor
 from megazero.base.errors import UserError
 from megazero.comm.collectives import CollectiveError, all_reduce, start_all_gather_in_place
 from megazero.comm.grid import Axis, make_grid, single
+from megazero.comm.nccl import synchronize
 from megazero.launcher.environment import RankContext
 from megazero.launcher.rendezvous import connect, disconnect
 from megazero.launcher.spawn import run_local
@@ -35,7 +36,6 @@ from megazero.tools.doctor.speed import (
     launch_seconds,
     matmul_flops,
     seconds_of,
-    wait,
 )
 
 SHARED, SOCKETS, NCCL = "shared memory", "sockets", "NCCL"
@@ -201,7 +201,7 @@ def _compute(axis: Axis, device: torch.device, notes: _Notes, size: int) -> None
 def _meet(axis: Axis, device: torch.device) -> None:
     """Wait for all ranks, so that they start the next measurement together."""
     all_reduce(torch.zeros(1, device=device), axis, "doctor")
-    wait(device)
+    synchronize(device)
 
 
 def _collectives(axis: Axis, device: torch.device, road: str, notes: _Notes, size: int) -> None:

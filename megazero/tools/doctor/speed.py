@@ -16,6 +16,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from megazero.comm.nccl import synchronize
+
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _SMALLEST = 256  # rows of a matrix
@@ -93,14 +95,8 @@ def best_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of one call, including its work on the device."""
-    wait(device)
+    synchronize(device)
     began = time.perf_counter()
     work()
-    wait(device)
+    synchronize(device)
     return time.perf_counter() - began
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device has done all queued work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

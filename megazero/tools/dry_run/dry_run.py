@@ -13,7 +13,6 @@ whether the host has its own memory) follow the declared device.
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,8 @@ from megazero.kernels.select import choose, for_host
 from megazero.plan.memory import DISK, HOST, RankMemory, memory
 from megazero.plan.traffic import traffic
 from megazero.run.planned import fuses
-from megazero.schedules.actions import Action, B, F, W
+from megazero.schedules.actions import Action
+from megazero.schedules.simulate import most_live
 from megazero.tools.dry_run.idle_disk import IdleDisk
 from megazero.tools.dry_run.timeline import MemoryTimeline, RecordingLedger
 
@@ -140,7 +140,9 @@ def two_steps(
         behind = set(actions[left:])  # actions after the micro-batches that are left out
 
         def bring(batch: MicroBatch) -> StageInputs:
-            return feed(_copy(batch) if device == "cuda" else batch, index, True)
+            if device == "cuda":  # which holds a copy
+                batch = replace(batch, **{k: x.clone() for k, x in vars(batch).items() if isinstance(x, Tensor)})
+            return feed(batch, index, True)
 
         def describe(action: Action) -> str | None:
             more = left_out if action in behind else 0
@@ -179,16 +181,11 @@ def _enough(actions: Callable[[int], Sequence[Action]], micro_batches: int, rank
         ranks: number of pipeline ranks.
         period: number of micro-batches after which the schedule repeats.
     """
-    highest = _most_live(actions(micro_batches))
+    highest = most_live(actions(micro_batches))
     for number in range(micro_batches % period + ranks + 2 * period, micro_batches - period, period):
-        if _most_live(actions(number)) == highest:
+        if most_live(actions(number)) == highest:
             return number + period
     return micro_batches
-
-
-def _most_live(actions: Sequence[Action]) -> int:
-    """Return the largest number of forwards whose activations a rank holds at once."""
-    return max(accumulate({F: 1, B: -1, W: -1}.get(action.kind, 0) for action in actions))
 
 
 def _step(
@@ -238,12 +235,6 @@ def _batch(config: Config) -> MicroBatch:
         ((shape[0],),) * shape[1] if eod else None,
         torch.empty(config.batch.rows, dtype=torch.int64),
     )
-
-
-def _copy(batch: MicroBatch) -> MicroBatch:
-    """Return a copy of a micro-batch, as a device holds it."""
-    tensors = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    return replace(batch, **tensors)
 
 
 def _name_places(model: nn.Module, timeline: MemoryTimeline) -> list[torch.utils.hooks.RemovableHandle]:

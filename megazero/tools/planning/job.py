@@ -23,7 +23,7 @@ from megazero.plan.layers import parameters
 from megazero.plan.links import split_by_node
 from megazero.plan.machines import MACHINES, Machine
 from megazero.plan.memory import RankMemory, planned
-from megazero.plan.search import Found, Search, fits, savings, search, usable
+from megazero.plan.search import Found, Search, fits, fullest, savings, search, usable
 from megazero.plan.states import saved
 from megazero.plan.systems import OURS, TIME_ERROR, UNCERTAINTY, System
 from megazero.plan.time import StepTime, step_time
@@ -90,7 +90,7 @@ class Plan:
     @property
     def fullest(self) -> RankMemory:
         """Return the memory of the rank that holds most on its device."""
-        return _fullest(self.ranks)
+        return fullest(self.ranks)
 
     @cached_property
     def time(self) -> StepTime:
@@ -127,7 +127,7 @@ def plan(config: Config, ranks: int, machine: Machine, tokens: float | None = No
     _check_peak(config, machine)
     course = Course(sized(config, ranks, machine))
     parts = [(part, job := job_of(part.config, ranks), _ranks(job, machine, system)) for part in course.parts]
-    part, job, found = max(parts, key=lambda each: _fullest(each[2]).peak)
+    part, job, found = max(parts, key=lambda each: fullest(each[2]).peak)
     words = f"{part.name or 'after the last stage'}, which needs most memory" if len(parts) > 1 else ""
     whole = float(course.tokens(config.run.steps)) if tokens is None else tokens
     return Plan(job, machine, system, found, whole, _steps(course, whole), words)
@@ -178,7 +178,8 @@ def as_json(found: Plan) -> dict[str, Any]:
         if each.loss_chunk == 0
         for one in [replace(each, loss_chunk=job.loss_chunk)]
     }
-    sent = _most_sent(job, found.system)
+    each = [found.system.sent(job, traffic(job, rank)) for rank in range(job.pipeline)]
+    sent = max(each, key=lambda sent: sum(sum(purposes.values()) for purposes in sent.values()))  # of one rank
     hours = found.tokens / (found.time.tokens_per_second_per_device * job.ranks) / 3600
     return {
         "parameters": parameters(job.shape),
@@ -193,7 +194,7 @@ def as_json(found: Plan) -> dict[str, Any]:
             "logits_bytes": logits(job),
             "communicators": [asdict(one) for one in made],
             "ranks": [_memory(rank) for rank in found.ranks],
-            "settings": {words: _memory(_fullest(ranks)) for words, ranks in settings.items()},
+            "settings": {words: _memory(fullest(ranks)) for words, ranks in settings.items()},
         },
         "traffic": sent,
         "traffic_by_node": split_by_node(job, sent, machine.devices_per_node),
@@ -217,19 +218,9 @@ def search_as_json(found: Search, machine: Machine) -> dict[str, Any]:
     return {"tried": found.tried, "best": [_row(one, machine) for one in found.best]}
 
 
-def _most_sent(job: Job, system: System) -> dict[str, dict[str, int]]:
-    """Return the bytes of the rank that sends most, by axis and purpose."""
-    ranks = (system.sent(job, traffic(job, rank)) for rank in range(job.pipeline))
-    return max(ranks, key=lambda sent: sum(sum(purposes.values()) for purposes in sent.values()))
-
-
 def _ranks(job: Job, machine: Machine, system: System) -> list[RankMemory]:
     """Return the memory of every rank of a pipeline."""
     return [planned(job, rank, machine, system.memory(job, rank)) for rank in range(job.pipeline)]
-
-
-def _fullest(ranks: list[RankMemory]) -> RankMemory:
-    return max(ranks, key=lambda rank: rank.peak)
 
 
 def _memory(rank: RankMemory) -> dict[str, Any]:
