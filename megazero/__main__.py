@@ -18,7 +18,6 @@ Configs are checked before torch is imported, so a typo costs a fraction of a se
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,7 +35,7 @@ from megazero.base.packages import missing
 from megazero.base.picture import check_name
 from megazero.base.stop_signals import end_at_once, handle
 from megazero.base.version import __version__
-from megazero.tools import certify_verb, data_verb, train_verb
+from megazero.tools import certify_verb, data_verb, generate_verb, train_verb
 from megazero.tools.train_verb import MOST_LOCAL
 
 # Verbs that are commands of data_tools: verb: (module, help text).
@@ -111,32 +110,6 @@ def _explain(options: argparse.Namespace) -> int:
     names = "" if selections else f"shipped configs, for --config: {', '.join(shipped())}"
     show([asdict(option) for option in shown], "\n".join([as_text(shown), names]).rstrip(), as_json=options.json)
     return 0
-
-
-def _generate(options: argparse.Namespace) -> int:
-    with doing("loading torch"):
-        from megazero.tools.generate import Request, Sampling, generate
-
-    if (options.prompt is None) == (options.prompts is None) or (options.prompts is None) != (options.out is None):
-        raise UserError(100, "expected --prompt TEXT, or --prompts FILE.jsonl with --out FILE.jsonl", where="generate")
-    fields = ("tokens", "temperature", "top_k", "top_p", "repetition", "seed")
-    sampling = Sampling(**{name: getattr(options, name) for name in fields})
-    given = options.run_folder, options.prompt, options.prompts, options.out, sampling
-    asked = Request(*given, options.stop, options.chat, options.batch, options.nproc, options.average)
-
-    def say(text: str) -> None:
-        answer(json.dumps({"prompt": options.prompt, "text": text}) if options.json else text)
-
-    return generate(asked, say)
-
-
-def _eval(options: argparse.Namespace) -> int:
-    with doing("loading torch"):
-        from megazero.tools.evaluate import Request, as_json, as_text, evaluate
-
-    given = options.run_folder, options.text, options.stride, options.nproc, options.tensor, options.batch
-    asked = Request(*given, options.average)
-    return evaluate(asked, lambda found: answer(as_json(found) if options.json else as_text(found)))
 
 
 def _schedule(options: argparse.Namespace) -> int:
@@ -314,33 +287,7 @@ def _add_planning(verbs: Any) -> None:
 def _add_run_folders(verbs: Any) -> None:
     """Add the verbs that read or make a run's folder."""
     data_verb.add(verbs)
-    generate = verbs.add_parser("generate", help="continue a prompt with a run's weights")
-    generate.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
-    generate.add_argument("--prompt", metavar="TEXT")
-    generate.add_argument(
-        "--prompts", type=Path, metavar="FILE", help='JSON lines {"prompt": ...} or {"messages": ...}'
-    )
-    generate.add_argument(
-        "--out", type=Path, metavar="FILE", help="for --prompts: JSON lines with texts; goes on there"
-    )
-    generate.add_argument("--chat", action="store_true", help="apply the tokenizer's chat template; print the answer")
-    generate.add_argument("--batch", type=at_least(1, int), default=8, help="prompts at once (default: 8)")
-    generate.add_argument("--nproc", type=at_least(1, int, MOST_LOCAL), default=1, help="ranks that split the matrices")
-    generate.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated"
-    )
-    generate.add_argument("--tokens", type=at_least(1, int), default=100, help="most new tokens (default: 100)")
-    likeliest = "sampling temperature; 0 takes the likeliest token (default: 0.8)"
-    generate.add_argument("--temperature", type=at_least(0, float), default=0.8, help=likeliest)
-    generate.add_argument("--top-k", type=at_least(0, int), default=50, help="draw from the K likeliest; 0: all (50)")
-    generate.add_argument(
-        "--top-p", type=at_least(0, float, 1), default=1.0, help="draw from those that together have P (default: 1)"
-    )
-    penalty = "divide the logits of tokens that the text has (default: 1)"
-    generate.add_argument("--repetition", type=at_least(0.01, float), default=1.0, metavar="R", help=penalty)
-    generate.add_argument("--seed", type=at_least(0, int), default=0, help="seed of the sampling (default: 0)")
-    generate.add_argument("--json", action="store_true")
-    generate.set_defaults(run=_generate)
+    generate_verb.add(verbs)
     export = verbs.add_parser("export", help="export a run's weights in the format of transformers")
     export.add_argument("--to", choices=["hf"], required=True)
     export.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
@@ -351,18 +298,7 @@ def _add_run_folders(verbs: Any) -> None:
     unproven = "do not compare the logits with transformers'"
     export.add_argument("--no-proof", dest="proof", action="store_false", help=unproven)
     export.set_defaults(run=_export)
-    evaluate = verbs.add_parser("eval", help="compute a run's loss, perplexity and bits per byte on texts")
-    evaluate.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
-    evaluate.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="files of text")
-    stride = "new tokens that a window scores (default: half of model.seq_len)"
-    evaluate.add_argument("--stride", type=at_least(1, int), help=stride)
-    evaluate.add_argument("--nproc", type=at_least(1, int, MOST_LOCAL), default=1, help="ranks (default: 1)")
-    evaluate.add_argument("--tensor", type=at_least(1, int), default=1, help="ranks that split the matrices (1)")
-    evaluate.add_argument("--batch", type=at_least(1, int), default=8, help="windows at once on a rank (default: 8)")
-    evaluate.add_argument("--json", action="store_true")
-    evaluate.set_defaults(run=_eval)
-    for parser in (generate, evaluate, export):
-        parser.add_argument("--average", action="store_true", help="use the averages of the weights")
+    export.add_argument("--average", action="store_true", help="export the averages of the weights")
     import_ = verbs.add_parser("import", help="make a run's folder from weights of transformers")
     import_.add_argument("--from", dest="source", choices=["hf"], required=True)
     import_.add_argument("--model", type=Path, required=True, help="a folder with config.json and safetensors")

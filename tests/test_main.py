@@ -28,6 +28,7 @@ from tests.quiet import without_heartbeat
 from tests.tiny_run import ROOT, TinyData, all_tokens, fresh_command
 
 VERBS = {"train", "explain", "certify", "schedule", "plan", "simulate", "generate", "export", "import", "doctor"}
+VERBS |= {"eval"}
 VERBS |= {"data", "tokenizer", "preprocess", "inspect", "merge"}
 # Runs a script as `python script arguments` does, and says on stdout whether torch was imported.
 WITNESS = """

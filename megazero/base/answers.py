@@ -9,7 +9,6 @@ from contextlib import suppress
 
 from megazero.base.errors import UserError, one_line
 from megazero.base.heartbeat import HEART
-from megazero.base.stop_signals import ended_by
 from megazero.base.terminal import fitted, width
 
 
@@ -84,9 +83,3 @@ def say(text: str) -> None:
 def warn(text: str) -> None:
     """Write a warning as one line on standard error."""
     tell(one_line(f"warning: {text}"))
-
-
-def end_by(number: int, frame: object = None) -> None:
-    """End the command because of a signal."""
-    tell(ended_by(number))
-    raise SystemExit(128 + number)

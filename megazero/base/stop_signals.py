@@ -7,6 +7,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from megazero.base.answers import tell
+
 NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 REQUEUE = 75  # exit code of a run that has saved its state and can be started again (EX_TEMPFAIL of sysexits.h)
 
@@ -44,3 +46,9 @@ def end_at_once(number: int, frame: FrameType | None) -> None:
 def end_silently(number: int, frame: FrameType | None) -> None:
     """Handle a signal as `end_at_once` does, but without a message: for ranks other than the first."""
     os._exit(REQUEUE)
+
+
+def end_by(number: int, frame: object = None) -> None:
+    """End the command because of a signal."""
+    tell(ended_by(number))
+    raise SystemExit(128 + number)

@@ -85,7 +85,7 @@ class Attention(nn.Module):
         """Return the output of the heads, [S, B, H d], from the projection [S, B, G (Q + 2) d]."""
         documents, (length, samples, _) = step.documents, qkv.shape
         if step.cache is not None:
-            return step.cache.attend(self, *self._heads(qkv, step.positions_SB))
+            return step.cache.attend(self, self.how, *self._heads(qkv, step.positions_SB))
         if self.variable_length is None or (documents is None and self._window is None):
             if documents is None:
                 return self._causal(qkv, step.positions_SB)

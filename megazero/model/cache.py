@@ -6,8 +6,6 @@ padding, which no token attends to. A layer with a window keeps the keys of its 
 Shapes: B samples, G key-value heads of this rank, H query heads, d head dim; n new columns, m columns that are kept.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -65,9 +63,9 @@ class Cache:
         columns = torch.arange(self.stop, self.stop + new, device=self._device)[:, None]
         return (columns if self._pads_B is None else columns - self._pads_B).clamp(0, self._limit - 1)
 
-    def attend(self, layer: "Cached", q_SBHd: Tensor, k_SBGd: Tensor, v_SBGd: Tensor) -> Tensor:
+    def attend(self, layer: object, how: Blocked, q_SBHd: Tensor, k_SBGd: Tensor, v_SBGd: Tensor) -> Tensor:
         """Add a layer's keys and values; return the output of its heads for the new columns, [S, B, H d]."""
-        how, (q, k, v) = layer.how, (x.permute(1, 2, 0, 3) for x in (q_SBHd, k_SBGd, v_SBGd))
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHd, k_SBGd, v_SBGd))
         columns = self._of.get(layer)
         if columns is None:
             room = self._length if how.window is None else min(self._length, 2 * how.window + self._chunk)
@@ -88,9 +86,3 @@ class Cache:
         elif new == 1 and (how.window is None or columns.stop - columns.first <= how.window):
             return None
         return sees
-
-
-class Cached(Protocol):
-    """A layer whose keys and values are kept."""
-
-    how: Blocked

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.base.answers import end_by
 from megazero.base.errors import UserError
+from megazero.base.stop_signals import end_by
 from megazero.builders.assemble import DTYPES, Built, build, feeds_of, grid_of
 from megazero.builders.job import job_of, laid_out
 from megazero.checkpoint.load import load_tensors

@@ -13,9 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megazero.base.answers import end_by
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
+from megazero.base.stop_signals import end_by
 from megazero.comm.grid import Axis, make_grid
 from megazero.generation.sampling import Sampling
 from megazero.generation.text import Prompt, Writer

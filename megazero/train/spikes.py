@@ -1,9 +1,8 @@
 """Recognise steps whose gradient norm is far above the usual one, before their update.
 
-A step is a spike if its norm, before clipping, exceeds `factor` times the median of the norms of the last 128 finite
-steps. The median of the steps before a step is known on the host when the step's update is issued, on every rank, and
-is saved with checkpoints. So all ranks and every resumed run judge alike. Spikes count in the median too: half a window
-after a lasting change of level nothing is a spike any more.
+A step is a spike if its norm, before clipping, exceeds `factor` times the median of the last 128 finite steps. The host
+of every rank knows this median when it issues the update, and checkpoints hold the norms. So all ranks and a resumed
+run judge alike. Spikes count too: half a window after a lasting change of level nothing is a spike any more.
 """
 
 import math
@@ -18,23 +17,18 @@ class Spikes:
     """The gradient norms of the last steps.
 
     Args:
-        factor: how many times the median a norm must be.
         skips: steps that are spikes do not update.
         say: reports a spike; called on every rank.
 
     Attributes:
+        norms: of the last steps, for a checkpoint.
         count: the number of spikes of the run so far.
     """
 
     def __init__(self, factor: float, *, skips: bool, say: Callable[[str], object]):
         self._factor, self._skips, self._say = factor, skips, say
-        self._norms = deque[float](maxlen=_WINDOW)
+        self.norms = deque[float](maxlen=_WINDOW)
         self.count = 0
-
-    @property
-    def norms(self) -> list[float]:
-        """Return the norms that are kept, for a checkpoint."""
-        return [*self._norms]
 
     @property
     def bound(self) -> float:
@@ -43,11 +37,11 @@ class Spikes:
 
     @property
     def _limit(self) -> float:
-        return self._factor * median(self._norms) if len(self._norms) >= _LEAST else math.inf
+        return self._factor * median(self.norms) if len(self.norms) >= _LEAST else math.inf
 
     def begin(self, norms: Iterable[float], count: int) -> None:
         """Continue from a checkpoint."""
-        self._norms.extend(norms)
+        self.norms.extend(norms)
         self.count = count
 
     def add(self, step: int, norm: float) -> None:
@@ -56,6 +50,6 @@ class Spikes:
             return
         if norm > self._limit:
             self.count += 1
-            usual = f"{norm / median(self._norms):.3g} times the median of the last {len(self._norms)} steps"
+            usual = f"{norm / median(self.norms):.3g} times the median of the last {len(self.norms)} steps"
             self._say(f"step {step}: gradient norm {norm:.4g} is {usual}" + "; not updated" * self._skips)
-        self._norms.append(norm)
+        self.norms.append(norm)

@@ -268,8 +268,8 @@ class Trainer:
         clipped = int(len(self.engine.clips) == 1 and 0 < self.engine.clips[0] < read.grad_norm < math.inf)
         own = {"loss": read.loss, "grad_norm": read.grad_norm, "clipped": clipped, "lr": pending.lr}
         counts = {"loss_scale": read.loss_scale, "skipped": self.skipped}
-        spikes = {"spikes": self.spikes.count} if self.spikes.count else {}
-        return self.recorder.row(done, {**consumed, **own, **counts, **spikes})
+        counts |= {"spikes": self.spikes.count} if self.spikes.count else {}
+        return self.recorder.row(done, {**consumed, **own, **counts})
 
     def _write(self, row: Mapping[str, Value], done: int, *, validates: bool) -> None:
         scores = self._validate(done) if validates else {}
@@ -291,7 +291,7 @@ class Trainer:
                 loss_scale=scale.scale.item() if scale.dynamic else None,
                 good_steps=int(scale.good.item()) if scale.dynamic else 0,
                 carried=self.carried,
-                norms=self.spikes.norms,
+                norms=[*self.spikes.norms],
                 spikes=self.spikes.count,
                 row=None if row is None else finite(row),
             )

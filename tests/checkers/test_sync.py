@@ -159,8 +159,8 @@ def plant_mask(patch: pytest.MonkeyPatch) -> None:
 def plant_copy(patch: pytest.MonkeyPatch) -> None:
     honest = Engine.finish_step
 
-    def finish_step(self: Engine, lr: float, votes: Any = ()) -> engine.StepResult:
-        result = honest(self, lr, votes)
+    def finish_step(self: Engine, lr: float, votes: Any = (), **how: Any) -> engine.StepResult:
+        result = honest(self, lr, votes, **how)
         result.grad_norm.cpu()
         return result
 

@@ -75,6 +75,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     # what no run imports
     "generation": {"comm", "data", "kernels", "model"},
+    "evaluation": {"data"},
     "tools": EVERYTHING,
     "__main__": EVERYTHING,
 }

@@ -451,7 +451,7 @@ def test_waits_are_errors_but_in_the_named_places(monkeypatch: pytest.MonkeyPatc
 
 def test_a_wait_is_told_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    def wait(*_: Any) -> None:
+    def wait(*_: Any, **__: Any) -> None:
         raise RuntimeError("called a synchronizing CUDA operation")
 
     monkeypatch.setattr(Engine, "finish_step", wait)

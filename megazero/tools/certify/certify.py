@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from megazero.base.answers import end_by
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
+from megazero.base.stop_signals import end_by
 from megazero.builders.assemble import bucket_of
 from megazero.builders.job import changed, laid_out
 from megazero.comm.context import CommContext
