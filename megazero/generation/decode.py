@@ -17,8 +17,7 @@ from megazero.generation.sampling import Sampling, draw, penalise_
 from megazero.model.batch_context import BatchContext
 from megazero.model.cache import Cache
 from megazero.model.transformer import Transformer
-
-CHUNK = 512  # the most columns of one pass
+from megazero.plan.cache import CHUNK
 
 
 class Stream:
@@ -52,6 +51,9 @@ class Stream:
             for layer in body:
                 x = layer(x, step)
             self._cache.stop += len(part_SB)
+        if self._cache.stop == len(tokens_SB):  # the first call has allocated it
+            held = sum(columns.both.nbytes for columns in self._cache.layers.values())
+            self._model.tensor.comm.ledger.hold("cache", held)
         logits_1BV = head(x[-1:].contiguous(), step)
         whole_VB = all_gather(logits_1BV[0].T.contiguous(), self._model.tensor, "logits")
         return whole_VB.T[:, : self._model.shape.vocab]

@@ -22,20 +22,20 @@ class _Columns:
 
     def __init__(self, like_BGnd: Tensor, room: int, window: int | None):
         samples, heads, _, size = like_BGnd.shape
-        self._both = like_BGnd.new_empty(2, samples, heads, room, size)
+        self.both = like_BGnd.new_empty(2, samples, heads, room, size)
         self._window, self.first, self.stop = window, 0, 0
 
     def add(self, k_BGnd: Tensor, v_BGnd: Tensor) -> tuple[Tensor, Tensor]:
         """Append columns; return all keys and values that are kept, [B, G, m, d]."""
         new, held = k_BGnd.shape[2], self.stop - self.first
-        if held + new > self._both.shape[3]:
+        if held + new > self.both.shape[3]:
             assert self._window is not None, "there is room for the whole text"
             kept = min(held, self._window - 1)
-            self._both[:, :, :, :kept] = self._both[:, :, :, held - kept : held].clone()
+            self.both[:, :, :, :kept] = self.both[:, :, :, held - kept : held].clone()
             self.first, held = self.stop - kept, kept
-        self._both[0, :, :, held : held + new], self._both[1, :, :, held : held + new] = k_BGnd, v_BGnd
+        self.both[0, :, :, held : held + new], self.both[1, :, :, held : held + new] = k_BGnd, v_BGnd
         self.stop += new
-        k, v = self._both[:, :, :, : held + new]
+        k, v = self.both[:, :, :, : held + new]
         return k, v
 
 
@@ -55,7 +55,7 @@ class Cache:
     def __init__(self, pads: list[int], length: int, limit: int, chunk: int, device: torch.device):
         self._pads_B = torch.tensor(pads, device=device) if any(pads) else None
         self._length, self._limit, self._chunk, self._device = length, limit, chunk, device
-        self._of: dict[object, _Columns] = {}
+        self.layers: dict[object, _Columns] = {}
         self.stop = 0
 
     def positions(self, new: int) -> Tensor:
@@ -66,10 +66,10 @@ class Cache:
     def attend(self, layer: object, how: Blocked, q_SBHd: Tensor, k_SBGd: Tensor, v_SBGd: Tensor) -> Tensor:
         """Add a layer's keys and values; return the output of its heads for the new columns, [S, B, H d]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHd, k_SBGd, v_SBGd))
-        columns = self._of.get(layer)
+        columns = self.layers.get(layer)
         if columns is None:
             room = self._length if how.window is None else min(self._length, 2 * how.window + self._chunk)
-            columns = self._of[layer] = _Columns(k, room, how.window)
+            columns = self.layers[layer] = _Columns(k, room, how.window)
         k, v = columns.add(k, v)
         return how.attend(q, k, v, self._sees(how, columns, q.shape[2])).permute(2, 0, 1, 3).flatten(2)
 

@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 
 from megazero.builders.assemble import build_model
+from megazero.builders.pipeline import model_shape
 from megazero.comm.grid import Axis, Grid
 from megazero.config.file import load
 from megazero.config.schema import Config
@@ -20,6 +21,7 @@ from megazero.kernels.operations import REFERENCE
 from megazero.model.batch_context import BatchContext
 from megazero.model.parameter import declaration_of
 from megazero.model.transformer import Transformer
+from megazero.plan.cache import cache_bytes
 from megazero.tools.convert.tensors import filled
 from tests.ranks import run_ranks
 from tests.tools.certify.test_options import SETS
@@ -92,6 +94,21 @@ def test_tensor_ranks_have_the_logits_of_one(name: str, ranks: int) -> None:
         expected = steps(built(config_of(name), torch.float64), 512)
     for found in run_ranks(ranks, of_tensor_rank, name, tensor=ranks):
         assert all(apart(a, b) <= 1e-12 for a, b in zip(found, expected, strict=True))
+
+
+def bytes_of_rank(grid: Grid, name: str, length: int) -> int:
+    model = built(config_of(name, f"parallel.tensor={grid['tensor'].size}"), torch.float32, grid["tensor"])
+    stream = Stream(model, PROMPTS, length)
+    with torch.no_grad():
+        stream.logits(stream.prompts_SB)
+    return grid.comm.ledger.bytes["cache"].now
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("ranks", "length"), [(1, LONG + NEW), (2, 700)])
+def test_the_cache_takes_the_planned_bytes(name: str, ranks: int, length: int) -> None:
+    expected = cache_bytes(model_shape(config_of(name)), ranks, len(PROMPTS), length, 4)
+    assert set(run_ranks(ranks, bytes_of_rank, name, length, tensor=ranks)) == {expected}
 
 
 @pytest.mark.parametrize("sampling", [Sampling(20, 0.0), Sampling(20, 1.0, 0, seed=3), Sampling(20, 0.7, 20, 0.9, 1.3)])

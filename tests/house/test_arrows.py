@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
         *("builders.units", "config", "extensions", "run.disks"),  # tiers
     },
     # what no run imports
-    "generation": {"comm", "data", "kernels", "model"},
+    "generation": {"comm", "data", "kernels", "model", "plan.cache"},
     "evaluation": {"data"},
     "tools": EVERYTHING,
     "__main__": EVERYTHING,

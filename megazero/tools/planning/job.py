@@ -17,6 +17,7 @@ from megazero.config.rules import broken_rules
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.plan.activations import logits
+from megazero.plan.cache import cache_bytes
 from megazero.plan.communicators import communicators
 from megazero.plan.job import Job
 from megazero.plan.layers import parameters
@@ -192,6 +193,7 @@ def as_json(found: Plan) -> dict[str, Any]:
             "available_bytes": int(usable(machine)),
             "headroom_bytes": int(usable(machine)) - found.fullest.peak,
             "logits_bytes": logits(job),
+            "cache_bytes": cache_bytes(job.shape, job.tensor, 1, job.shape.seq_len, job.bytes.parameter),
             "communicators": [asdict(one) for one in made],
             "ranks": [_memory(rank) for rank in found.ranks],
             "settings": {words: _memory(fullest(ranks)) for words, ranks in settings.items()},

@@ -71,6 +71,7 @@ def _memory(plan: Plan, found: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {'on the device':<16}" + "".join(f"{rank.peak / 1e9:>10,.3f}" for rank in some)
     yield f"memory is highest in backward, while the fullest rank computes the gradient of the {plan.fullest.cause}"
     yield f"logits of a micro-batch, in the last rank's activations: {found['logits_bytes'] / 1e9:,.3f} GB"
+    yield f"in generation the cache of a text of model.seq_len tokens takes {found['cache_bytes'] / 1e9:,.4f} GB"
     if made := found["communicators"]:
         yield f"{len(made)} NCCL communicators on the fullest rank; their memory is estimated, not measured"
 
