@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import megazero
-from megazero.optim.orthogonal import Orthogonaliser
+from megazero.optim.muon import Orthogonaliser
 from megazero.tools.certify.certify import Certificate
 from tests.library.odd_modules import made, of_numbers
 from tests.library.running import on_ranks
