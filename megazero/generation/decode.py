@@ -6,7 +6,6 @@ at a time. A text that has ended stays in the batch until all have, and its furt
 Shapes: S columns, B texts, V ids.
 """
 
-import math
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -26,6 +25,9 @@ class Stream:
     Args:
         prompts: their ids, at least one each.
         length: the most ids of a text of the batch, with the padding before it.
+
+    Attributes:
+        limit: the most ids of a text: the number of learned positions, else `length`.
     """
 
     def __init__(self, model: Transformer, prompts: Sequence[Sequence[int]], length: int):
@@ -34,8 +36,8 @@ class Stream:
         pads = [longest - len(prompt) for prompt in prompts]
         rows = [[0] * pad + [*prompt] for pad, prompt in zip(pads, prompts, strict=True)]
         self.prompts_SB = torch.tensor(rows, device=self.device).T.contiguous()
-        limit = model.shape.seq_len if model.shape.position == "learned" else length
-        self._cache = Cache(pads, length, limit, min(CHUNK, length), self.device)
+        self.limit = model.shape.seq_len if model.shape.position == "learned" else length
+        self._cache = Cache(pads, length, self.limit, min(CHUNK, length), self.device)
         for rotary in {*model.rotaries} - {None}:
             assert rotary is not None
             rotary.reach(length)
@@ -69,7 +71,6 @@ def continued(
     stops: Collection[int],
     numbers: Sequence[int] | None = None,
     ended: Callable[[int, list[int]], bool] = lambda text, ids: False,
-    advance: Callable[[], object] = lambda: None,
 ) -> list[list[int]]:
     """Return the new ids of each text, at most `sampling.tokens`, ending before one of `stops`. Every rank calls it.
 
@@ -79,12 +80,10 @@ def continued(
         vocab: only ids below this are drawn; the model's vocabulary may be larger than the tokenizer's.
         numbers: of the texts, on which the drawn tokens depend; None: 0, 1, ...
         ended: called with the index of a text and its new ids; True: the text has ended.
-        advance: called after each token.
     """
-    limit = model.shape.seq_len if model.shape.position == "learned" else math.inf
     stream = Stream(model, prompts, max(map(len, prompts)) + sampling.tokens)
     found, order = [list[int]() for _ in prompts], list(numbers or range(len(prompts)))
-    open_ = {text for text, prompt in enumerate(prompts) if len(prompt) < limit}
+    open_ = {text for text, prompt in enumerate(prompts) if len(prompt) < stream.limit}
     seen_BV = torch.zeros(len(prompts), vocab, dtype=torch.bool, device=stream.device)
     for row, prompt in zip(seen_BV, prompts, strict=True):
         row[torch.tensor(prompt, device=stream.device)] = True
@@ -99,9 +98,8 @@ def continued(
                 open_.remove(text)
             elif text in open_:
                 found[text].append(token)
-                if ended(text, found[text]) or len(prompts[text]) + len(found[text]) == limit:
+                if ended(text, found[text]) or len(prompts[text]) + len(found[text]) == stream.limit:
                     open_.remove(text)
-        advance()
         if not open_:
             break
         tokens_SB = next_B[None]

@@ -1,7 +1,7 @@
 """Continue texts and conversations: encode prompts, decode new tokens, end at stop texts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -35,7 +35,6 @@ class Writer:
     stop: Sequence[str] = ()
     chat: bool = False
     batch: int = 8
-    _template: list[Template] = field(default_factory=list)
 
     def ids_of(self, prompt: Prompt) -> list[int]:
         """Return the ids of a prompt.
@@ -46,9 +45,7 @@ class Writer:
         """
         if self.chat:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            if not self._template:
-                self._template.append(open_template(None, self.tokenizer))
-            ids = prompt_of(messages, self._template[0], self.tokenizer)
+            ids = prompt_of(messages, self._template, self.tokenizer)
         else:
             assert isinstance(prompt, str), "only chats have messages"
             ids = self.tokenizer.encode(prompt)
@@ -58,14 +55,11 @@ class Writer:
             raise UserError(112, what, "give a shorter prompt", where="generate")
         return ids or [self.tokenizer.eod]
 
-    def texts(
-        self, prompts: Sequence[Prompt], *, first: int = 0, advance: Callable[[], object] = lambda: None
-    ) -> Iterator[str]:
+    def texts(self, prompts: Sequence[Prompt], *, first: int = 0) -> Iterator[str]:
         """Yield the continuation of each prompt, after it unless `chat`. Every rank of the tensor axis calls it.
 
         Args:
             first: the number of the first prompt, on which the drawn tokens depend.
-            advance: called after each token of a batch.
         """
         for start in range(0, len(prompts), self.batch):
             some = prompts[start : start + self.batch]
@@ -78,7 +72,7 @@ class Writer:
 
             numbers = range(first + start, first + start + len(some))
             how = {"vocab": self.tokenizer.vocab_size, "stops": self._stops, "numbers": numbers}
-            found = continued(self.model, ids, self.sampling, **how, ended=ended, advance=advance)
+            found = continued(self.model, ids, self.sampling, **how, ended=ended)
             for prompt, own, new in zip(some, ids, found, strict=True):
                 text = self._decoded(own, new)
                 for stop in self.stop:
@@ -88,6 +82,10 @@ class Writer:
     def _decoded(self, ids: list[int], new: list[int]) -> str:
         """Return the text of new ids, decoded after the prompt: some tokenizers drop a space at the start of a text."""
         return self.tokenizer.decode([*ids, *new])[len(self.tokenizer.decode(ids)) :]
+
+    @cached_property
+    def _template(self) -> Template:
+        return open_template(None, self.tokenizer)
 
     @cached_property
     def _stops(self) -> set[int]:

@@ -64,7 +64,7 @@ class Recipe:
         name: the optimizer's name in a config; that of `Elementwise` for one of torch.
         lr: the learning rate of steps that give none.
         kinds: the kinds of values that the optimizers keep for elements.
-        states: (name of an optimizer) -> those that it keeps.
+        states: (name of an optimizer) -> the kinds of values that it keeps.
         make: (unit, bucket in bytes, kernels) -> the optimizer of a unit.
         entry: (name, shape, whether it is the weight of an embedding) -> the parameter, to be laid out in its unit.
         clips: the largest norms of the gradients of groups that have one.

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ import torch
 from torch import Tensor
 
 from megazero.base.errors import UserError
-from megazero.base.stop_signals import end_by
 from megazero.builders.assemble import DTYPES, Built, build, feeds_of, grid_of
-from megazero.builders.job import job_of, laid_out
+from megazero.builders.job import changed, job_of, laid_out
 from megazero.checkpoint.load import load_tensors
 from megazero.checkpoint.manifest import Manifest, read_manifest
 from megazero.checkpoint.store import Store
@@ -32,18 +30,14 @@ from megazero.data.batch import MicroBatch
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.evaluation.windows import batches_of, windows_of
 from megazero.kernels.select import choose
-from megazero.launcher.environment import RankContext
-from megazero.launcher.rendezvous import connect, disconnect
-from megazero.launcher.spawn import run_local
 from megazero.launcher.world import World
 from megazero.model.parameter import whole_shapes
 from megazero.observe.sinks import warn
 from megazero.run.checkpointing import holdings_of
 from megazero.run.folder import RunFolder
+from megazero.tools.local_ranks import on_ranks
 from megazero.tools.opened import require_rules
 from megazero.train.validation import Validation
-
-_TIMEOUT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,7 @@ class Request:
 
 
 def evaluate(asked: Request, say: Callable[[dict[str, dict[str, float]]], object]) -> int:
-    """Evaluate what is asked; return the exit code.
+    """Evaluate a run on the texts of a request; return the exit code.
 
     Args:
         say: called with {file: {loss, perplexity, bits_per_byte, tokens}}.
@@ -90,15 +84,7 @@ def evaluate(asked: Request, say: Callable[[dict[str, dict[str, float]]], object
         if world.rank == 0:
             say(found)
 
-    if asked.nproc == 1:
-        work(CommContext(), World(0, 1, 0))
-        return 0
-
-    def be(place: RankContext) -> None:
-        work(connect(place, timeout=_TIMEOUT, fingerprint=""), place.world)
-        disconnect()
-
-    return run_local(asked.nproc, be, lambda _, line: None, signalled=end_by)
+    return on_ranks(asked.nproc, work)
 
 
 def _laid_out(config: Config, asked: Request) -> Config:
@@ -111,8 +97,7 @@ def _laid_out(config: Config, asked: Request) -> Config:
         job_of(config, config.parallel.tensor * config.parallel.pipeline).alone, tensor=asked.tensor, data=data
     )
     job = replace(job, stage=3 if data > 1 else 1, micro_batch=asked.batch, global_batch=asked.batch * data)
-    laid = laid_out(config, job)
-    laid = laid.model_copy(update={"batch": laid.batch.model_copy(update={"global_": job.global_batch})})
+    laid = changed(laid_out(config, job), {"batch.global_": job.global_batch})
     require_rules(laid, "eval")
     return laid
 

@@ -9,23 +9,18 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.stop_signals import end_by
-from megazero.comm.grid import Axis, make_grid
+from megazero.comm.context import CommContext
+from megazero.comm.grid import Axis, make_grid, single
 from megazero.generation.sampling import Sampling
 from megazero.generation.text import Prompt, Writer
-from megazero.launcher.environment import RankContext
-from megazero.launcher.rendezvous import connect, disconnect
-from megazero.launcher.spawn import run_local
 from megazero.launcher.world import World
+from megazero.tools.local_ranks import on_ranks
 from megazero.tools.opened import load
-
-_TIMEOUT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class Request:
 
 
 def generate(asked: Request, say: Callable[[str], object]) -> int:
-    """Generate what is asked; return the exit code.
+    """Generate the texts of a request; return the exit code.
 
     Args:
         say: called with the text of a single prompt.
@@ -63,18 +58,13 @@ def generate(asked: Request, say: Callable[[str], object]) -> int:
     """
     prompts = [asked.prompt] if asked.prompt is not None else prompts_of(asked.prompts)
     done = 0 if asked.out is None else _done(asked.out, len(prompts))
-    if asked.nproc == 1:
-        _write(asked, prompts, done, say, Axis("tensor"), World(0, 1, 0))
-        return 0
 
-    def be(place: RankContext) -> None:
-        comm = connect(place, timeout=_TIMEOUT, fingerprint="")
+    def work(comm: CommContext, world: World) -> None:
         device_type = "cuda" if comm.backend == "nccl" else "cpu"
-        axis = make_grid(comm=comm, device_type=device_type, tensor=asked.nproc)["tensor"]
-        _write(asked, prompts, done, say, axis, place.world)
-        disconnect()
+        grid = single(comm) if world.size == 1 else make_grid(comm=comm, device_type=device_type, tensor=world.size)
+        _write(asked, prompts, done, say, grid["tensor"], world)
 
-    return run_local(asked.nproc, be, lambda _, line: None, signalled=end_by)
+    return on_ranks(asked.nproc, work)
 
 
 def _write(

@@ -89,9 +89,7 @@ class Opened:
         """
         how = Sampling(**sampling)
         first = prompts[0] if len(prompts) else ""
-        if isinstance(first, int) or (
-            not isinstance(prompts, str) and isinstance(first, Sequence) and not chat and not isinstance(first, str)
-        ):
+        if isinstance(first, int) or not (chat or isinstance(first, str | Mapping)):
             rows: Any = [prompts] if isinstance(first, int) else prompts
             stops = set() if self.tokenizer is None else {self.tokenizer.eod}
             found = continued(self.model, rows, how, vocab=self.config.model.vocab, stops=stops)

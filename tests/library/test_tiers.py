@@ -21,7 +21,7 @@ OPTIMIZER: dict[str, Any] = {"name": "adamw", **ADAMW}
 
 
 def trained(stage: int, folder: Path, options: dict[str, Any], again: bool = False) -> tuple[Any, ...]:
-    """The state after some steps, what is held; with a save and a load in the middle."""
+    """The state after some steps and the categories of memory; with a save and a load in the middle."""
     if "nvme" in str(options.get("offload")):
         options = {**options, "offload": {**options["offload"], "path": str(folder / "disk"), "host_mb": 160}}
     with patch.object(tiers, "Host", partial(Host, apart=True)):

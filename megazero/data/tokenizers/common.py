@@ -88,7 +88,7 @@ class Tokenizer(ABC):
         Args:
             read: sets all attributes from the content.
             what, do: the texts of the error for content that cannot be read.
-            extra: the package that reads it, and the extra of megazero with the package; None: none is needed.
+            extra: the package that reads it, and the extra of megazero with the package; None: it needs no package.
 
         Raises:
             UserError: 209, the file is missing or invalid; 162, the package is not installed.
