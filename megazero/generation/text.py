@@ -41,14 +41,15 @@ class Writer:
 
         Raises:
             UserError: 226 and 227, the template, or the conversation, is faulty; 112, the prompt has more ids than the
-                model has positions.
+                model has positions; 229, messages without `chat`.
         """
         if self.chat:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             ids = prompt_of(messages, self._template, self.tokenizer)
-        else:
-            assert isinstance(prompt, str), "only chats have messages"
+        elif isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
+        else:
+            raise UserError(229, "a prompt has messages", "give --chat, or chat=True", where="generate")
         shape = self.model.shape
         if shape.position == "learned" and len(ids) >= shape.seq_len:
             what = f"a prompt has {len(ids):,} ids, the model {shape.seq_len:,} positions"

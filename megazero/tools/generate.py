@@ -91,7 +91,8 @@ def prompts_of(path: Path | None) -> list[Prompt]:
     assert path is not None
     do, found = 'give lines such as {"prompt": "text"} or {"messages": [...]}', list[Prompt]()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as file:
+            lines = [*file]  # `splitlines` would also cut at separators inside of a text
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(229, f"prompts cannot be read: {error}", do, where=path) from None
     for number, line in enumerate(lines, 1):

@@ -156,15 +156,15 @@ def test_sampling_error_is_a_user_error(finished: RunFolder):
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-PROMPTS = ["def ", "class A", "", "import os", "x = "]
+PROMPTS = ["def ", "class A", "", "a\u2028b", "x = "]
 
 
 def test_prompts_of_a_file_go_on_where_they_stopped(finished: RunFolder, tmp_path: Path) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    prompts.write_text("".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in PROMPTS))
     line = ["generate", "--run", str(finished.path), "--prompts", str(prompts), "--tokens", "6", "--seed", "1"]
     assert main([*line, "--out", str(out), "--batch", "2"]) == 0
     whole = out.read_bytes()
@@ -191,6 +191,7 @@ def test_a_stop_text_ends_a_text(finished: RunFolder, capsys: pytest.CaptureFixt
         ([], "MZ-100 generate: expected --prompt TEXT, or --prompts FILE.jsonl"),
         (["--prompts", "none.jsonl", "--out", "x"], "MZ-229 none.jsonl: prompts cannot be read"),
         (["--prompts", "bad.jsonl", "--out", "x"], "MZ-229 bad.jsonl: line 2 has no prompt; give lines such as"),
+        (["--prompts", "chat.jsonl", "--out", "x"], "MZ-229 generate: a prompt has messages; give --chat"),
         (["--prompts", "good.jsonl", "--out", "bad.jsonl"], "MZ-229 bad.jsonl: has 2 lines for 1 prompts"),
         (["--prompt", "a", "--nproc", "3"], "--nproc: model.heads % parallel.tensor == 0 is broken"),
         (["--prompt", "a", "--chat"], "MZ-226 "),
@@ -201,6 +202,7 @@ def test_wrong_requests(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    Path("chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     Path("good.jsonl").write_text('{"prompt": "a"}\n')
     assert main(["generate", "--run", str(finished.path), *arguments]) != 0
     said = capfd.readouterr().err
