@@ -51,6 +51,7 @@ class Case:
         how: the fields of its `Job` that differ from those of one process in stage 0.
         kernels: as in precision.kernels.
         grad_dtype: as in zero.grad_dtype.
+        options: further options of the config, by section.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Case:
     dtype: str = "fp32"
     kernels: str = "reference"
     grad_dtype: str = "fp32"
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def job(self) -> Job:
@@ -76,7 +78,7 @@ def config_of(case: Case, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BAT
     Args:
         batch: sequences per step.
     """
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "model": model,
         "precision": {"dtype": case.dtype, "kernels": case.kernels},
         "optimizer": {"clip": CLIP},
@@ -84,6 +86,8 @@ def config_of(case: Case, model: dict[str, Any] = MODEL, batch: int = GLOBAL_BAT
         "data": {"mask_eod": case.job.mask_eod},
         "zero": {"grad_dtype": case.grad_dtype},
     }
+    for section, own in case.options.items():
+        options[section] = options[section] | own
     return laid_out(resolved(Config.model_validate(options)), case.job)
 
 

@@ -81,6 +81,9 @@ SECOND = {
     "whole": Part("Llama 2 7B in the memory of one GPU", 60, "steps:whole", as_run=True, alone=True, after="build"),
     "hosted": Part("Llama 2 7B, optimizer on the host", 120, "steps:hosted", as_run=True, alone=True, after="build"),
     "variants": Part("GPT-2 1.5B, variants", 120, "steps:variants", as_run=True, alone=True, after="build"),
+    "rules": Part("Optimizers and 16-bit state compared with a CPU", 60, "updates:rows", after="build"),
+    "updates": Part("GPT-2 1.5B, optimizers", 80, "updates:measured", as_run=True, alone=True, after="build"),
+    "texts": Part("Generation, Llama 3.2 1B", 80, "texts:rows", alone=True, after="build"),
 }
 # The parts whose rows the summary shows, most important first. For the others it shows the maximum of each column.
 SHOWN = (
@@ -89,6 +92,8 @@ SHOWN = (
     "whole",
     "hosted",
     "variants",
+    "updates",
+    "texts",
     "train",
     "rates",
     "attention",

@@ -31,7 +31,7 @@ from megazero.tools.certify.tolerances import tolerance_of
 from scripts.gpu_check import commands
 from scripts.gpu_check.findings import Asked, Row, told
 from scripts.gpu_check.kernels import missing
-from scripts.gpu_check.layouts import HEADS, Case, exact, train
+from scripts.gpu_check.layouts import HEADS, Case, config_of, exact, train
 
 LIMIT_S = 60  # limit of all layouts with the same number of ranks, in seconds
 DTYPES = ("fp32", "bf16")
@@ -90,7 +90,7 @@ def fused(asked: Asked) -> Iterator[Row]:
     alone = train(PLAIN, single(), torch.device("cpu"))
     exact(asked.device)
     for layout in FUSED:
-        yield row_of(layout, _alone(layout, asked), alone, exact=False)
+        yield row_of(layout, alone_on(layout, asked), alone, exact=False)
     for layout, ranks in _trained(asked, FUSED_TWO, shares_gpus=True):
         yield row_of(layout, ranks, alone, exact=False)
 
@@ -103,7 +103,7 @@ def engine(asked: Asked) -> Iterator[Row]:
         plain = train(replace(PLAIN, dtype=dtype), single(), asked.device)
         for each in ALONE:
             layout = replace(each, dtype=dtype)
-            yield row_of(layout, _alone(layout, asked), plain, exact=not layout.job.optimizer_away)
+            yield row_of(layout, alone_on(layout, asked), plain, exact=not layout.job.optimizer_away)
 
 
 def row_of(layout: Case, ranks: list[Results] | str, alone: Results | None, *, exact: bool) -> Row:
@@ -118,7 +118,15 @@ def row_of(layout: Case, ranks: list[Results] | str, alone: Results | None, *, e
         found = Compared(fault=str(ranks))
     else:
         bits = layout.job.parameter_bits, layout.job.gradient_bits
-        allowed = tolerance_of(layout.dtype, parameter_bits=bits[0], gradient_bits=bits[1])
+        how = config_of(layout)
+        allowed = tolerance_of(
+            layout.dtype,
+            parameter_bits=bits[0],
+            gradient_bits=bits[1],
+            optimizers=(how.optimizer.name,),
+            narrow_moments=how.optimizer.moments == "bf16",
+            masters=how.precision.masters != "none",
+        )
         found = compare(ranks, alone, (HEADS, HEADS), allowed)
     fault = found.fault
     if fault is None and exact and not found.bitwise:
@@ -128,7 +136,7 @@ def row_of(layout: Case, ranks: list[Results] | str, alone: Results | None, *, e
     return row | {"bits": "all" if found.bitwise else "not all", "fault": fault}
 
 
-def _alone(layout: Case, asked: Asked) -> list[Results] | str:
+def alone_on(layout: Case, asked: Asked) -> list[Results] | str:
     """Return the results of one process on the device, or a text on why there are none."""
     try:
         return [train(layout, single(), asked.device)]

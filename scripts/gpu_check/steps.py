@@ -63,18 +63,18 @@ Span = tuple[str, float, float]  # a kernel's name, begin and end, in microsecon
 def gpt(asked: Asked) -> Iterator[Row]:
     """Yield GPT-2 1.5B: ours, a profile of a step, recompute without and with CUDA graphs, then the others."""
     shape = GPT.of(asked)
-    yield from _ours(shape, asked, [1, 4, 8, *([16] if shape.sequences > 8 else [])])
+    yield from ours(shape, asked, [1, 4, 8, *([16] if shape.sequences > 8 else [])])
     yield from profiled(shape, asked)
     full = {"recompute": "full"}
-    yield from _ours(shape, asked, [1], full, "recomputed, ")
-    yield from _ours(shape, asked, [1], full | {"cuda_graphs": True}, "recomputed, CUDA graphs, ")
+    yield from ours(shape, asked, [1], full, "recomputed, ")
+    yield from ours(shape, asked, [1], full | {"cuda_graphs": True}, "recomputed, CUDA graphs, ")
     yield from _others(shape, asked, min(16, shape.sequences))
 
 
 def llama(asked: Asked) -> Iterator[Row]:
     """Yield Llama 3.2 1B: ours, then the others."""
     shape = LLAMA.of(asked)
-    yield from _ours(shape, asked, [1, 4, 8])
+    yield from ours(shape, asked, [1, 4, 8])
     yield from _others(shape, asked, 4)
 
 
@@ -82,27 +82,27 @@ def whole(asked: Asked) -> Iterator[Row]:
     """Yield Llama 2 7B in the memory of one GPU: 18 bytes per parameter, or 16 with bf16 gradients."""
     yield from _published(SEVEN_B)
     shape = SEVEN_B.of(asked)
-    yield from _ours(shape, asked, [2], {"recompute": "full"}, "recompute full, ")
-    yield from _ours(shape, asked, [1], {"recompute": "selective"}, "recompute selective, bf16 gradients, ", "param")
+    yield from ours(shape, asked, [2], {"recompute": "full"}, "recompute full, ")
+    yield from ours(shape, asked, [1], {"recompute": "selective"}, "recompute selective, bf16 gradients, ", "param")
 
 
 def hosted(asked: Asked) -> Iterator[Row]:
     """Yield Llama 2 7B with masters, moments and update on the host: 16 bytes per parameter there, 108 GB in all."""
     how = {"stage": 1, "recompute": "full", "offload_optimizer": "cpu"}
-    yield from _ours(SEVEN_B.of(asked), asked, [4], how, "optimizer on the host, bf16 gradients, ", "param")
+    yield from ours(SEVEN_B.of(asked), asked, [4], how, "optimizer on the host, bf16 gradients, ", "param")
 
 
 def variants(asked: Asked) -> Iterator[Row]:
     """Yield GPT-2 1.5B with fused kernels, with compiled ones, and with the loss in chunks."""
     shape, chunk = GPT.of(asked), 8 if asked.tiny else 2048
     for kernels in ("auto", "compile"):
-        yield from _ours(shape, asked, [8], name=f"kernels {kernels}, ", kernels=kernels)
-    yield from _ours(
+        yield from ours(shape, asked, [8], name=f"kernels {kernels}, ", kernels=kernels)
+    yield from ours(
         shape, asked, [8, *([16] if shape.sequences > 8 else [])], {"loss_chunk": chunk}, "loss in chunks, "
     )
 
 
-def _ours(
+def ours(
     shape: Shape,
     asked: Asked,
     micros: Sequence[int],
@@ -110,10 +110,16 @@ def _ours(
     name: str = "",
     grad_dtype: str = "fp32",
     kernels: str = "auto",
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Row]:
+    """Yield the steps of ours with some micro-batch sizes.
+
+    Args:
+        how: fields of `Case.how`; the others are those of `Case`.
+    """
     losses: list[float] = []
     for micro in micros:
-        case = Case(name, {"micro_batch": micro, **how}, "bf16", kernels, grad_dtype)
+        case = Case(name, {"micro_batch": micro, **how}, "bf16", kernels, grad_dtype, dict(options))
         ops = choose(case.kernels, asked.device, torch.bfloat16)
         make = partial(stepper, case, single(), asked, ops, shape)
         row = measured(f"ours, {name}micro-batch {micro}", make, asked, shape) | {"kernels": ops.name}
