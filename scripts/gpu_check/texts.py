@@ -79,7 +79,8 @@ def _their_writer(shape: dict[str, Any], asked: Asked) -> Writes:
         dtype=torch.bfloat16,
     )
     with torch.device(asked.device):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        model: Any = transformers.LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).eval()
     how = transformers.GenerationConfig(do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0)
 
     def writes(prompts: list[list[int]]) -> Any:
