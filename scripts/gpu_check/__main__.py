@@ -25,7 +25,7 @@ import torch
 from scripts.gpu_check.findings import Asked, Row, finite, markdown, summary
 from scripts.gpu_check.parts import ALL, PARTS, SECOND, SHOWN, imported, run
 
-SECONDS = {False: 525.0, True: 525.0}  # for all parts together; True: --second
+SECONDS = 525.0  # for all parts of a call together
 
 
 def main() -> int:
@@ -57,7 +57,7 @@ def main() -> int:
     with TemporaryDirectory(prefix="megazero-check-") as scratch:
         folder = Path(scratch) if options.json is None else options.json.with_suffix(".parts")
         folder.mkdir(parents=True, exist_ok=True)
-        run(chosen, Asked(device, options.tiny), options.seconds or SECONDS[options.second], folder, tell)
+        run(chosen, Asked(device, options.tiny), options.seconds or SECONDS, folder, tell)
     print(f"\n{summary(report, SHOWN)}")
     return 1 if report["failures"] else 0
 

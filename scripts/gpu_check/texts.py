@@ -30,9 +30,10 @@ def rows(asked: Asked) -> Iterator[Row]:
     """Yield the comparison with the CPU, then the tokens per second of both systems."""
     exact(asked.device)
     small = MODEL | {"position": "rotary", "dropout": 0.0}
-    here, cpu = (_model(small, device, torch.float32) for device in (asked.device, torch.device("cpu")))
+    cpu = torch.device("cpu")
+    here, there = (_model(small, device, cpu, torch.float32) for device in (asked.device, cpu))
     prompts = _prompts(3, MODEL["vocab"], 9)
-    equal = _ours(here, MODEL["vocab"])(prompts) == _ours(cpu, MODEL["vocab"])(prompts)
+    equal = _ours(here, MODEL["vocab"])(prompts) == _ours(there, MODEL["vocab"])(prompts)
     yield {"name": "tokens of a CPU", "equal": equal, "fault": None if equal else "the tokens differ"}
     torch.use_deterministic_algorithms(False)
     shape = LLAMA.of(asked).model
@@ -59,7 +60,7 @@ def _measured(writes: Writes, prompts: list[list[int]], asked: Asked) -> Row:
 
 
 def _our_writer(shape: dict[str, Any], asked: Asked) -> Writes:
-    return _ours(_model(shape, asked.device, torch.bfloat16), shape["vocab"])
+    return _ours(_model(shape, asked.device, asked.device, torch.bfloat16), shape["vocab"])
 
 
 def _their_writer(shape: dict[str, Any], asked: Asked) -> Writes:
@@ -96,15 +97,14 @@ def _ours(model: Transformer, vocab: int) -> Writes:
     return lambda prompts: continued(model, prompts, sampling, vocab=vocab, stops=())
 
 
-def _model(shape: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Transformer:
-    """Return a model with random weights, which are equal on all devices if drawn in equal order."""
-    draws = torch.Generator().manual_seed(1) if shape["hidden"] < 1024 else torch.Generator(device).manual_seed(1)
+def _model(shape: dict[str, Any], device: torch.device, drawn_on: torch.device, dtype: torch.dtype) -> Transformer:
+    """Return a model with random weights, drawn on a device."""
     model = build_model(config_of(Case(""), shape), choose("auto", device, dtype), None)
-
+    draws = torch.Generator(drawn_on).manual_seed(1)
     sizes = whole_shapes(model)
 
     def take(name: str) -> torch.Tensor:
-        drawn = torch.randn(tuple(sizes[name]), generator=draws, device=draws.device)
+        drawn = torch.randn(tuple(sizes[name]), generator=draws, device=drawn_on)
         return drawn * 0.02 + 1.0 if name.endswith("norm.weight") else drawn * 0.05
 
     return filled(model, take, dtype, device)

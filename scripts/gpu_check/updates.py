@@ -2,8 +2,8 @@
 
 One process trains the model of `layouts.py` with each of `RULES`, on the device with fused kernels and on the CPU with
 the reference. Stochastic rounding uses equal bits on both, but a value that differs by its last bit may be rounded
-differently, by 2^-8 of it: so state in 16 bits is compared in bf16, by its losses and norms. Then
-GPT-2 1.5B is trained with some rules: Muon's products show in its step time, the bytes of state in its memory.
+differently, by 2^-8 of it: so state in 16 bits is compared in bf16, by its losses and norms. Then GPT-2 1.5B is trained
+with some rules: Muon's products show in its step time, the bytes of state in its memory.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ import torch
 
 from megazero.comm.grid import single
 from scripts.gpu_check.findings import Asked, Row
+from scripts.gpu_check.kernels import missing
 from scripts.gpu_check.layouts import Case, exact, train
 from scripts.gpu_check.ranks import alone_on, row_of
 from scripts.gpu_check.steps import GPT, ours
@@ -31,7 +32,10 @@ MEASURED = ("adamw", "muon", "no masters, moments bf16")
 
 
 def rows(asked: Asked) -> Iterator[Row]:
-    """Yield the differences of each rule from a CPU, then the steps of some."""
+    """Yield the differences of each rule from a CPU."""
+    if (absent := missing(asked.device)) is not None:
+        yield absent
+        return
     exact(asked.device)
     for name, (dtype, options) in RULES.items():
         case = Case(name, dtype=dtype, options=options)
