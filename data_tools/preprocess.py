@@ -214,8 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chat = "records are conversations, rendered by this template (default: the tokenizer's own); --field names "
     chat += "the list of messages (default: messages), and only answers are trained on"
     parser.add_argument("--chat", nargs="?", const="", metavar="TEMPLATE.jinja", help=chat)
-    once = "leave out documents whose text occurred before"
-    parser.add_argument("--deduplicate", action="store_true", help=once)
+    parser.add_argument("--deduplicate", action="store_true", help="leave out documents whose text occurred before")
     share = "make part K of N, for example on N hosts; `merge` joins the parts into what one host would have made"
     parser.add_argument("--part", type=part, default=Part(), metavar="K/N", help=share)
     return run(preprocess, parser, argv, "the same command resumes there")

@@ -100,10 +100,8 @@ class Checkpoints:
         here = [holding for holding in holdings if holding.disks is None]
         sources = [holding.tensors[kind] for holding in here for kind in holding.kinds]
         # State on a GPU has to be copied to the host before it can be written.
-        copies = background or any(on_device(source) for source in sources)
-        self._snapshot = Snapshot(sources) if copies else None
-        kept = sources if self._snapshot is None else self._snapshot.copies
-        self._entries = list(_entries(holdings, iter(kept)))
+        self._snapshot = Snapshot(sources) if background or any(on_device(source) for source in sources) else None
+        self._entries = list(_entries(holdings, iter(sources if self._snapshot is None else self._snapshot.copies)))
         self._on_disks = [holding for holding in holdings if holding.disks is not None and holding.pieces]
         self._copied, self._give_up = threading.Event(), threading.Event()
         self._copied.set()

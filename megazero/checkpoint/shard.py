@@ -168,8 +168,7 @@ class ShardReader:
                 raise ReadingStoppedError
             index = start // BLOCK
             end = min(stop, (index + 1) * BLOCK)
-            block = self._block(index)
-            yield start, block[start - index * BLOCK : end - index * BLOCK]
+            yield start, self._block(index)[start - index * BLOCK : end - index * BLOCK]
             start = end
 
     def _block(self, index: int) -> memoryview:

@@ -146,8 +146,7 @@ def _join(name: str, parts: list[Axis]) -> Axis:
     size, rank, last = 1, 0, parts[-1]
     for part in parts:
         size, rank = size * part.size, rank * part.size + part.rank
-    first = last.ranks[last.rank] - rank * last.stride
-    return Axis(name, size, rank, first, last.stride, comm=last.comm)
+    return Axis(name, size, rank, last.ranks[last.rank] - rank * last.stride, last.stride, comm=last.comm)
 
 
 def make_grid(

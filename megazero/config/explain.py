@@ -92,8 +92,7 @@ def _name(annotation: Any) -> str:
         return f"{{NAME: {_name(get_args(annotation)[1])}}}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"{{{', '.join(annotation.model_fields)}}}"
-    names = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null"}
-    return names[annotation]
+    return {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null"}[annotation]
 
 
 def _bounds(item: Any) -> Iterator[str]:

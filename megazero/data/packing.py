@@ -57,8 +57,7 @@ class Packing:
         self._rows = _rows(counts, places, size)
         self._firsts = np.array([row.first for row in self._rows], np.int64)
         self.num_windows = self._rows[-1].first + self._rows[-1].count if self._rows else 0
-        text = int(taken[taken >= SHORTEST].sum())
-        self.fill = text / (self.num_windows * size) if self.num_windows else 0.0
+        self.fill = int(taken[taken >= SHORTEST].sum()) / (self.num_windows * size) if self.num_windows else 0.0
 
     def documents(self, window: int) -> list[int]:
         """Return the documents of a window, by decreasing length, as indices into `lengths`."""

@@ -119,8 +119,7 @@ class QuantizedSumming(Summing):
             parts = [[part] for part in partial.values.chunk(self.axis.size)]
             return self._start_exchange(parts, outs, self.axis, 0, adds=accumulate, begins=begins)
         near, far = self.hops  # `near`: the neighbours; the second hop starts when the first is waited for
-        of_places = partial.values.view(far.size, near.size, len(own)).unbind(1)
-        parts = [list(of_place) for of_place in of_places]
+        parts = [list(of_place) for of_place in partial.values.view(far.size, near.size, len(own)).unbind(1)]
         sums, first = parts[near.rank], (near.size - 1) * far.size
         return self._start_exchange(parts, sums, near, 0, adds=False, begins=begins).then(
             lambda: self._start_exchange(

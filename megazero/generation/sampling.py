@@ -54,8 +54,7 @@ def draw(logits_BV: Tensor, sampling: Sampling, numbers: Sequence[int], count: i
     logits_BV -= logits_BV.amax(-1, keepdim=True)
     logits_BV /= sampling.temperature
     if 0 < sampling.top_k < logits_BV.shape[1]:
-        least = logits_BV.topk(sampling.top_k).values[:, -1:]
-        logits_BV.masked_fill_(logits_BV < least, -torch.inf)
+        logits_BV.masked_fill_(logits_BV < logits_BV.topk(sampling.top_k).values[:, -1:], -torch.inf)
     if sampling.top_p < 1:
         ordered, places = logits_BV.sort(descending=True)
         shares = ordered.softmax(-1)

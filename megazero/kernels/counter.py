@@ -112,8 +112,7 @@ def words(key: int, start: int, stop: int, step: Tensor) -> Tensor:
     """
     index = torch.arange(start, stop, device=step.device)
     index ^= (index >> 32) * _GOLDEN
-    hashed = mix_(index.to(torch.int32) + _signed(key))
-    return mix_(hashed ^ mix_(step.to(torch.int32) + _signed(derive_key(key))))
+    return mix_(mix_(index.to(torch.int32) + _signed(key)) ^ mix_(step.to(torch.int32) + _signed(derive_key(key))))
 
 
 def keep_mask(key: int, sample_ids_B: Tensor, positions_S: Tensor, channels: Tensor, drop: float) -> Tensor:

@@ -127,8 +127,7 @@ def bias_gelu(x_NF: Tensor, bias_F: Tensor | None) -> Tensor:
 
 def bias_gelu_backward(grad_NF: Tensor, x_NF: Tensor, bias_F: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and of the bias, which is the sum of the former; an empty tensor without a bias."""
-    before = x_NF if bias_F is None else x_NF + bias_F
-    grad_x = torch.ops.aten.gelu_backward(grad_NF, before, approximate="tanh")
+    grad_x = torch.ops.aten.gelu_backward(grad_NF, x_NF if bias_F is None else x_NF + bias_F, approximate="tanh")
     return grad_x, sum_rows(grad_x if bias_F is not None else grad_x[..., :0])
 
 
@@ -165,8 +164,7 @@ def dropout_add(
 def dropout_backward(grad_SBD: Tensor, sample_ids_B: Tensor, positions_S: Tensor, key: int, drop: float) -> Tensor:
     """Return grad * keep / (1 - drop) with a recomputed mask; a product, so that NaN and infinity are not hidden."""
     channels = torch.arange(grad_SBD.shape[-1], device=grad_SBD.device)
-    keep = counter.keep_mask(key, sample_ids_B, positions_S, channels, drop)
-    return (grad_SBD * keep).mul_(1.0 / (1.0 - drop))
+    return (grad_SBD * counter.keep_mask(key, sample_ids_B, positions_S, channels, drop)).mul_(1.0 / (1.0 - drop))
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
@@ -320,8 +318,7 @@ def quantize_(codes: Tensor, x: Tensor, bits: int) -> None:
         limits = torch.full_like(most, limit)  # a tensor: for a scalar torch multiplies by its inverse, rounding twice
         scale = torch.where(some, most / limits, torch.where(most.isfinite(), 0.0, torch.nan))
         scales[first // BLOCK :][: len(blocks)] = scale
-        inverse = limits / most
-        found = (blocks * torch.where(some, inverse, 0.0)[:, None]).nan_to_num(0.0).round().to(torch.int8)
+        found = (blocks * torch.where(some, limits / most, 0.0)[:, None]).nan_to_num(0.0).round().to(torch.int8)
         if bits == 4:
             low, high = (found + 8).view(len(found), 2, -1).unbind(1)
             found = low | high << 4

@@ -100,8 +100,7 @@ def _norm_backward(draw: Draw, s: Sizes, grads: int, name: str) -> Arguments:
 
 
 def _mask(draw: Draw, s: Sizes) -> Arguments:
-    ids = draw.words(s.batch, low=0, high=1 << 40)
-    return ids, draw.words(s.sequence, low=0, high=1 << 20), KEY, DROP
+    return draw.words(s.batch, low=0, high=1 << 40), draw.words(s.sequence, low=0, high=1 << 20), KEY, DROP
 
 
 def _rotary(draw: Draw, s: Sizes) -> Arguments:
@@ -134,8 +133,7 @@ def _update(draw: Draw, s: Sizes) -> Arguments:
 
 
 def _cast(draw: Draw, s: Sizes) -> Arguments:
-    low = torch.bfloat16 if draw.dtype == torch.float32 else draw.dtype
-    return draw(s.flat, dtype=low), draw.fp32(s.flat)
+    return draw(s.flat, dtype=torch.bfloat16 if draw.dtype == torch.float32 else draw.dtype), draw.fp32(s.flat)
 
 
 def _quantize(bits: int) -> Make:
@@ -143,8 +141,7 @@ def _quantize(bits: int) -> Make:
 
     def make(draw: Draw, s: Sizes) -> Arguments:
         x = draw(16 * (s.flat // 16 + 1))
-        codes = torch.zeros(quantized_bytes(len(x), bits), dtype=torch.uint8, device=x.device)
-        return codes, x, bits
+        return torch.zeros(quantized_bytes(len(x), bits), dtype=torch.uint8, device=x.device), x, bits
 
     return make
 
@@ -257,8 +254,7 @@ def truth(name: str, arguments: Arguments) -> tuple[Tensor, ...]:
         return wide[0] + wide[1], *getattr(reference, name.removeprefix("add_"))(total, *wide[2:])
     if name == "cross_entropy_backward_":  # on the output of the specification's own forward
         logits = wide[0].clone()
-        maxima = reference.cross_entropy_parts_(logits, wide[3])[0]
-        return results(reference, name, (logits, maxima, *wide[2:]))
+        return results(reference, name, (logits, reference.cross_entropy_parts_(logits, wide[3])[0], *wide[2:]))
     return results(reference, name, wide)
 
 

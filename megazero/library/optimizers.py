@@ -300,5 +300,4 @@ class Following:
         """Yield the pieces of a unit, each with the name of its first parameter."""
         starts = [interval.start for interval in unit.layout.intervals]
         for piece in self._of[unit].pieces(unit):
-            first = bisect_right(starts, unit.shard.start + piece.where.start) - 1
-            yield unit.layout.intervals[first].name, piece
+            yield unit.layout.intervals[bisect_right(starts, unit.shard.start + piece.where.start) - 1].name, piece

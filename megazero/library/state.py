@@ -103,8 +103,7 @@ class State:
             steps = store.steps()
             if not steps or (step is not None and step not in steps):
                 what = f"no step{'' if step is None else f' {step}'} here"
-                do = "give a folder in which a step was saved, or another step"
-                raise UserError(402, what, do, where=folder)
+                raise UserError(402, what, "give a folder in which a step was saved, or another step", where=folder)
             path = store.path(steps[0] if step is None else step)
             self._require_fitting(read_manifest(path), path)
             return path

@@ -91,7 +91,6 @@ def _git_revision() -> str | None:
     """Return the commit of this checkout; None: megazero was installed as a package, or git is not there."""
     try:
         line = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-        return done.stdout.strip() or None
+        return subprocess.run(line, cwd=ROOT, capture_output=True, text=True).stdout.strip() or None
     except OSError:
         return None

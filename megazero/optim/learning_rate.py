@@ -55,8 +55,7 @@ class LearningRate:
             return self.peak * ((update + 1) / self.warmup) * (self._factor(self.warmup) if self.points else 1.0)
         if self.decay == "piecewise":
             return self.peak * self._factor(update)
-        waits = self.decay.startswith("wsd")
-        start = max(self.warmup, self.total - self.cooldown) if waits else self.warmup
+        start = max(self.warmup, self.total - self.cooldown) if self.decay.startswith("wsd") else self.warmup
         # Return the two ends exactly: m + (P - m) is not always P in floating point.
         if self.decay == "constant" or update < start or start >= self.total:
             return self.peak

@@ -260,8 +260,7 @@ class Orthogonaliser:
             rows_TRC: the matrix of T x R rows and C columns, perhaps a strided view.
         """
         turns, each, columns = rows_TRC.shape
-        tall = turns * each > columns
-        there = rows_TRC.permute(2, 0, 1) if tall else rows_TRC
+        there = rows_TRC.permute(2, 0, 1) if turns * each > columns else rows_TRC
         m, n = sorted((turns * each, columns))
         x, y = (memory[: m * n].view(m, n) for memory in self._wide)
         gram, polynomial = (memory[: m * m].view(m, m) for memory in self._square)

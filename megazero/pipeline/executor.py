@@ -137,8 +137,7 @@ class Pipeline:
         """Run the forward of one micro-batch in one stage."""
         index, m = action.stage, action.micro_batch
         stage = self.stages[index]
-        x = self._transport.take(F, index, m) if index > 0 else None
-        y = stage.forward(m, x, self._feed(self._batches[m]))
+        y = stage.forward(m, self._transport.take(F, index, m) if index > 0 else None, self._feed(self._batches[m]))
         if self._look is not None:
             self._look(F, index, m, y)
         if stage.loss is None:

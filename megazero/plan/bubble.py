@@ -41,8 +41,7 @@ def waits(job: Job, mean: PassTimes) -> float:
     p, m = job.pipeline, job.micro_batches
     if p == 1 or regular(job) or job.shape.layers < p * job.chunks:  # so few layers only in published rows
         return bubble_of(job.schedule, p, job.chunks, mean)
-    shown = m if m <= 4 * p else 4 * p + m % p
-    schedule = make(job.schedule, p, shown, job.chunks)
+    schedule = make(job.schedule, p, m if m <= 4 * p else 4 * p + m % p, job.chunks)
     blocks, _ = block_costs(job.shape)
     whole = sum(blocks)
     shares = [sum(blocks[max(parts.start, 1) - 1 : parts.stop - 1]) * p / whole for parts in job.layers.parts]

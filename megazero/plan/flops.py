@@ -51,5 +51,4 @@ def block_costs(shape: Shape) -> tuple[tuple[float, ...], float]:
     They are in the same proportion in forward and in backward.
     """
     first, *_ = each = [2 * block_matrices(shape) + attention_flops(shape, kind) for kind in shape.kinds]
-    costs = tuple(each[i % len(each)] / first for i in range(shape.layers))
-    return costs, 2 * shape.vocab * shape.hidden / first
+    return tuple(each[i % len(each)] / first for i in range(shape.layers)), 2 * shape.vocab * shape.hidden / first

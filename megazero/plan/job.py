@@ -186,8 +186,7 @@ class Job:
 
     def lasts(self, parts: range) -> list[int]:
         """Return the last part of each kind of block among these parts."""
-        recent = self.block_indices(parts)[-len(self.shape.kinds) :]
-        return [*{self.shape.kind(i): i + 1 for i in recent}.values()]
+        return [*{self.shape.kind(i): i + 1 for i in self.block_indices(parts)[-len(self.shape.kinds) :]}.values()]
 
     def firsts(self, parts: range) -> list[int]:
         """Return the first part of each kind of block among these parts."""

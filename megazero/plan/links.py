@@ -79,8 +79,7 @@ class Links:
         node = self.machine.in_node.bandwidth * reached.in_node
         if together == axis_size(self.job, axis):
             return node
-        cross = self.machine.cross_node.bandwidth * reached.cross_node * together
-        return min(node, cross)
+        return min(node, self.machine.cross_node.bandwidth * reached.cross_node * together)
 
     def seconds(self, axis: str, size: float, ops: float) -> float:
         """Return the seconds of `ops` collectives (rings, or all-to-alls without NCCL); a rank sends `size` bytes."""

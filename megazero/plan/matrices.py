@@ -169,8 +169,7 @@ class Wave:
         parts = sum(item.held(shard).stop - item.held(shard).start for item in self.items)
         if not self.sharded:
             parts = self.shards * self.longest
-        across = self.over_tensor(shard)
-        whole = sum(across.back[tensor]) if self.tensors > 1 else 0
+        whole = sum(self.over_tensor(shard).back[tensor]) if self.tensors > 1 else 0
         return Buffers(parts, own * self.sharded, own * (self.sharded and self.tensors > 1), whole)
 
 

@@ -172,8 +172,7 @@ def _messages(job: Job, rank: int) -> int:
     """
     if job.pipeline == 1:
         return 0
-    ends = job.chunks == 1 and rank == job.pipeline - 1
-    return job.stream * (1 if ends else 2)
+    return job.stream * (1 if job.chunks == 1 and rank == job.pipeline - 1 else 2)
 
 
 class _Walk:

@@ -33,8 +33,7 @@ def report(job: Job) -> tuple[dict[str, Any], Schedule, Timeline]:
     """
     layers = job.layers
     schedule = lowered(layers, job.micro_batches, each=job.shards_gradients, tied=job.shape.tie_embeddings)
-    costs = layers.costs
-    timeline = simulate(schedule, [Costs(blocks, blocks, blocks) for blocks in costs])
+    timeline = simulate(schedule, [Costs(blocks, blocks, blocks) for blocks in layers.costs])
     peaks = peak_live(schedule)
     ranks = [
         {

@@ -63,8 +63,7 @@ class UnitSize:
         return sum(aligned(self._numel(own), alignment=self.alignment) for own in self.weights if own.zone == zone)
 
     def _numel(self, weight: Weight) -> int:
-        split = weight.zone == "split"
-        return -(-weight.rows // self.tensor) * weight.columns if split else weight.numel
+        return -(-weight.rows // self.tensor) * weight.columns if weight.zone == "split" else weight.numel
 
     def padded(self, shard: int) -> int:
         """Return the length in elements of the flat buffer that is padded for `shard` ranks."""

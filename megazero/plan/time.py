@@ -70,8 +70,7 @@ def step_time(job: Job, machine: Machine, system: System = OURS) -> StepTime:
     bubble = waits(job, mean)
     share = Share(job, job.kinds(range(first + 1)), True, job.pipeline == 1)
     own, gathered, elements = list(flows(share)), share.gathers, share.updated
-    reduced = elements * job.shard * (m if job.shards_gradients else 1)
-    coded = compute.codes(own, m * sum(gathered), reduced)
+    coded = compute.codes(own, m * sum(gathered), elements * job.shard * (m if job.shards_gradients else 1))
     data, hidden = _data(links, own, gathered, 1 / max(1, share.blocks), busy, system, coded)
     update, offload = _update(links, compute, own, elements, busy)
     parts = {

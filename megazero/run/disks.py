@@ -64,7 +64,6 @@ def _require_local(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     kind = file_system_of(folder)
     if kind.startswith(_NETWORK):
-        what = f"expected a local disk, got {kind}"
-        raise UserError(605, what, "give another zero.offload.path", where=folder)
+        raise UserError(605, f"expected a local disk, got {kind}", "give another zero.offload.path", where=folder)
     if kind in _IN_MEMORY:
         logging.getLogger("megazero").warning(f"{folder} is in memory ({kind}): offloading to it saves no memory")

@@ -141,8 +141,7 @@ def _with_rows_of(found: Manifest, ours: Manifest) -> dict[str, list[int]]:
     more, fewer = ours.config["model.vocab"], found.config["model.vocab"]
 
     def shape(name: str, own: list[int]) -> list[int]:
-        grown = own[:1] == [more] and found.shapes.get(name, [])[:1] == [fewer]
-        return [fewer, *own[1:]] if grown else own
+        return [fewer, *own[1:]] if own[:1] == [more] and found.shapes.get(name, [])[:1] == [fewer] else own
 
     return {name: shape(name, own) for name, own in ours.shapes.items()}
 

@@ -35,8 +35,7 @@ class RunLock:
 
     def __init__(self, path: Path, job: str = ""):
         self._path, self.word = path, uuid.uuid4().hex[:12]
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        values = (self.word, socket.gethostname(), os.getpid(), since, job)
+        values = (self.word, socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"), job)
         self._content = json.dumps(dict(zip(_KEYS, values, strict=True)))
         self._descriptor: int | None = None
         self._is_locked = True  # by the system

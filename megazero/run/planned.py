@@ -65,8 +65,7 @@ def compare(planned: Planned, grid: Grid, activations: int) -> None:
     line = f"memory of rank {grid['world'].rank}: {megabytes(there)} MB, planned {megabytes(peak)} MB"
     logging.getLogger("megazero").info(line)
     if abs(there - peak) > max(_NOTABLE_BYTES, _NOTABLE_SHARE * peak):
-        names = held.keys() | expected.keys()
-        worst = max(names, key=lambda name: abs(held.get(name, 0) - expected.get(name, 0)))
+        worst = max(held.keys() | expected.keys(), key=lambda name: abs(held.get(name, 0) - expected.get(name, 0)))
         both = f"{megabytes(held.get(worst, 0))} instead of {megabytes(expected.get(worst, 0))}"
         warn(f"{line}; the largest difference is {worst}, {both}")
     elif grid["world"].rank == 0:

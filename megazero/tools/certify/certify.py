@@ -143,8 +143,7 @@ class Certificate:
 
 def certify(config: Config, layouts: Sequence[Job], steps: int) -> Iterator[Row]:
     """Yield a row for each layout, fewest ranks first; raises the errors of `Certificate.row`."""
-    certificate = Certificate(config, steps)
-    return map(certificate.row, sorted(layouts, key=lambda layout: layout.ranks))
+    return map(Certificate(config, steps).row, sorted(layouts, key=lambda layout: layout.ranks))
 
 
 def tolerance_for(config: Config, layout: Job | None = None) -> Tolerance:

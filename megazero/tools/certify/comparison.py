@@ -234,8 +234,7 @@ def _assembled(ranks: Sequence[Results]) -> State:
         for number, (name, start, stop) in enumerate(rank.held):
             for kind in state:
                 if (part := rank.stored.get(f"{kind}/{number}")) is not None:
-                    whole = state[kind].setdefault(name, part.new_empty(math.prod(rank.shapes[name])))
-                    whole[start:stop] = part
+                    state[kind].setdefault(name, part.new_empty(math.prod(rank.shapes[name])))[start:stop] = part
     wide = {kind: {name: value.double() for name, value in state[kind].items()} for kind in state}
     wide["update"] = {name: value - wide["first"][name] for name, value in wide["weight"].items()}
     return {**wide, "weight": state["weight"]}

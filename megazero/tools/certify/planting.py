@@ -85,8 +85,7 @@ def plant(
 def _nothing(rows: Sequence[Row], dtype: str) -> Planted:
     """Return the finding for layouts without a planted fault; it is right if no row has a fault."""
     measure, times = max((_most(row) for row in rows), key=lambda most: most[1])
-    right = not any(row.fault for row in rows)
-    return Planted(NOTHING, "no fault", "all below", dtype, measure, times, right)
+    return Planted(NOTHING, "no fault", "all below", dtype, measure, times, not any(row.fault for row in rows))
 
 
 def _found(fault: Fault, row: Row, dtype: str) -> Planted:

@@ -179,8 +179,7 @@ def _prefixed(text: str, layer: str) -> str:
 
 def _row(text: str) -> tuple[str, Any]:
     first, *rest = text.split()
-    names = rest if first in WAYS else [first, *rest]
-    return _named(" ".join(names)), WAYS.get(first, SAME)
+    return _named(" ".join(rest if first in WAYS else [first, *rest])), WAYS.get(first, SAME)
 
 
 def _named(text: str) -> str:

@@ -80,8 +80,7 @@ def _unused(config: Config) -> list[str]:
 def _times(name: str, implementations: dict[str, Operations], sizes: Sizes, draw: Draw) -> Iterator[tuple[str, float]]:
     """Yield the seconds of an operation by each implementation that has it and runs."""
     if name.startswith("cross_entropy"):
-        rows = min(sizes.sequence * sizes.batch, max(_LOGITS // sizes.vocab, 1))
-        sizes = replace(sizes, sequence=rows, batch=1)
+        sizes = replace(sizes, sequence=min(sizes.sequence * sizes.batch, max(_LOGITS // sizes.vocab, 1)), batch=1)
     arguments = SAMPLES[name](draw, sizes)
     calls = {each: getattr(ops, name) for each, ops in implementations.items() if getattr(ops, name) is not None}
     own = {each: call for each, call in calls.items() if each == "reference" or call is not calls.get("reference")}

@@ -150,8 +150,7 @@ def _host_rank(room: int | None, place: RankContext, notes: _Notes) -> None:
         room: bytes of memory that are free for the rank; None: measure messages only.
     """
     world, device = place.world, torch.device("cpu")
-    on_host = _HostWorld(world.rank, world.size, world.local_rank, world.launcher)
-    axis = _axis(replace(place, world=on_host), device)
+    axis = _axis(replace(place, world=_HostWorld(world.rank, world.size, world.local_rank, world.launcher)), device)
     notes.add("threads", {"count": torch.get_num_threads()})
     if room is not None:
         _compute(axis, device, notes, min(_COPY["cpu"], room // 8))

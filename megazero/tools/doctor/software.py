@@ -98,5 +98,4 @@ def _version(package: Package) -> str | None:
 
 def _numbers(version: str) -> tuple[float, ...]:
     """Return the numbers of a version: 2.13.0+cpu is (2, 13, 0); an unknown version counts as new enough."""
-    numbers = re.findall(r"\d+", version.partition("+")[0])
-    return tuple(float(number) for number in numbers) or (float("inf"),)
+    return tuple(map(float, re.findall(r"\d+", version.partition("+")[0]))) or (float("inf"),)

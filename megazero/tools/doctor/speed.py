@@ -80,8 +80,7 @@ def host_bandwidth(size: int, device: torch.device) -> float:
     host = torch.zeros(size, dtype=torch.uint8).pin_memory()
     near = torch.zeros(size, dtype=torch.uint8, device=device)
     out = best_seconds(lambda: host.copy_(near, non_blocking=True), device)
-    back = best_seconds(lambda: near.copy_(host, non_blocking=True), device)
-    return size / max(out, back)
+    return size / max(out, best_seconds(lambda: near.copy_(host, non_blocking=True), device))
 
 
 def best_seconds(work: Callable[[], object], device: torch.device) -> float:

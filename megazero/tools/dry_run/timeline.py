@@ -179,5 +179,4 @@ def by_origin(live: list[Allocation]) -> list[tuple[int, int, str, str]]:
     for allocation in live:
         place = allocation.place.module or allocation.place.action
         origins.setdefault((re.sub(r"\d+", "*", place), allocation.operation), []).append(allocation.size)
-    found = [(sum(sizes), len(sizes), *origin) for origin, sizes in origins.items()]
-    return sorted(found, key=lambda row: -row[0])
+    return sorted(((sum(sizes), len(sizes), *origin) for origin, sizes in origins.items()), key=lambda row: -row[0])
