@@ -3,6 +3,7 @@
     train      trains a config
     explain    shows every option, its type, default, meaning, and rules with other options
     generate   continues a prompt with a run's weights
+    eval       evaluates a run on texts and on tasks of lm-eval
     certify    compares every layout of a config with one process
     export     writes a run's weights in the format of transformers
     import     makes a run's folder from weights in the format of transformers

@@ -23,6 +23,7 @@ from megazero.config.file import load
 from megazero.config.schema import Config
 from megazero.config.stages import Course
 from megazero.data.indexed_dataset import IndexedDataset
+from megazero.evaluation.during import evaluations
 from megazero.extensions.homes import HOMES
 from megazero.launcher.signals import Signals
 from megazero.launcher.world import World
@@ -91,7 +92,9 @@ def built(config: Config) -> tuple[Trainer, RunFolder]:
     lock = RunLock(folder.lock)
     folder.create(lock, resume=False)
     comm = CommContext(bucket=bucket_of(config))
-    run = Run(config, single(comm), torch.device("cpu"), folder, lock, Signals(), planner(World(0, 1, 0)), HOMES)
+    run = Run(
+        config, single(comm), torch.device("cpu"), folder, lock, Signals(), planner(World(0, 1, 0)), HOMES, evaluations
+    )
     start = Start(lock.word, lock.word, str(folder.checkpoints))
     return build_trainer(run, start, Course(config).parts[0]).trainer, folder
 

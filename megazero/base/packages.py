@@ -45,6 +45,7 @@ PACKAGES = (
     Package("tiktoken", "tiktoken", use="*.tiktoken"),
     Package("pyarrow", "pyarrow", use="text in .parquet, .arrow and .zst"),
     Package("jinja2", "jinja2", use="preprocess --chat"),
+    Package("lm-eval", "lm_eval", (0, 4, 13), use="eval --tasks and observe.evaluate.tasks"),
     Package("transformers", "transformers", use="the tests of export and import"),
 )
 _NEEDED = tuple(package.module.partition(".")[0] for package in PACKAGES if not package.use)

@@ -49,8 +49,8 @@ class StageInputs:
     """The inputs of a model's stages for one micro-batch."""
 
     tokens_SB: Tensor
-    targets_SB: Tensor
-    valid_SB: Tensor
+    targets_SB: Tensor | None
+    valid_SB: Tensor | None
     now: BatchContext
 
 
@@ -223,7 +223,6 @@ def build(
     for rotary in {model.rotaries[i] for parts in stages.values() for i in job.block_indices(parts)}:
         if rotary is not None:
             grid.comm.ledger.hold("angles", rotary.table_bytes(precision.parameters))
-    local = job.local(config.model.seq_len)
     chunks = {}
     for (index, parts), gradients in zip(stages.items(), engine.stages, strict=True):
         last = parts.stop == len(model.layers)
@@ -235,14 +234,14 @@ def build(
         grid["pipeline"].rank,
         lambda m: lowered(layers, m, each=job.shards_gradients, tied=job.shape.tie_embeddings),
         Transport(grid["pipeline"], layers.rank_of, precision.parameters, device),
-        lambda batch: (local, batch.tokens_SB.shape[1], config.model.hidden),
+        lambda batch: (model.own_rows(len(batch.tokens_SB)), batch.tokens_SB.shape[1], config.model.hidden),
         engine.reduce_tied,
     )
     return Built(model, engine, pipeline, layers, groups.optimizers)
 
 
 def _run_of(model: Model, parts: range, last: bool) -> Callable[[Tensor | None, StageInputs], Tensor]:
-    """Return the forward function of a stage: the first takes tokens [S, B], the last returns token losses [S, B]."""
+    """Return the forward function of a stage: the first takes tokens [S, B], the last returns what the head does."""
 
     def run(x: Tensor | None, feed: StageInputs) -> Tensor:
         now = feed.now.scored(feed.targets_SB, feed.valid_SB) if last else feed.now

@@ -27,7 +27,7 @@ from megazero.comm.collectives import Pending, done, start_all_gather, start_all
 from megazero.comm.grid import Axis
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Region:
     """The two ends of a tensor-parallel region.
 

@@ -261,13 +261,22 @@ class Checkpoint(Section):
     )
 
 
+class Evaluate(Section):
+    """Evaluations of the model during training, on the run's ranks."""
+
+    every: Positive | None = option(None, "Steps between evaluations; null: only at the end.")
+    texts: tuple[Text, ...] = option((), "Files of UTF-8 text: loss and bits per byte of each.")
+    tasks: tuple[Text, ...] = option((), "Tasks of lm-eval, by name, or files that define one.")
+    samples: tuple[Text, ...] = option((), "Texts that are continued, into the run's folder samples/.")
+
+
 class Observe(Section):
     every: Positive = option(10, "Steps between logged rows.")
     wandb: Text | None = option(None, "wandb project to log to.")
     tensorboard: bool = option(False, "Also write tensorboard events.")
     profile: Positive | None = option(None, "Step at which a torch profiler trace of 3 steps begins.")
     check_replicas: NonNegative = option(0, "Steps between comparisons of values that several ranks hold; 0: none.")
-    table: bool = option(False, "With each row, print when rank 0's units were gathered and reduced.")
+    evaluate: Evaluate = Evaluate()
 
 
 def _some_of(name: str, section: type[Section]) -> GetPydanticSchema:

@@ -7,12 +7,30 @@ windows   [d 0 1 2 3 4 5]              of 6 tokens, stride 2: a token has at lea
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 
+from megazero.base.errors import UserError
 from megazero.data.batch import MicroBatch
+from megazero.data.tokenizer import Tokenizer
 
 Window = tuple[Sequence[int], int]  # ids, and the number of its last ids that are scored
+Text = tuple[list[int], int]  # its ids, and its bytes
+
+
+def read_text(path: Path, tokenizer: Tokenizer) -> Text:
+    """Return a text of a file. Raises UserError 229: it cannot be read, or is empty."""
+    do = "give a file of UTF-8 text"
+    try:
+        content = path.read_bytes()
+        ids = tokenizer.encode(content.decode())
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"byte {error.start:,} is not UTF-8"
+        raise UserError(229, f"cannot be read: {why}", do, where=path) from None
+    if not ids:
+        raise UserError(229, "is empty", do, where=path)
+    return ids, len(content)
 
 
 def windows_of(ids: Sequence[int], first: int, length: int, stride: int) -> Iterator[Window]:
@@ -33,6 +51,8 @@ def windows_of(ids: Sequence[int], first: int, length: int, stride: int) -> Iter
 def batches_of(windows: Sequence[Window], length: int, rows: int, rank: int, ranks: int) -> Iterator[MicroBatch]:
     """Yield a data rank's batches of `rows` windows; all ranks get equally many, the last ones without scored tokens.
 
+    The id of a sample is the number of its window; beyond the last window, samples are padding.
+
     Args:
         length: of the sequences, shorter windows are padded to it.
         rank, ranks: of the data axis.
@@ -47,4 +67,5 @@ def batches_of(windows: Sequence[Window], length: int, rows: int, rank: int, ran
             inputs = len(ids) - 1
             tokens_SB[:inputs, row], targets_SB[:inputs, row] = torch.tensor(ids[:-1]), torch.tensor(ids[1:])
             valid_SB[inputs - scored : inputs, row] = True
-        yield MicroBatch(tokens_SB, targets_SB, valid_SB, None, None, torch.zeros(rows, dtype=torch.int64))
+        numbers_B = torch.arange(start, start + rows) * ranks + rank
+        yield MicroBatch(tokens_SB, targets_SB, valid_SB, None, None, numbers_B)

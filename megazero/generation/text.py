@@ -10,17 +10,16 @@ from megazero.base.reading import parse_object, read_file
 from megazero.data.conversation import prompt_of
 from megazero.data.templates import Template, open_template
 from megazero.data.tokenizer import Tokenizer
-from megazero.generation.decode import continued
+from megazero.generation.decode import Decoder
 from megazero.generation.sampling import Sampling
-from megazero.model.transformer import Transformer
 
-Prompt = str | Sequence[Mapping[str, Any]]  # a text, or the messages of a conversation
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]  # a text, the messages of a conversation, ids
 GENERATION, _BYTES = "generation_config.json", 1 << 20
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A model that continues texts.
+    """Continues texts with a model.
 
     Attributes:
         sampling: how tokens are drawn.
@@ -29,7 +28,7 @@ class Writer:
         batch: the number of texts that are continued at once.
     """
 
-    model: Transformer
+    decoder: Decoder
     tokenizer: Tokenizer
     sampling: Sampling
     stop: Sequence[str] = ()
@@ -43,21 +42,23 @@ class Writer:
             UserError: 226 and 227, the template, or the conversation, is faulty; 112, the prompt has more ids than the
                 model has positions; 229, messages without `chat`.
         """
-        if self.chat:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if prompt and isinstance(prompt[0], int):
+            ids: list[int] = [*prompt]  # type: ignore[list-item]
+        elif self.chat:
+            messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             ids = prompt_of(messages, self._template, self.tokenizer)
         elif isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
         else:
             raise UserError(229, "a prompt has messages", "give --chat, or chat=True", where="generate")
-        shape = self.model.shape
+        shape = self.decoder.model.shape
         if shape.position == "learned" and len(ids) >= shape.seq_len:
             what = f"a prompt has {len(ids):,} ids, the model {shape.seq_len:,} positions"
             raise UserError(112, what, "give a shorter prompt", where="generate")
         return ids or [self.tokenizer.eod]
 
     def texts(self, prompts: Sequence[Prompt], *, first: int = 0) -> Iterator[str]:
-        """Yield the continuation of each prompt, after it unless `chat`. Every rank of the tensor axis calls it.
+        """Yield the continuation of each prompt, after it if it is a text and not `chat`. All ranks of a model call it.
 
         Args:
             first: the number of the first prompt, on which the drawn tokens depend.
@@ -73,7 +74,7 @@ class Writer:
 
             numbers = range(first + start, first + start + len(some))
             how = {"vocab": self.tokenizer.vocab_size, "stops": self._stops, "numbers": numbers}
-            found = continued(self.model, ids, self.sampling, **how, ended=ended)
+            found = self.decoder.continued(ids, self.sampling, **how, ended=ended)
             for prompt, own, new in zip(some, ids, found, strict=True):
                 text = self._decoded(own, new)
                 for stop in self.stop:

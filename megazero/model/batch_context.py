@@ -29,6 +29,7 @@ class BatchContext:
             work that only the output needs.
         cache: keys and values of earlier tokens, to which this pass adds its own; None: the texts begin here.
         targets_SB, valid_SB: int64 next tokens, and which of them count; with these the head returns losses.
+        greedy: with the losses the head returns whether each target is the most probable token.
     """
 
     step: int
@@ -41,6 +42,7 @@ class BatchContext:
     cache: Cache | None = None
     targets_SB: Tensor | None = None
     valid_SB: Tensor | None = None
+    greedy: bool = False
 
     def within_documents(self, positions_SB: Tensor, lengths: tuple[tuple[int, ...], ...]) -> Self:
         """Return this context with attention and positions limited to documents (`data.mask_eod`).
@@ -51,8 +53,8 @@ class BatchContext:
         """
         return replace(self, positions_SB=positions_SB, documents=Documents(lengths, positions_SB.device))
 
-    def scored(self, targets_SB: Tensor, valid_SB: Tensor) -> Self:
-        """Return this context for a pass that ends with the loss of each token."""
+    def scored(self, targets_SB: Tensor | None, valid_SB: Tensor | None) -> Self:
+        """Return this context for a pass that ends with the loss of each token; without targets, with logits."""
         return replace(self, targets_SB=targets_SB, valid_SB=valid_SB)
 
     def recomputed(self) -> Self:

@@ -42,13 +42,16 @@ class HeadLoss:
         self.region, self.owners, self._chunk, self.ops = region, (owner,), chunk, ops
         self._vocab, self._scale, self._cap = shape.vocab, shape.logit_scale, shape.logit_cap
 
-    def run(self, tape: Tape, x_nD: Tensor, targets_N: Tensor, valid_N: Tensor, z_loss: float) -> Tensor:
+    def run(
+        self, tape: Tape, x_nD: Tensor, targets_N: Tensor, valid_N: Tensor, z_loss: float, greedy: bool = False
+    ) -> Tensor:
         """Return -log softmax(logits)[target] in nats, 0 where not valid: [N], fp32 (fp64 for fp64 inputs).
 
         Args:
             z_loss: adds z_loss * log(sum of exp(logits))^2 (Chowdhery et al. 2022, arXiv 2204.02311, section 5).
             x_nD: the last norm's output; with sequence parallelism, of this rank's part of the tokens.
             targets_N: those of invalid positions may hold anything.
+            greedy: return losses, and 1 where no token is more probable than the target, [2, N]; without backward.
         """
         weight_VD, region = self.owners[0]["weight"], self.region
         targets_N = torch.where(valid_N, targets_N, 0) - region.axis.rank * len(weight_VD)
@@ -63,14 +66,18 @@ class HeadLoss:
             chunks = ((x_ND[rows], targets_N[rows]) for rows in cuts)
             found = [self._parts(torch.mm(x, weight_VD.T, out=logits_MV[: len(x)]), targets) for x, targets in chunks]
             parts_3N = torch.cat(found, 1)
-        losses_N, log_sums_N = reference.cross_entropy_merge(all_gather(parts_3N[None], region.axis, "loss"))
+        parts_T3N = all_gather(parts_3N[None], region.axis, "loss")
+        losses_N, log_sums_N = reference.cross_entropy_merge(parts_T3N)
+        if greedy:
+            top_N = parts_T3N[:, 2].amax(0) >= parts_T3N[:, 0].amax(0)
+            return torch.stack((losses_N, top_N.to(losses_N))).masked_fill_(~valid_N, 0.0)
         kept_MV = logits_MV if self._cap is None else None
         tape.keep((x_nD, slots, targets_N, parts_3N[0], log_sums_N, valid_N, kept_MV, z_loss), weight_VD)
         if z_loss:
             losses_N = losses_N + z_loss * log_sums_N.square()
         return losses_N.masked_fill_(~valid_N, 0.0)
 
-    def back(self, tape: Tape, grads_N: Tensor) -> tuple[Tensor, None, None, None]:
+    def back(self, tape: Tape, grads_N: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Return the gradient of x, and deliver the weight's, one product a chunk."""
         x_nD, slots, targets_N, maxima_N, log_sums_N, valid_N, logits_MV, z_loss = tape.take()
         weight_VD, grads_N = tape.weights.pop(), torch.where(valid_N, grads_N, 0.0)
@@ -100,7 +107,7 @@ class HeadLoss:
             if x_ND is None:
                 x_ND = gathering.wait()
             slot.add_product(chunk_MV.T, x_ND[rows])
-        return summing.wait(), None, None, None
+        return summing.wait(), None, None, None, None
 
     def _cuts(self, tokens: int) -> list[slice]:
         """Cut the tokens into chunks, in order; only the last one may be shorter."""

@@ -7,7 +7,8 @@ each unit its memory.
 Shapes: S sequence, B batch, D hidden, V vocabulary of this rank. Activations are sequence first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -65,15 +66,20 @@ class Head(nn.Module):
         self.loss = HeadLoss(region, self._parameters, shape=shape, chunk=chunk, ops=ops)
 
     def forward(self, x_SBD: Tensor, step: BatchContext) -> Tensor:
-        """Return token losses [S, B]; without targets, logits [S, B, V] of this rank's part of the vocabulary."""
+        """Return token losses [S, B]; without targets, logits [S, B, V] of this rank's part of the vocabulary.
+
+        With `step.greedy` losses and flags, [2, S, B]. With a cache the logits of the last token alone, [1, B, V].
+        """
+        x_SBD = x_SBD if step.cache is None else x_SBD[-1:].contiguous()
         x_ND = apply(self.norm, x_SBD).flatten(0, 1)
         if step.targets_SB is None or step.valid_SB is None:
             (logits_NV,) = apply(self._product, x_ND)
             logits_NV = self.loss.shaped(logits_NV)
             return logits_NV.view(-1, x_SBD.shape[1], logits_NV.shape[-1])
         z_loss = self._z_loss if step.training else 0.0
-        losses_N = apply(self.loss, x_ND, step.targets_SB.reshape(-1), step.valid_SB.reshape(-1), z_loss)
-        return losses_N.view_as(step.targets_SB)
+        targets_N, valid_N = step.targets_SB.reshape(-1), step.valid_SB.reshape(-1)
+        losses = apply(self.loss, x_ND, targets_N, valid_N, z_loss, step.greedy)
+        return losses.view(-1, *step.targets_SB.shape) if step.greedy else losses.view_as(step.targets_SB)
 
 
 class Transformer(nn.Module):
@@ -109,7 +115,8 @@ class Transformer(nn.Module):
         ropes = [shape.rope_of(shape.kind(i)) for i in range(shape.layers)]
         made = {rope: Rotary(rope, shape.head_dim, shape.seq_len) for rope in ropes if rope is not None}
         self.rotaries = [None if rope is None else made[rope] for rope in ropes]
-        embedding, block, head = (Region(tensor, sequence, name, chunks) for name in ("embedding", "block", "head"))
+        self._regions = [Region(tensor, sequence, name, chunks) for name in ("embedding", "block", "head")]
+        embedding, block, head = self._regions
         self.embedding = Embedding(shape, seed=seed, region=embedding, ops=ops)
         blocks = (Block(shape, i, each, seed=seed, region=block, ops=ops) for i, each in enumerate(self.rotaries))
         self.blocks = nn.ModuleList(blocks)
@@ -128,6 +135,22 @@ class Transformer(nn.Module):
         for i in parts:
             x = self.layers[i](x, step)
         return x
+
+    def own_rows(self, rows: int) -> int:
+        """Return how many of `rows` rows of the residual stream this rank holds."""
+        return rows // self.tensor.size if self._regions[0].sequence else rows
+
+    @contextmanager
+    def whole_sequence(self) -> Iterator[None]:
+        """Hold all rows on every tensor rank inside the context: a single new token cannot be split."""
+        before = self._regions[0].sequence
+        try:
+            for region in self._regions:
+                region.sequence = False
+            yield
+        finally:
+            for region in self._regions:
+                region.sequence = before
 
     def losses(self, tokens_SB: Tensor, targets_SB: Tensor, valid_SB: Tensor, step: BatchContext) -> Tensor:
         """Return the loss of each token in nats, 0 where not valid: [S, B]."""
@@ -151,8 +174,7 @@ class Transformer(nn.Module):
     def units_of_layers(self) -> list[list[str]]:
         """Return for each layer the names of the units that it uses."""
         tied, own = [TIED] * len(self._tied()), self._own_units()
-        ends = (0, len(own) - 1)
-        return [tied * (i in ends) + [name] * bool(members) for i, (name, members) in enumerate(own)]
+        return [tied * (i in (0, len(own) - 1)) + [name] * bool(members) for i, (name, members) in enumerate(own)]
 
     def _own_units(self) -> list[UnitDeclaration]:
         """Return a unit for each layer, without the tied weight; a unit may have no members."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from megazero.base.heartbeat import HEART
-from megazero.observe.metrics import VALID_LOSS, Value, valid_losses
+from megazero.observe.metrics import EVAL, VALID_LOSS, Value, results, valid_losses
 from megazero.observe.sinks import Sink
 
 
@@ -70,6 +70,7 @@ class ConsoleSink(Sink):
     def _text(self, row: Mapping[str, Value], left: float) -> str:
         parts = [f"step {row['step']}/{self._total}", f"loss {_number(row, 'loss'):.4f}"]
         parts += [f"valid{key.removeprefix(VALID_LOSS)} {_number(row, key):.4f}" for key in valid_losses(row)]
+        parts += [f"{key.removeprefix(EVAL)} {_number(row, key):.4f}" for key in results(row)]
         parts += [f"norm {_number(row, 'grad_norm'):.3g}", f"lr {_number(row, 'lr'):.3e}"]
         if row.get("skipped"):
             parts.append(f"skipped {row['skipped']}")

@@ -25,7 +25,8 @@ from megazero.observe.numbers import Number, Value
 # Values that differ each time the same steps are trained: times, and the memory that the process holds.
 _RATES = ("step_time", "tokens_per_second", "tokens_per_second_mean", "tflops_per_device", "mfu")
 TIMING_KEYS = ("time", *_RATES, "memory_peak_bytes", "seconds")
-VALID_LOSS = "valid_loss"  # key of the set without a name; "valid_loss.NAME" for the others
+VALID_LOSS, VALID_BITS = "valid_loss", "valid_bits_per_byte"  # of the set without a name; "valid_loss.NAME" of others
+EVAL = "eval."  # keys of results on texts and tasks: "eval.NAME.METRIC"
 HALF_LIFE = 50  # steps after which a step's weight in tokens_per_second_mean is half
 
 
@@ -71,26 +72,14 @@ class Work:
         }
 
 
-def validated(row: Mapping[str, Value], scores: Mapping[str, tuple[float, float | None]]) -> dict[str, Value]:
-    """Return a row with validation scores inserted after the training loss.
-
-    Args:
-        scores: loss, and bits per byte if the tokenizer is known, by the name of the validation set ("" if unnamed).
-    """
-    found: dict[str, Value] = {}
-    for key, value in row.items():
-        found[key] = value
-        for name, (loss, bits_per_byte) in scores.items() if key == "loss" else ():
-            end = f".{name}" if name else ""
-            found[f"{VALID_LOSS}{end}"] = loss
-            if bits_per_byte is not None:
-                found[f"valid_bits_per_byte{end}"] = bits_per_byte
-    return found
-
-
 def valid_losses(row: Mapping[str, Value]) -> list[str]:
     """Return the keys of a row's validation losses, in order."""
     return [key for key in row if key == VALID_LOSS or key.startswith(f"{VALID_LOSS}.")]
+
+
+def results(row: Mapping[str, Value]) -> list[str]:
+    """Return the keys of a row's results on texts and tasks, in order."""
+    return [key for key in row if key.startswith(EVAL)]
 
 
 def scalars(row: Mapping[str, Value]) -> dict[str, Number]:

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 
 from megazero.comm.ledger import Ledger
 from megazero.observe.allocations import Allocations
-from megazero.observe.metrics import Smoothed, Work, memory_peak_bytes, validated
+from megazero.observe.metrics import Smoothed, Work, memory_peak_bytes
 from megazero.observe.numbers import Value
 from megazero.observe.phases import PhaseSeconds
 from megazero.observe.profile import Profile
@@ -84,18 +84,18 @@ class Recorder:
         row |= {"memory_peak_bytes": memory_peak_bytes(self._work.device), "comm_bytes": self._sent}
         return {**row, "seconds": {**self._phases.take()}}
 
-    def write(self, row: Mapping[str, Value], scores: Mapping[str, tuple[float, float | None]]) -> None:
+    def write(self, row: Mapping[str, Value], scores: Mapping[str, float]) -> None:
         """Pass a row to the sinks, and begin a new interval.
 
         The row was made before its step was saved and validated; the seconds of both are added to it here.
 
         Args:
-            scores: validation loss and bits per byte of the step by the name of a set, see `validated`.
+            scores: results of validations and other evaluations of the step.
         """
         before, seconds = row.get("seconds"), self._phases.take()
         if isinstance(before, dict):
             seconds = {phase: (before.get(phase) or 0.0) + more for phase, more in seconds.items()}
-        self._sinks.row(validated({**row, "seconds": {**seconds}}, scores))
+        self._sinks.row({**row, "seconds": {**seconds}, **scores})
         self._restart()
 
     def close(self) -> None:

@@ -13,11 +13,8 @@ rank keeps whole between steps are not in these bytes. torch's profiler has the 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TextIO
 
 from megazero.base.terminal import in_columns
-from megazero.observe.numbers import Value
-from megazero.observe.sinks import Sink
 from megazero.zero.unit import Unit
 
 GATHERED, RELEASED, REDUCED = "gathered", "released", "reduced"
@@ -61,27 +58,3 @@ class UnitEvents:
 
     def _waited_by_now(self, unit: Unit) -> float:
         return sum(self._seconds.get(unit.name, {}).values())
-
-
-class UnitTableSink(Sink):
-    """A sink that writes the table with each row.
-
-    Args:
-        stream: the output; None (standard output was closed before we started): write nothing.
-    """
-
-    def __init__(self, events: UnitEvents, stream: TextIO | None):
-        self._events, self._stream = events, stream
-
-    def start(self) -> None:
-        """Start counting the events of the units."""
-        self._events.listen()
-
-    def row(self, row: Mapping[str, Value]) -> None:
-        """Write the table of the steps since the last row. Raises OSError: the stream was closed."""
-        if self._stream is not None:
-            print(self._events.table(), file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """Stop counting the events of the units."""
-        self._events.listen(on=False)

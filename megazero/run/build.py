@@ -39,7 +39,6 @@ from megazero.observe.profile import Profile
 from megazero.observe.recorder import Recorder
 from megazero.observe.sinks import Sink, Sinks, warn
 from megazero.observe.tensorboard_sink import TensorboardSink
-from megazero.observe.unit_table import UnitEvents, UnitTableSink
 from megazero.observe.wandb_sink import WandbSink
 from megazero.optim.learning_rate import LearningRate
 from megazero.plan.flops import flops_per_token
@@ -50,7 +49,7 @@ from megazero.run.data import RunData, open_data, refuse_overlap, refuse_repeats
 from megazero.run.disks import open_disks
 from megazero.run.ledger_file import write_ledger
 from megazero.run.planned import Planned, compare, fuses
-from megazero.run.replicas import differences
+from megazero.run.replicas import Replicas
 from megazero.run.resume import Start
 from megazero.run.run import Run
 from megazero.schedules.check import check
@@ -60,7 +59,6 @@ from megazero.train.spikes import Spikes
 from megazero.train.stopping import Stopping
 from megazero.train.trainer import Trainer
 from megazero.train.validation import Validation
-from megazero.zero.engine import Engine
 
 _PROFILED_STEPS = 3
 
@@ -116,6 +114,7 @@ def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: f
     def score_batches(many: list[MicroBatch]) -> list[Tensor]:
         return built.pipeline.evaluate(many, lambda batch: feed(batch, 0, False))
 
+    blame = partial(_blame, run)
     fingerprint = tokenizer.fingerprint if tokenizer is not None else None
     rate, limit = learning_rate_of(config), run.config.run.time_limit
     end = None if limit is None else limit - spent
@@ -125,11 +124,13 @@ def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: f
         built.pipeline,
         lambda batch, step: feed(batch, step, True),
         loader_of(part, data, grid["data"], device),
-        {name: _validation(run, part, each, score_batches, tokenizer) for name, each in data.validation.items()},
-        _recorder(run, start, part, engine, planned, phases),
+        [
+            *(_validation(run, part, *named, score_batches, tokenizer) for named in data.validation.items()),
+            *run.evaluations(config, grid, device, built, tokenizer, run.folder.path),
+        ],
+        _recorder(run, start, part, planned, phases),
         TrainSchedule(
-            *(config.run.steps, rate, config.observe.every, config.data.valid_every, course.until(part)),
-            check_every=config.observe.check_replicas,
+            *(config.run.steps, rate, config.observe.every, course.until(part)),
             averages=config.optimizer.average.for_validation,
         ),
         checkpoints_of(run, start, built, about),
@@ -138,9 +139,9 @@ def build_trainer(run: Run, start: Start, part: Part, *, here: int = 1, spent: f
         ),
         lambda: write_ledger(run.folder, grid, device),
         now,
-        lambda own, say: _blame(own, say, run),
+        blame,
         Spikes(config.run.spike_factor, skips=config.run.on_spike == "skip", say=warn if run.is_first else str),
-        lambda: differences(engine.units, engine.optimizer.runs),
+        Replicas(engine, config.observe.check_replicas, now, blame).check,
     )
     return Ready(trainer, about, holdings_of(built, saves=False), ops, planned, disks, data, tokenizer)
 
@@ -189,7 +190,7 @@ def loader_of(part: Part, data: RunData, axis: Axis, device: torch.device) -> Ba
     )
 
 
-def _blame(own: Fault | None, say: Callable[[int, str | None], UserError], run: Run) -> UserError:
+def _blame(run: Run, own: Fault | None, say: Callable[[int, str | None], UserError]) -> UserError:
     """Return the error: the fault's, on the first rank with one (else rank 0); `FailedElsewhere` on all other ranks.
 
     `own` is this rank's fault, if any; `say` makes an error from (rank, the fault in words).
@@ -206,7 +207,7 @@ def _blame(own: Fault | None, say: Callable[[int, str | None], UserError], run: 
     return UserError(error.code, error.what, f"{look}; {error.do}", rank=rank, step=error.step)
 
 
-def _recorder(run: Run, start: Start, part: Part, engine: Engine, planned: Planned, phases: PhaseSeconds) -> Recorder:
+def _recorder(run: Run, start: Start, part: Part, planned: Planned, phases: PhaseSeconds) -> Recorder:
     """Return the observer of a part's steps; only the first rank of the world writes rows and profiles."""
     device, ledger, config = run.device, run.grid.comm.ledger, part.config
     flops = flops_per_token(model_shape(config))
@@ -215,7 +216,7 @@ def _recorder(run: Run, start: Start, part: Part, engine: Engine, planned: Plann
         peak = peak_flops(torch.cuda.get_device_name(device), config.precision.dtype)
     before = part.first, part.tokens
     work = Work(part.tokens_per_step, flops, peak, device, run.grid["world"].size, before=before)
-    sinks = Sinks(list(_sinks(run, start, engine)) if run.is_first else [])
+    sinks = Sinks(list(_sinks(run, start)) if run.is_first else [])
     at = config.observe.profile if run.is_first else None
     profile = Profile(at or 1, 0 if at is None else _PROFILED_STEPS, run.folder.profile)
     return Recorder(sinks, profile, work, ledger, partial(compare, planned, run.grid), phases)
@@ -235,17 +236,20 @@ def learning_rate_of(config: Config) -> LearningRate:
 def _validation(
     run: Run,
     part: Part,
+    name: str,
     dataset: WindowDataset,
     losses: Callable[[list[MicroBatch]], list[Tensor]],
     tokenizer: Tokenizer | None,
 ) -> Validation:
     grid, micro, samples = run.grid, part.config.batch.rows, part.config.data.valid_samples
+    how = name, part.config.data.valid_every
     token_bytes = _text_bytes(dataset, tokenizer)
 
     def batches() -> Iterator[MicroBatch]:
         return validation_batches(dataset, micro, samples, data_rank=grid["data"].rank, num_data=grid["data"].size)
 
-    validation = Validation(batches, losses, token_bytes, grid.partial("loss"), grid["pipeline"].size, run.device)
+    where = grid.partial("loss"), grid["pipeline"].size, run.device
+    validation = Validation(*how, batches, losses, token_bytes, *where)
     validation.check(str(dataset.stream.dataset.bin_path))
     return validation
 
@@ -275,12 +279,10 @@ def _text_bytes(data: WindowDataset, tokenizer: Tokenizer | None) -> np.ndarray 
     return sizes if tokenizer.lossless or origin is None else sizes * origin.bytes_scale
 
 
-def _sinks(run: Run, start: Start, engine: Engine) -> Iterator[Sink]:
+def _sinks(run: Run, start: Start) -> Iterator[Sink]:
     folder, config, observe = run.folder, run.config, run.config.observe
     yield JsonlSink(folder.metrics)
     yield ConsoleSink(config.run.steps, sys.stdout)
-    if observe.table:
-        yield UnitTableSink(UnitEvents(engine.units, run.grid.comm.ledger.seconds), sys.stdout)
     if observe.tensorboard:
         yield TensorboardSink(folder.path / "tensorboard")
     if observe.wandb is not None:

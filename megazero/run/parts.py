@@ -36,7 +36,6 @@ from megazero.run.resume import Start, counted_from, load, owed_row
 from megazero.run.run import Run
 from megazero.run.words import beginning, doubts, next_part
 from megazero.train.stopping import Reason
-from megazero.train.validation import Score
 
 _BETWEEN = "build of a stage"  # the phase of ranks between two parts
 
@@ -47,15 +46,15 @@ class Outcome(NamedTuple):
     Attributes:
         first, done: the steps done before the job, and after it.
         reason: why it ends before the last step; None: it does not, or everything is done.
-        owes: whether a validation of the last step was broken off.
-        scores: the scores of the last validation, by the name of a set.
+        owes: whether an evaluation of the last step was broken off.
+        scores: the results of the last evaluations.
     """
 
     first: int
     done: int
     reason: Reason | None
     owes: bool
-    scores: Mapping[str, Score]
+    scores: Mapping[str, float]
 
 
 def train_parts(run: Run, start: Start) -> Outcome:

@@ -16,14 +16,51 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import all_gather
+from megazero.base.errors import UserError
+from megazero.comm.collectives import all_gather, all_reduce
 from megazero.comm.grid import Axis
 from megazero.optim.optimizer import Run
+from megazero.train.fault import AFTER_SUMS
+from megazero.train.trainer import Blame
+from megazero.zero.engine import Engine
 from megazero.zero.placement import Placement
 from megazero.zero.unit import Unit
 
 _AT_ONCE = 1 << 20  # elements that are widened to 64 bits at a time
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Replicas:
+    """Compares replicas during training.
+
+    Args:
+        every: steps between comparisons; 0: none.
+        now, blame: see `Trainer`.
+    """
+
+    def __init__(self, engine: Engine, every: int, now: Callable[[int, str], object], blame: Blame):
+        self._engine, self._every, self._now, self._blame = engine, every, now, blame
+
+    def check(self, done: int) -> None:
+        """Compare after step `done`, counted from 1, if it is due. Raises UserError 306: values differ."""
+        if not self._every or done % self._every:
+            return
+        self._now(done, "comparison of replicas")
+        engine = self._engine
+        for unit in engine.units:
+            unit.gradients.wait()  # until an update under way has ended
+        engine.gather.finish()
+        found, device = differences(engine.units, engine.optimizer.runs), engine.loss_scale.scale.device
+        if not all_reduce(
+            torch.tensor([len(found)], dtype=torch.float64, device=device), engine.grid["world"], "agree"
+        ):
+            return
+
+        def say(rank: int, fault: str | None) -> UserError:
+            do = "resume from a checkpoint before it, on other hardware"
+            return UserError(306, fault or "replicas differ", do, rank=rank, step=done)
+
+        raise self._blame((AFTER_SUMS, found[0]) if found else None, say)
 
 
 def differences(units: Iterable[Unit], runs: Callable[[Unit], Sequence[Run]]) -> list[str]:
@@ -68,8 +105,7 @@ def digest(x: Tensor) -> Tensor:
 
 
 def _compared(axis: Axis, found: Sequence[tuple[str, Tensor]]) -> Iterator[str]:
-    mine = torch.stack([value for _, value in found])
-    everyone = all_gather(mine[None], axis, "replicas").tolist()
+    everyone = all_gather(torch.stack([value for _, value in found])[None], axis, "replicas").tolist()
     for (what, _), values in zip(found, zip(*everyone, strict=True), strict=True):
         (usual, count), *_ = Counter(values).most_common(1)
         odd = [str(rank) for rank, value in zip(axis.ranks, values, strict=True) if value != usual]

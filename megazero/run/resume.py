@@ -18,7 +18,7 @@ from megazero.checkpoint.manifest import FILE_NAME, Manifest, read_manifest, ste
 from megazero.checkpoint.save import ShardState
 from megazero.checkpoint.store import Store
 from megazero.observe.jsonl import drop_rows_after
-from megazero.observe.metrics import valid_losses
+from megazero.observe.metrics import results, valid_losses
 from megazero.observe.sinks import warn
 from megazero.run.history import accounted_for
 from megazero.run.run import Run
@@ -149,13 +149,13 @@ def owed_row(metrics: Path, found: Manifest | None, *, own: bool, validates: boo
     """Remove rows of later steps from metrics.jsonl; return the row of the resumed step if it must still be written.
 
     There are two such cases. A job was killed after it committed the step and before it wrote the row: then only the
-    manifest has the row. Or a job was stopped before it validated the step: then the row in the file has no validation,
-    so it is removed and returned.
+    manifest has the row. Or a job was stopped before it evaluated the step: then the row in the file has no results, so
+    it is removed and returned.
 
     Args:
         found: the manifest of the step to resume from; None: the run begins.
         own: whether the step is this run's; False: the run begins with the weights of another run.
-        validates: whether the step is to be validated.
+        validates: whether an evaluation follows the step.
 
     Raises:
         UserError: 406, metrics.jsonl is damaged.
@@ -167,7 +167,7 @@ def owed_row(metrics: Path, found: Manifest | None, *, own: bool, validates: boo
         last = drop_rows_after(metrics, step)
         if row is None or last is None or last["step"] != step:
             return row
-        if not validates or valid_losses(last):
+        if not validates or valid_losses(last) or results(last):
             return None
         drop_rows_after(metrics, step - 1)
         return row

@@ -3,21 +3,27 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from megazero.builders.assemble import Built
 from megazero.comm.agreement import agree
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid
 from megazero.comm.home import Homes
 from megazero.config.schema import Config
+from megazero.data.tokenizer import Tokenizer
 from megazero.launcher.signals import Signals
 from megazero.run.folder import RunFolder
 from megazero.run.lock import RunLock
 from megazero.run.planned import Planner
+from megazero.train.validation import Evaluation
 
 T = TypeVar("T")
+# (config of a part, grid, device, built parts, tokenizer, folder of the run) -> evaluations during training
+Evaluations = Callable[[Config, Grid, torch.device, Built, Tokenizer | None, Path], list[Evaluation]]
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Run:
         signals: the signals that this rank got.
         plan: returns the plan of a part of the run.
         homes: opens the places, beyond device and host, where a config may let values rest.
+        evaluations: returns the evaluations that a config asks for, in addition to validations.
         name: the name of the config.
         allowed: options and sections that `--allow-change` names.
     """
@@ -44,6 +51,7 @@ class Run:
     signals: Signals
     plan: Planner
     homes: Homes
+    evaluations: Evaluations
     name: str = ""
     allowed: tuple[str, ...] = ()
 

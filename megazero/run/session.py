@@ -34,12 +34,18 @@ from megazero.run.log import settle_in
 from megazero.run.parts import Outcome, train_parts
 from megazero.run.planned import Planner
 from megazero.run.resume import find_start
-from megazero.run.run import Run
+from megazero.run.run import Evaluations, Run
 from megazero.run.words import ending, sharing
 
 
 def run_training(
-    config: Config, name: str, place: RankContext, plan: Planner, homes: Homes, allowed: Sequence[str] = ()
+    config: Config,
+    name: str,
+    place: RankContext,
+    plan: Planner,
+    homes: Homes,
+    evaluations: Evaluations,
+    allowed: Sequence[str] = (),
 ) -> int:
     """Run one rank of a run, from its connection to the others to the files; return the exit code.
 
@@ -47,7 +53,7 @@ def run_training(
         config: with a micro-batch.
         name: the name of the config; the run's folder is `runs/<name>` unless run.dir says otherwise.
         plan: returns the plan of a part of the run.
-        homes: opens the places, beyond device and host, where values may rest.
+        homes, evaluations: see `Run`.
         allowed: options and sections that may differ from the checkpoint that the run resumes from.
 
     Raises:
@@ -66,7 +72,7 @@ def run_training(
     folder = RunFolder(run_dir(config, name))
     lock = RunLock(folder.lock, job_id())
     grid = grid_of(config, comm, world)
-    run = Run(config, grid, world.device, folder, lock, place.signals, plan, homes, name, tuple(allowed))
+    run = Run(config, grid, world.device, folder, lock, place.signals, plan, homes, evaluations, name, tuple(allowed))
     try:
         code = _train(run, place)
     finally:

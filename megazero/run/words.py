@@ -15,6 +15,7 @@ from megazero.config.stages import Course, Part
 from megazero.launcher.environment import gpu_settings
 from megazero.launcher.world import World
 from megazero.observe.console import clock_text
+from megazero.observe.metrics import EVAL, VALID_BITS, VALID_LOSS, results, valid_losses
 from megazero.plan.layers import parameters
 from megazero.run.build import Ready, learning_rate_of
 from megazero.run.data import packing_text, sources_text
@@ -24,7 +25,6 @@ from megazero.run.loading import described, doubt, taken
 from megazero.run.resume import Start
 from megazero.run.run import Run
 from megazero.train.trainer import Trainer
-from megazero.train.validation import Score
 from megazero.zero.unit import resting_table
 
 _SCHEDULE = [f"schedule.{key}" for key in LrSchedule.model_fields]
@@ -44,8 +44,7 @@ def beginning(run: Run, start: Start, part: Part, ready: Ready, found: Manifest 
     if found is not None and taken(found, start.load) == "all":
         yield from _other_rate(config, course, found)
     if changed := changed_since(found, ready.about.history):
-        told = ", ".join(in_words(changed))
-        yield f"changed after step {changed[0]['step']}, as --allow-change permits: {told}"
+        yield f"changed after step {changed[0]['step']}, as --allow-change permits: " + ", ".join(in_words(changed))
     yield f"data {sources_text(ready.data)}, tokenizer {_tokenizer(config, ready)}"
     yield from packing_text(ready.data)
     yield _resting(config, ready.trainer)
@@ -104,17 +103,19 @@ def doubts(start: Start, part: Part, ready: Ready, found: Manifest | None) -> It
         yield f"model.vocab is {vocab:,}, {used}: {unused:,} rows ({unused / vocab:.2%}) are never used"
 
 
-def ending(scores: Mapping[str, Score], folder: RunFolder, seconds: float) -> str:
+def ending(scores: Mapping[str, float], folder: RunFolder, seconds: float) -> str:
     """Return the last lines of a completed run.
 
     Args:
-        scores: the scores of the last validation, by the name of a set.
+        scores: the results of the last evaluations.
     """
     lines = [f"done in {clock_text(seconds)}"]
-    for name, score in scores.items():
-        lines.append(f"validation loss {f'of {name} ' if name else ''}{score.loss:.4f} nats per token")
-        if score.bits_per_byte is not None:
-            lines[-1] += f", {score.bits_per_byte:.4f} bits per byte"
+    for key in valid_losses(scores):
+        name = key.removeprefix(VALID_LOSS)
+        lines.append(f"validation loss {f'of {name[1:]} ' if name else ''}{scores[key]:.4f} nats per token")
+        if (bits := scores.get(f"{VALID_BITS}{name}")) is not None:
+            lines[-1] += f", {bits:.4f} bits per byte"
+    lines += [f"{key.removeprefix(EVAL)} {scores[key]:.4f}" for key in results(scores)]
     lines.append(f"files in {folder.path}: metrics.jsonl, config.yaml, plan.json, ledger.json, checkpoints/, logs/")
     if folder.loss_plot.exists():
         lines.append(f"loss curve {folder.loss_plot}")

@@ -1,34 +1,30 @@
-"""Evaluate a run on texts: mean loss, perplexity, bits per byte.
+"""Evaluate a run: mean loss, perplexity and bits per byte of texts, and tasks of lm-eval.
 
 The run's newest weights are loaded onto the ranks of this machine: tensor ranks split matrices, data ranks shard the
 parameters (stage 3) and share the windows. No gradients and no optimizer state are allocated.
 """
 
-import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.builders.assemble import DTYPES, Built, build, feeds_of, grid_of
+from megazero.builders.assemble import DTYPES, Built, build, grid_of
 from megazero.builders.job import changed, job_of, laid_out
 from megazero.checkpoint.load import load_tensors
 from megazero.checkpoint.manifest import Manifest, read_manifest
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import newest_whole, require_shapes, with_averages
 from megazero.comm.context import CommContext
-from megazero.comm.grid import Grid
 from megazero.config.file import load
 from megazero.config.schema import Config
-from megazero.data.batch import MicroBatch
-from megazero.data.tokenizer import Tokenizer, open_tokenizer
-from megazero.evaluation.windows import batches_of, windows_of
+from megazero.data.tokenizer import open_tokenizer
+from megazero.evaluation.calls import Calls
+from megazero.evaluation.during import task_work
+from megazero.evaluation.scorer import Scorer
+from megazero.evaluation.windows import read_text
 from megazero.kernels.select import choose
 from megazero.launcher.world import World
 from megazero.model.parameter import whole_shapes
@@ -37,7 +33,6 @@ from megazero.run.checkpointing import holdings_of
 from megazero.run.folder import RunFolder
 from megazero.tools.local_ranks import on_ranks
 from megazero.tools.opened import require_rules
-from megazero.train.validation import Validation
 
 
 @dataclass(frozen=True)
@@ -46,14 +41,18 @@ class Request:
 
     Attributes:
         texts: files of text.
+        tasks: of lm-eval: names, or files.
+        items: the file for the answers to each item of the tasks; None: none.
         stride: new tokens that a window scores; None: half of the model's sequence length.
         nproc, tensor: ranks, and how many of them split the matrices.
-        batch: windows at once on a data rank.
+        batch: windows or texts at once on a data rank.
         average: evaluate the averages of the weights.
     """
 
     run: Path
-    texts: Sequence[Path]
+    texts: Sequence[Path] = ()
+    tasks: Sequence[str] = ()
+    items: Path | None = None
     stride: int | None = None
     nproc: int = 1
     tensor: int = 1
@@ -61,15 +60,18 @@ class Request:
     average: bool = False
 
 
-def evaluate(asked: Request, say: Callable[[dict[str, dict[str, float]]], object]) -> int:
-    """Evaluate a run on the texts of a request; return the exit code.
+Found = dict[str, dict[str, Any]]  # "texts": results by file; "tasks": numbers by TASK.METRIC
+
+
+def evaluate(asked: Request, say: Callable[[Found], object]) -> int:
+    """Evaluate a run on the texts and tasks of a request; return the exit code.
 
     Args:
-        say: called with {file: {loss, perplexity, bits_per_byte, tokens}}.
+        say: called with the results.
 
     Raises:
         UserError: 106, ranks that cannot split the model; 113, the config names no tokenizer; 229, a text that cannot
-            be read, or is empty; and those of a checkpoint that cannot be loaded.
+            be read, or is empty; 230, a task that is unknown; and those of a checkpoint that cannot be loaded.
     """
     folder = RunFolder(asked.run)
     folder.require_run()
@@ -77,12 +79,24 @@ def evaluate(asked: Request, say: Callable[[dict[str, dict[str, float]]], object
     if config.data.tokenizer is None:
         raise UserError(113, "the run has no data.tokenizer", "train with one", where=folder.config)
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.vocab)
-    texts = {str(path): _ids(path, tokenizer) for path in asked.texts}
+    texts = {str(path): read_text(path, tokenizer) for path in asked.texts}
 
     def work(comm: CommContext, world: World) -> None:
-        found = _scores(grid_of(config, comm, world), world.device, config, asked, texts, tokenizer)
+        grid, device = grid_of(config, comm, world), world.device
+        ops = choose(config.precision.kernels, device, DTYPES[config.precision.dtype])
+        built = build(config, grid, device, ops, filled=False, trains=False)
+        _load(RunFolder(asked.run), built, average=asked.average)
+        scorer = Scorer(config, grid, device, built)
+        with doing("evaluating texts", len(texts)) as progress:
+            of_texts = dict[str, Any]()
+            for name, (ids, size) in texts.items():
+                of_texts[name] = scorer.of_text(ids, size, tokenizer.eod, asked.stride)
+                progress.advance()
+        of_tasks: Any = {}
+        if asked.tasks:
+            of_tasks = task_work(asked.tasks, Calls(scorer, tokenizer, grid), asked.items, errors=True)()
         if world.rank == 0:
-            say(found)
+            say({name: of for name, of in (("texts", of_texts), ("tasks", of_tasks)) if of})
 
     return on_ranks(asked.nproc, work)
 
@@ -93,57 +107,11 @@ def _laid_out(config: Config, asked: Request) -> Config:
         what = f"--tensor {asked.tensor} does not divide --nproc {asked.nproc}"
         raise UserError(106, what, "change one of the two", where="eval")
     data = asked.nproc // asked.tensor
-    job = replace(
-        job_of(config, config.parallel.tensor * config.parallel.pipeline).alone, tensor=asked.tensor, data=data
-    )
-    job = replace(job, stage=3 if data > 1 else 1, micro_batch=asked.batch, global_batch=asked.batch * data)
-    laid = changed(laid_out(config, job), {"batch.global_": job.global_batch})
+    config = changed(config, {"batch.micro": asked.batch, "batch.global_": asked.batch * data})
+    job = job_of(config, config.parallel.tensor * config.parallel.pipeline).alone
+    laid = laid_out(config, replace(job, tensor=asked.tensor, data=data, stage=3 if data > 1 else 1))
     require_rules(laid, "eval")
     return laid
-
-
-def _ids(path: Path, tokenizer: Tokenizer) -> tuple[list[int], int]:
-    """Return a text's ids and its bytes. Raises UserError 229: it cannot be read, or is empty."""
-    do = "give a file of UTF-8 text to --text"
-    try:
-        content = path.read_bytes()
-        ids = tokenizer.encode(content.decode())
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else f"byte {error.start:,} is not UTF-8"
-        raise UserError(229, f"cannot be read: {why}", do, where=path) from None
-    if not ids:
-        raise UserError(229, "is empty", do, where=path)
-    return ids, len(content)
-
-
-def _scores(
-    grid: Grid,
-    device: torch.device,
-    config: Config,
-    asked: Request,
-    texts: dict[str, tuple[list[int], int]],
-    tokenizer: Tokenizer,
-) -> dict[str, dict[str, float]]:
-    ops = choose(config.precision.kernels, device, DTYPES[config.precision.dtype])
-    built = build(config, grid, device, ops, filled=False, trains=False)
-    _load(RunFolder(asked.run), built, average=asked.average)
-    feed, length = feeds_of(grid["tensor"], device, config.parallel.sequence), config.model.seq_len
-
-    def losses(many: list[MicroBatch]) -> list[Tensor]:
-        return built.pipeline.evaluate(many, lambda batch: feed(batch, 0, False))
-
-    found, stride = {}, min(asked.stride or max(1, length // 2), length)
-    for name, (ids, size) in texts.items():
-        windows = list(windows_of(ids, tokenizer.eod, length, stride))
-        data = grid["data"]
-        batches = partial(batches_of, windows, length, asked.batch, data.rank, data.size)
-        with torch.no_grad():
-            score = Validation(batches, losses, None, grid.partial("loss"), 1, device).score()
-        assert score is not None, "nothing stops it"
-        bits = score.loss * len(ids) / (math.log(2) * size)
-        perplexity = math.exp(score.loss) if score.loss < 700 else math.inf
-        found[name] = {"loss": score.loss, "perplexity": perplexity, "bits_per_byte": bits, "tokens": len(ids)}
-    return found
 
 
 def _load(folder: RunFolder, built: Built, *, average: bool) -> None:
@@ -163,15 +131,10 @@ def _load(folder: RunFolder, built: Built, *, average: bool) -> None:
     built.engine.gather.finish()
 
 
-def as_text(found: dict[str, dict[str, float]]) -> str:
+def as_text(found: Found) -> str:
     """Return the results as lines of text."""
     lines = []
-    for name, of in found.items():
+    for name, of in found.get("texts", {}).items():
         line = f"{name}: loss {of['loss']:.4f}, perplexity {of['perplexity']:.4g}"
         lines.append(f"{line}, {of['bits_per_byte']:.4f} bits per byte, {of['tokens']:,} tokens")
-    return "\n".join(lines)
-
-
-def as_json(found: Any) -> str:
-    """Return the results as one JSON object."""
-    return json.dumps({"texts": found})
+    return "\n".join([*lines, *(f"{name} {value:.4f}" for name, value in found.get("tasks", {}).items())])

@@ -16,6 +16,7 @@ from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Axis, make_grid, single
+from megazero.generation.decode import Decoder
 from megazero.generation.sampling import Sampling
 from megazero.generation.text import Prompt, Writer
 from megazero.launcher.world import World
@@ -72,9 +73,8 @@ def _write(
 ) -> None:
     opened = load(asked.run, average=asked.average, tensor=axis, device=world.device)
     if opened.tokenizer is None:
-        what = "the run has no data.tokenizer"
-        raise UserError(113, what, "train with one to get text", where=asked.run)
-    writer = Writer(opened.model, opened.tokenizer, asked.sampling, asked.stop, asked.chat, asked.batch)
+        raise UserError(113, "the run has no data.tokenizer", "train with one to get text", where=asked.run)
+    writer = Writer(Decoder(opened.model), opened.tokenizer, asked.sampling, asked.stop, asked.chat, asked.batch)
     with doing("generating", len(prompts) - done) as progress:
         for prompt, text in zip(prompts[done:], writer.texts(prompts[done:], first=done), strict=True):
             progress.advance()

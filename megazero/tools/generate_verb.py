@@ -11,13 +11,20 @@ from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.tools.train_verb import MOST_LOCAL
 
-_SAMPLING = ("tokens", "temperature", "top_k", "top_p", "repetition", "seed")
+_SAMPLING = {  # option of `Sampling`: type, default, meaning
+    "tokens": (at_least(1, int), 100, "most new tokens"),
+    "temperature": (at_least(0, float), 0.8, "sampling temperature; 0 takes the likeliest token"),
+    "top_k": (at_least(0, int), 50, "draw from the N likeliest; 0: all"),
+    "top_p": (at_least(0, float, 1), 1.0, "draw from the likeliest tokens that together have probability N"),
+    "repetition": (at_least(0.01, float), 1.0, "divide the logits of tokens that the text has by N"),
+    "seed": (at_least(0, int), 0, "seed of the sampling"),
+}
 
 
 def add(verbs: Any) -> None:
     """Add both verbs."""
     generate = verbs.add_parser("generate", help="continue prompts with a run's weights")
-    evaluate = verbs.add_parser("eval", help="compute a run's loss, perplexity and bits per byte on texts")
+    evaluate = verbs.add_parser("eval", help="evaluate a run on texts and on tasks of lm-eval")
     for parser, what in ((generate, "split the matrices"), (evaluate, "evaluate")):
         parser.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
         parser.add_argument("--nproc", type=at_least(1, int, MOST_LOCAL), default=1, help=f"ranks that {what} (1)")
@@ -31,17 +38,14 @@ def add(verbs: Any) -> None:
     generate.add_argument("--out", type=Path, metavar="FILE", help=out)
     generate.add_argument("--chat", action="store_true", help="apply the tokenizer's chat template; print the answer")
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
-    generate.add_argument("--tokens", type=at_least(1, int), default=100, help="most new tokens (default: 100)")
-    likeliest = "sampling temperature; 0 takes the likeliest token (default: 0.8)"
-    generate.add_argument("--temperature", type=at_least(0, float), default=0.8, help=likeliest)
-    generate.add_argument("--top-k", type=at_least(0, int), default=50, help="draw from the K likeliest; 0: all (50)")
-    share = "draw from the likeliest tokens that together have P (default: 1)"
-    generate.add_argument("--top-p", type=at_least(0, float, 1), default=1.0, help=share)
-    penalty = "divide the logits of tokens that the text has (default: 1)"
-    generate.add_argument("--repetition", type=at_least(0.01, float), default=1.0, metavar="R", help=penalty)
-    generate.add_argument("--seed", type=at_least(0, int), default=0, help="seed of the sampling (default: 0)")
+    for name, (kind, default, what) in _SAMPLING.items():
+        flag = f"--{name.replace('_', '-')}"
+        generate.add_argument(flag, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
     generate.set_defaults(run=_generate)
-    evaluate.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="files of text")
+    evaluate.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE", help="files of text")
+    tasks = "tasks of lm-eval: names, or files that define one"
+    evaluate.add_argument("--tasks", type=lambda text: text.split(","), default=[], metavar="A,B", help=tasks)
+    evaluate.add_argument("--items", type=Path, metavar="FILE", help="write the answer to each item: JSON lines")
     stride = "new tokens that a window scores (default: half of model.seq_len)"
     evaluate.add_argument("--stride", type=at_least(1, int), help=stride)
     evaluate.add_argument("--tensor", type=at_least(1, int), default=1, help="ranks that split the matrices (1)")
@@ -65,9 +69,11 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
+    if not options.text and not options.tasks:
+        raise UserError(100, "expected --text FILE, --tasks A,B, or both", where="eval")
     with doing("loading torch"):
-        from megazero.tools.evaluate import Request, as_json, as_text, evaluate
+        from megazero.tools.evaluate import Request, as_text, evaluate
 
-    given = options.run_folder, options.text, options.stride, options.nproc, options.tensor, options.batch
-    asked = Request(*given, options.average)
-    return evaluate(asked, lambda found: answer(as_json(found) if options.json else as_text(found)))
+    given = options.run_folder, options.text, options.tasks, options.items, options.stride
+    asked = Request(*given, options.nproc, options.tensor, options.batch, options.average)
+    return evaluate(asked, lambda found: answer(json.dumps(found) if options.json else as_text(found)))

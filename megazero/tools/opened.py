@@ -20,7 +20,7 @@ from megazero.config.flat import flatten
 from megazero.config.rules import broken_rules
 from megazero.config.schema import Config
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
-from megazero.generation.decode import continued
+from megazero.generation.decode import Decoder
 from megazero.generation.sampling import Sampling
 from megazero.generation.text import Prompt, Writer
 from megazero.kernels.select import choose
@@ -87,20 +87,17 @@ class Opened:
         Raises:
             UserError: 113, a text for a model without a tokenizer; and those of `Writer`.
         """
-        how = Sampling(**sampling)
-        first = prompts[0] if len(prompts) else ""
-        if isinstance(first, int) or not (chat or isinstance(first, str | Mapping)):
-            rows: Any = [prompts] if isinstance(first, int) else prompts
-            stops = set() if self.tokenizer is None else {self.tokenizer.eod}
-            found = continued(self.model, rows, how, vocab=self.config.model.vocab, stops=stops)
-            return found[0] if isinstance(first, int) else found
-        if self.tokenizer is None:
-            raise UserError(113, "the model has no tokenizer", "give ids", where="generate")
-        writer = Writer(self.model, self.tokenizer, how, stop, chat, batch)
-        single = isinstance(prompts, str) or isinstance(first, Mapping)
+        how, decoder, first = Sampling(**sampling), Decoder(self.model), prompts[0] if len(prompts) else ""
+        single = isinstance(prompts, str) or isinstance(first, int | Mapping)
         some: Any = [prompts] if single else prompts
-        texts = list(writer.texts(some))
-        return texts[0] if single else texts
+        if isinstance(first, int) or not (chat or isinstance(first, str | Mapping)):
+            stops = set() if self.tokenizer is None else {self.tokenizer.eod}
+            found: Any = decoder.continued(some, how, vocab=self.config.model.vocab, stops=stops)
+        elif self.tokenizer is None:
+            raise UserError(113, "the model has no tokenizer", "give ids", where="generate")
+        else:
+            found = list(Writer(decoder, self.tokenizer, how, stop, chat, batch).texts(some))
+        return found[0] if single else found
 
 
 def load(

@@ -16,14 +16,13 @@ that the error names the rank and the value where it began.
 from __future__ import annotations  # the types of arguments are only named here
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from megazero.base.errors import UserError
-from megazero.comm.collectives import all_reduce
 from megazero.comm.readback import Readback
 from megazero.observe.numbers import Value, finite
 from megazero.pipeline.executor import BACKWARDS, Pipeline
@@ -33,7 +32,7 @@ from megazero.train.fault import AFTER_SUMS, Fault, own_fault
 from megazero.train.schedule import TrainSchedule
 from megazero.train.spikes import Spikes
 from megazero.train.stopping import FAILED, Reason, Stopping
-from megazero.train.validation import Score, Validation
+from megazero.train.validation import Evaluation
 from megazero.zero.engine import Engine, StepNumbers, StepResult
 
 if TYPE_CHECKING:  # types of arguments
@@ -69,7 +68,7 @@ class Trainer:
         pipeline: runs forward and backward passes.
         feed: (micro-batch, step) -> the inputs of the stages.
         loader: the micro-batches of each step.
-        validations: by the name of the validation set; "" for the unnamed one.
+        evaluations: validations and others, in order.
         recorder: measures and logs steps.
         schedule: steps, learning rate and intervals.
         checkpoints: saves the state; the last step is saved before the last validation, which may fail.
@@ -77,7 +76,7 @@ class Trainer:
         summarise: writes the run's ledger; called by all ranks before the last step is saved.
         now: called with the step (from 1) and the current phase.
         spikes: recognises steps with unusual gradients.
-        compare: returns texts on values that differ on ranks that should hold equal ones.
+        check: called with each step (from 1) after it is issued; may raise.
         blame: (this rank's fault or None, function that makes an error) -> the error of the rank with the first fault.
     """
 
@@ -85,7 +84,7 @@ class Trainer:
     pipeline: Pipeline
     feed: Callable[[MicroBatch, int], StageInputs]
     loader: BatchSource
-    validations: Mapping[str, Validation]
+    evaluations: Sequence[Evaluation]
     recorder: Recorder
     schedule: TrainSchedule
     checkpoints: Checkpoints
@@ -94,13 +93,13 @@ class Trainer:
     now: Callable[[int, str], object]
     blame: Blame
     spikes: Spikes
-    compare: Callable[[], list[str]] = list
+    check: Callable[[int], object] = int
 
     def __post_init__(self) -> None:
         self.first = self.skipped = self.overflows = self.carried = 0
         self.reason: Reason | None = None
-        self.scores: dict[str, Score] = {}
-        self.owes = False  # a validation was interrupted or not started
+        self.scores: dict[str, float] = {}
+        self.owes = False  # an evaluation was interrupted or not started
         self._pending: _Pending | None = None
         self._numbers: StepNumbers | None = None  # of the pending step; None: not read yet
         self._reduced_fault: str | None = None  # in this rank's reduced gradients of the step that ends the run
@@ -135,7 +134,7 @@ class Trainer:
     def run(self) -> int:
         """Train; return the number of steps done.
 
-        Afterwards `scores` has the last validation's results, and `reason` the reason for an early end, if any. All
+        Afterwards `scores` has the last evaluations' results, and `reason` the reason for an early end, if any. All
         saves are committed.
 
         Raises:
@@ -154,9 +153,8 @@ class Trainer:
                 with self.recorder.step(done + 1):
                     self.train_step(done)
                 done += 1
-                if self.schedule.check_every and done % self.schedule.check_every == 0:
-                    self._check_replicas(done)
-                rests = self.schedule.validates(done) or self.checkpoints.due(done) or done == self.schedule.last
+                self.check(done)
+                rests = self.validates(done) or self.checkpoints.due(done) or done == self.schedule.last
                 if self.reason or rests or self.schedule.logs(done):
                     self._settle(complete=True)
                 garbage.after(done, rests=rests)
@@ -165,24 +163,6 @@ class Trainer:
         self.checkpoints.finish()
         self.checkpoints.tidy(math.inf if self.reason is None else TIDY_SECONDS)
         return done
-
-    def _check_replicas(self, done: int) -> None:
-        """Compare values that several ranks hold, after step `done`. Raises UserError 306: some differ."""
-        self.now(done, "comparison of replicas")
-        engine = self.engine
-        for unit in engine.units:
-            unit.gradients.wait()  # until an update under way has ended
-        engine.gather.finish()
-        found, world = self.compare(), engine.grid["world"]
-        device = engine.loss_scale.scale.device
-        if not all_reduce(torch.tensor([len(found)], dtype=torch.float64, device=device), world, "agree"):
-            return
-
-        def say(rank: int, fault: str | None) -> UserError:
-            do = "resume from a checkpoint before it, on other hardware"
-            return UserError(306, fault or "replicas differ", do, rank=rank, step=done)
-
-        raise self.blame((AFTER_SUMS, found[0]) if found else None, say)
 
     def close(self) -> None:
         """End background work and flush the logs."""
@@ -256,8 +236,8 @@ class Trainer:
             self._save(done, row)
 
     def validates(self, done: int) -> bool:
-        """Return True if a validation follows step `done`, counted from 1."""
-        return bool(self.validations) and self.schedule.validates(done)
+        """Return True if an evaluation follows step `done`, counted from 1."""
+        return any(each.due(done, self.schedule.steps) for each in self.evaluations)
 
     def _row(self, pending: _Pending, read: StepNumbers) -> dict[str, Value]:
         """Return a step's row of metrics, without validation results (docs/metrics.md explains each key)."""
@@ -272,8 +252,7 @@ class Trainer:
         return self.recorder.row(done, {**consumed, **own, **counts})
 
     def _write(self, row: Mapping[str, Value], done: int, *, validates: bool) -> None:
-        scores = self._validate(done) if validates else {}
-        self.recorder.write(row, {name: (score.loss, score.bits_per_byte) for name, score in scores.items()})
+        self.recorder.write(row, self._validate(done) if validates else {})
 
     def _save(self, done: int, row: Mapping[str, Value] | None = None) -> None:
         from megazero.checkpoint.progress import Progress  # imported here: it needs pydantic, which no step does
@@ -297,21 +276,21 @@ class Trainer:
             )
             self.checkpoints.save(done, progress)
 
-    def _validate(self, done: int) -> dict[str, Score]:
-        """Return the validation scores after a step; none if it was interrupted for `reason`."""
+    def _validate(self, done: int) -> dict[str, float]:
+        """Return the results of the evaluations after a step; none if one was interrupted for `reason`."""
         self.now(done, "validation")
-        scores: dict[str, Score] = {}
+        scores, self.owes = dict[str, float](), False
         with self.recorder.paused(), torch.no_grad():
             if self.schedule.averages:
                 self.engine.exchange_averages()
-            for name, validation in self.validations.items():
-                score = validation.score(self._ends)
+            for each in self.evaluations:
+                score = each.score(done, self._ends) if each.due(done, self.schedule.steps) else {}
+                self.owes = score is None
                 if score is None:
                     break
-                scores[name] = score
+                scores |= score
             if self.schedule.averages:
                 self.engine.exchange_averages()
-        self.owes = len(scores) < len(self.validations)
         if not self.owes:
             self.scores = scores
         return {} if self.owes else scores

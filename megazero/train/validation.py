@@ -5,8 +5,8 @@ total nats / (ln 2 x bytes of the scored tokens' text).
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
 import numpy as np
@@ -18,22 +18,39 @@ from megazero.base.errors import UserError
 from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Axis
 from megazero.data.batch import MicroBatch
+from megazero.observe.metrics import VALID_BITS, VALID_LOSS
 
 _AT_ONCE = 8  # batches at once for each stage of a pipeline: enough to fill it, few enough for memory
 
 
-@dataclass(frozen=True)
-class Score:
-    """Mean loss in nats per valid token; bits per byte if the tokenizer is known, else None."""
+class Evaluation(ABC):
+    """An evaluation of the model during training, on all ranks.
 
-    loss: float
-    bits_per_byte: float | None
+    Attributes:
+        every: steps between evaluations; None: only after the last step.
+    """
+
+    every: int | None
+
+    def due(self, done: int, steps: int) -> bool:
+        """Return whether it follows step `done`, counted from 1, of a run of `steps` steps."""
+        return done == steps or (self.every is not None and done % self.every == 0)
+
+    @abstractmethod
+    def score(self, done: int, stop: Callable[[], bool]) -> Mapping[str, float] | None:
+        """Return values for the row of step `done`.
+
+        Args:
+            stop: called at times, equally often on all ranks; if True (on all): return None.
+        """
 
 
-class Validation:
-    """Scores a model on a fixed set of batches.
+class Validation(Evaluation):
+    """Scores a model on a fixed set of batches: mean loss in nats per valid token, and bits per byte.
 
     Args:
+        name: of the set; "": it has none.
+        every: see `Evaluation`.
         batches: returns this rank's batches, from the first; equally many on every rank.
         losses: returns the token losses [S, B] of given batches, without gradients or dropout; [] on ranks without the
             last stage.
@@ -45,6 +62,8 @@ class Validation:
 
     def __init__(
         self,
+        name: str,
+        every: int | None,
         batches: Callable[[], Iterable[MicroBatch]],
         losses: Callable[[list[MicroBatch]], list[Tensor]],
         token_bytes: np.ndarray | None,
@@ -52,6 +71,7 @@ class Validation:
         stages: int,
         device: torch.device,
     ):
+        self.every, self._end = every, f".{name}" if name else ""
         self._batches, self._losses, self._axes, self._device = batches, losses, axes, device
         self._at_once = _AT_ONCE * stages if stages > 1 else 1
         self._count = 0  # number of batches, known after `check`
@@ -72,12 +92,8 @@ class Validation:
                     what = f"token {largest} is not one of the tokenizer's {len(self._token_bytes)} pieces"
                     raise UserError(112, what, "set data.tokenizer to the one the data was made with", where=where)
 
-    def score(self, stop: Callable[[], bool] = lambda: False) -> Score | None:
-        """Score the model in one pass over the batches. The loss is NaN if no token is valid.
-
-        Args:
-            stop: called before each group of batches, equally often on all ranks; if True (on all): return None.
-        """
+    def score(self, done: int, stop: Callable[[], bool]) -> Mapping[str, float] | None:
+        """Score the model in one pass over the batches. The loss is NaN if no token is valid."""
         sums = [0.0, 0.0, 0.0]
         batches = iter(self._batches())
         with doing("validating", self._count) as progress:
@@ -94,5 +110,5 @@ class Validation:
         for axis in self._axes:
             all_reduce(everyone, axis, "validation")
         nats, tokens, size = everyone.tolist()
-        loss = nats / tokens if tokens else math.nan
-        return Score(loss, nats / (math.log(2) * size) if size else None)
+        found = {f"{VALID_LOSS}{self._end}": nats / tokens if tokens else math.nan}
+        return found | ({f"{VALID_BITS}{self._end}": nats / (math.log(2) * size)} if size else {})

@@ -50,6 +50,7 @@ from megazero.checkpoint.store import Store
 from megazero.comm.collectives import gather_bytes
 from megazero.comm.grid import Grid
 from megazero.config.schema import Batch, Checkpoint, Config, Model, Zero, resolved
+from megazero.evaluation.during import evaluations
 from megazero.extensions.homes import HOMES
 from megazero.kernels.select import choose
 from megazero.launcher.signals import Signals
@@ -177,7 +178,7 @@ def _ours(
     if grid["world"].rank == 0:
         folder.create(lock, resume=True)
     meet_again(grid)
-    ours = Run(config, grid, CPU, folder, lock, Signals(), planner(World(0, 1, 0)), HOMES)
+    ours = Run(config, grid, CPU, folder, lock, Signals(), planner(World(0, 1, 0)), HOMES, evaluations)
     start = Start("bench", "bench", str(folder.checkpoints))
     about = about_run(ours, start, built, "none", None)
     checkpoints = checkpoints_of(ours, start, built, about)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megazero.builders.assemble import build_model
-from megazero.generation.decode import continued
+from megazero.generation.decode import Decoder
 from megazero.generation.sampling import Sampling
 from megazero.kernels.select import choose
 from megazero.model.parameter import whole_shapes
@@ -94,7 +94,7 @@ def _their_writer(shape: dict[str, Any], asked: Asked) -> Writes:
 
 def _ours(model: Transformer, vocab: int) -> Writes:
     sampling = Sampling(tokens=NEW, temperature=0.0)
-    return lambda prompts: continued(model, prompts, sampling, vocab=vocab, stops=())
+    return lambda prompts: Decoder(model).continued(prompts, sampling, vocab=vocab, stops=())
 
 
 def _model(shape: dict[str, Any], device: torch.device, drawn_on: torch.device, dtype: torch.dtype) -> Transformer:

@@ -18,6 +18,7 @@ from megazero.checkpoint.store import Store
 from megazero.comm.grid import Grid
 from megazero.config.stages import Course
 from megazero.data.sampler import index_of, sample_id
+from megazero.evaluation.during import evaluations
 from megazero.extensions.homes import HOMES
 from megazero.launcher.signals import Signals
 from megazero.launcher.world import World
@@ -45,7 +46,7 @@ class Saving:
         lock = RunLock(self.folder.lock)
         if self.grid["world"].rank == 0:
             self.folder.create(lock, resume=True)
-        run = Run(config, self.grid, CPU, self.folder, lock, Signals(), planner(World(0, 1, 0)), HOMES)
+        run = Run(config, self.grid, CPU, self.folder, lock, Signals(), planner(World(0, 1, 0)), HOMES, evaluations)
         start = Start("word", "run", str(self.folder.checkpoints))
         self.about = about_run(run, start, rank.built, "some data", None)
         self.lock, self.course = lock, Course(config)

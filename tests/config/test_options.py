@@ -52,7 +52,7 @@ def biggest_weight(outcome: Outcome) -> Any:
 
 
 def bits_per_byte(outcome: Outcome) -> Any:
-    return outcome.trainer.scores[""].bits_per_byte
+    return outcome.trainer.scores.get("valid_bits_per_byte")
 
 
 def files(outcome: Outcome) -> Any:
@@ -185,7 +185,6 @@ ROWS: dict[str, Works] = {
     "observe.wandb": Works("project", files),
     "observe.tensorboard": Works("true", files),
     "observe.profile": Works("2", files),
-    # observe.table: tests/observe/test_unit_table.py
 }
 OTHERWISE = {
     "parallel.pipeline",
@@ -208,12 +207,15 @@ OTHERWISE = {
     "batch.micro",
     "memory.partition",
     "memory.cuda_graphs",
-    "observe.table",
     "optimizer.average.decay",  # tests/optim/test_averages.py
     "optimizer.average.for_validation",  # the same
     "run.on_spike",  # tests/train/test_spikes.py
     "run.spike_factor",  # the same
     "observe.check_replicas",  # tests/run/test_replicas.py
+    "observe.evaluate.every",  # tests/evaluation/test_during.py
+    "observe.evaluate.texts",  # the same
+    "observe.evaluate.tasks",  # the same
+    "observe.evaluate.samples",  # the same
     "zero.offload.optimizer",
     "zero.offload.parameters",
     "zero.offload.path",

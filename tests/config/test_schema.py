@@ -52,7 +52,7 @@ DEFAULTS = {
     | {"mask_eod": False, "pack": False},
     "checkpoint": {"every": None, "keep": None, "async": False, "resume": "none", "load": "all"},
     "observe": {"every": 10, "wandb": None, "tensorboard": False, "profile": None, "check_replicas": 0}
-    | {"table": False},
+    | {"evaluate.every": None, "evaluate.texts": (), "evaluate.tasks": (), "evaluate.samples": ()},
 }
 MAX_OPTIONS = 130
 STAGE = "stages: [{{until_step: 3, data: {}}}]"

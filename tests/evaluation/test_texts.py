@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,9 @@ def test_every_grid_finds_the_same(run: Path, grid: tuple[str, ...], capfd: Any)
         (["--text", "none.txt"], "MZ-229 none.txt: cannot be read: No such file"),
         (["--text", "empty.txt"], "MZ-229 empty.txt: is empty; give a file of UTF-8 text"),
         (["--text", "odd.txt"], "MZ-229 odd.txt: cannot be read: byte 1 is not UTF-8"),
+        (["--tasks", "no_such_task"], "MZ-230 tasks: Spec 'no_such_task' is not a registered task"),
+        (["--tasks", "a.txt", "--nproc", "2"], "MZ-230 rank=0 tasks: Expected YAML dict from"),
+        ([], "MZ-100 eval: expected --text FILE, --tasks A,B, or both"),
         (["--text", "a.txt", "--nproc", "3", "--tensor", "2"], "MZ-106 eval: --tensor 2 does not divide --nproc 3"),
         (["--text", "a.txt", "--nproc", "3", "--tensor", "3"], "MZ-106 eval: model.heads % parallel.tensor == 0 is"),
     ],
@@ -103,3 +107,12 @@ def test_wrong_requests(
     assert main(["eval", "--run", str(run), *arguments]) != 0
     said = capfd.readouterr().err
     assert said.startswith(line) and said.count("\n") == 1, said
+
+
+def test_without_the_package(run: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "megazero.evaluation.tasks", raising=False)
+    assert main(["eval", "--run", str(run), "--tasks", "hellaswag"]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("MZ-121: the package lm-eval is not installed") and "pip install lm-eval" in said
+    assert said.count("\n") == 1

@@ -15,7 +15,7 @@ from megazero.comm.grid import Axis, Grid
 from megazero.config.file import load
 from megazero.config.schema import Config
 from megazero.generation import decode
-from megazero.generation.decode import Stream, continued
+from megazero.generation.decode import Decoder, Stream
 from megazero.generation.sampling import Sampling, draw, penalise_
 from megazero.kernels.operations import REFERENCE
 from megazero.model.batch_context import BatchContext
@@ -62,7 +62,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 def steps(model: Transformer, chunk: int) -> list[Tensor]:
     """The logits after the prompts and after each further token, with a cache: [B, V]."""
-    stream = Stream(model, PROMPTS, LONG + NEW)
+    stream = Stream(Decoder(model), PROMPTS, LONG + NEW)
     found = [stream.logits(stream.prompts_SB)]
     return [*found, *(stream.logits(torch.full((1, len(PROMPTS)), token + 1)) for token in range(NEW - 1))]
 
@@ -98,7 +98,7 @@ def test_tensor_ranks_have_the_logits_of_one(name: str, ranks: int) -> None:
 
 def bytes_of_rank(grid: Grid, name: str, length: int) -> int:
     model = built(config_of(name, f"parallel.tensor={grid['tensor'].size}"), torch.float32, grid["tensor"])
-    stream = Stream(model, PROMPTS, length)
+    stream = Stream(Decoder(model), PROMPTS, length)
     with torch.no_grad():
         stream.logits(stream.prompts_SB)
     return grid.comm.ledger.bytes["cache"].now
@@ -114,16 +114,16 @@ def test_the_cache_takes_the_planned_bytes(name: str, ranks: int, length: int) -
 @pytest.mark.parametrize("sampling", [Sampling(20, 0.0), Sampling(20, 1.0, 0, seed=3), Sampling(20, 0.7, 20, 0.9, 1.3)])
 def test_a_text_does_not_depend_on_its_batch(sampling: Sampling) -> None:
     model, how = built(config_of("gemma"), torch.float64), {"vocab": 50, "stops": {49}}
-    together = continued(model, PROMPTS, sampling, **how)
+    together = Decoder(model).continued(PROMPTS, sampling, **how)
     for number, prompt in enumerate(PROMPTS):
-        assert continued(model, [prompt], sampling, **how, numbers=[number]) == [together[number]]
+        assert Decoder(model).continued([prompt], sampling, **how, numbers=[number]) == [together[number]]
 
 
 def test_learned_positions_end_a_text() -> None:
     model = built(config_of("gpt"), torch.float64)
-    together = continued(model, PROMPTS, Sampling(40, 1.0), vocab=50, stops=())
+    together = Decoder(model).continued(PROMPTS, Sampling(40, 1.0), vocab=50, stops=())
     assert [len(new) for new in together] == [32 - len(prompt) for prompt in PROMPTS]
-    beyond = continued(built(config_of("olmo"), torch.float64), PROMPTS, Sampling(40, 1.0), vocab=50, stops=())
+    beyond = Decoder(built(config_of("olmo"), torch.float64)).continued(PROMPTS, Sampling(40, 1.0), vocab=50, stops=())
     assert [len(new) for new in beyond] == [40] * len(PROMPTS)
 
 

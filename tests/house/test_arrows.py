@@ -75,7 +75,10 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     },
     # what no run imports
     "generation": {"comm", "data", "kernels", "model", "plan.cache"},
-    "evaluation": {"data"},
+    "evaluation": {
+        *("builders.assemble", "comm", "config", "data", "generation", "launcher.environment", "model.batch_context"),
+        *("observe.metrics", "train.validation"),
+    },
     "tools": EVERYTHING,
     "__main__": EVERYTHING,
 }

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megazero.comm.ledger import Ledger
-from megazero.observe.metrics import HALF_LIFE, Smoothed, Work, memory_peak_bytes, validated
+from megazero.observe.metrics import HALF_LIFE, Smoothed, Work, memory_peak_bytes
 from megazero.observe.numbers import Value
 from megazero.observe.phases import PhaseSeconds
 from megazero.observe.profile import Profile
@@ -24,8 +24,6 @@ KEYS = [
     "epoch",
     "epochs",
     "loss",
-    "valid_loss",
-    "valid_bits_per_byte",
     "grad_norm",
 ]
 KEYS += ["clipped", "lr", "loss_scale", "skipped", "step_time", "tokens_per_second", "tokens_per_second_mean"]
@@ -44,10 +42,7 @@ def row() -> dict[str, Value]:
 
 
 def test_keys_are_the_contract_in_its_order():
-    found = validated(row(), {"": (3.9, 1.2)})
-    assert list(found) == KEYS and (found["valid_loss"], found["valid_bits_per_byte"]) == (3.9, 1.2)
-    assert list(validated(row(), {})) == [key for key in KEYS if not key.startswith("valid_")]
-    assert list(validated(row(), {"": (3.9, None)})) == [key for key in KEYS if key != "valid_bits_per_byte"]
+    assert list(row()) == KEYS
 
 
 def rates(steps: int, tokens: int, seconds: float, work: Work) -> dict[str, float]:

@@ -57,8 +57,7 @@ def test_bits_per_byte_beside_the_validation_loss(tiny_data: TinyData, tmp_path:
     has = [("valid_loss" in row, "valid_bits_per_byte" in row) for row in outcome.rows]
     assert has == [(False, False), (True, not tokenizer)] * 2
     if not tokenizer:
-        score = outcome.trainer.scores[""]
-        assert outcome.rows[-1]["valid_bits_per_byte"] == score.bits_per_byte
+        assert outcome.rows[-1]["valid_bits_per_byte"] == outcome.trainer.scores["valid_bits_per_byte"]
 
 
 def test_every_second_is_in_a_row_and_in_its_phase(tiny_data: TinyData, tmp_path: Path, monkeypatch) -> None:
@@ -79,7 +78,7 @@ def test_every_second_is_in_a_row_and_in_its_phase(tiny_data: TinyData, tmp_path
 
     takes(1.0, trainer.loader, "step")
     takes(10.0, trainer.checkpoints, "save")
-    takes(100.0, trainer.validations[""], "score")
+    takes(100.0, trainer.evaluations[0], "score")
     trainer.run()
     trainer.close()
     rows = read_rows(folder.metrics)

@@ -14,7 +14,7 @@ from megazero.base.errors import UserError
 from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.data.tokenizer import open_tokenizer
-from megazero.generation.decode import continued
+from megazero.generation.decode import Decoder
 from megazero.generation.sampling import Sampling
 from megazero.model.batch_context import BatchContext
 from megazero.model.transformer import Transformer
@@ -43,7 +43,7 @@ def generate(folder: RunFolder, prompt: str, sampling: Sampling, **how: Any) -> 
 
 
 def draw(model: Transformer, ids: list[int], sampling: Sampling, vocab: int = VOCAB, stop: int = -1) -> list[int]:
-    return continued(model, [ids], sampling, vocab=vocab, stops={stop})[0]
+    return Decoder(model).continued([ids], sampling, vocab=vocab, stops={stop})[0]
 
 
 def test_same_seed_same_text(finished: RunFolder):

@@ -25,6 +25,7 @@ from megazero.tools.certify.tolerances import (
 )
 from megazero.train.schedule import TrainSchedule
 from megazero.train.trainer import Trainer
+from megazero.train.validation import Evaluation
 from tests.tiny_run import TinyData, built, train
 
 Run = Callable[[Tensor | None, StageInputs], Tensor]
@@ -206,13 +207,23 @@ def test_validation_and_rows_come_when_due(tiny_data: TinyData, tmp_path: Path):
         (6, True),
         (7, True),
     ]
-    assert outcome.rows[-1]["valid_loss"] == outcome.trainer.scores[""].loss
+    assert outcome.rows[-1]["valid_loss"] == outcome.trainer.scores["valid_loss"]
+
+
+class Broken(Evaluation):
+    every = None
+
+    def score(self, done: int, stop: Callable[[], bool]) -> None:
+        raise RuntimeError("the validation data went away")
 
 
 def test_due_steps():
-    pace = TrainSchedule(7, LearningRate(1.0, 0.0, 0, 7, "cosine"), log_every=3, valid_every=None, last=7)
+    pace = TrainSchedule(7, LearningRate(1.0, 0.0, 0, 7, "cosine"), log_every=3, last=7)
     assert [step for step in range(1, 8) if pace.logs(step)] == [3, 6, 7]
-    assert [step for step in range(1, 8) if pace.validates(step)] == [7]
+    ends, often = Broken(), Broken()
+    often.every = 3
+    assert [step for step in range(1, 8) if ends.due(step, 7)] == [7]
+    assert [step for step in range(1, 8) if often.due(step, 7)] == [3, 6, 7]
 
 
 def test_observing_changes_nothing(tiny_data: TinyData, tmp_path: Path):
@@ -225,11 +236,7 @@ def test_observing_changes_nothing(tiny_data: TinyData, tmp_path: Path):
 def test_weights_are_saved_before_the_last_validation_can_fail(tiny_data: TinyData, tmp_path: Path):
     trainer, folder = built(tiny_data.load(tmp_path / "run"))
 
-    class Broken:
-        def score(self, stop: Callable[[], bool]) -> None:
-            raise RuntimeError("the validation data went away")
-
-    trainer.validations = {"": Broken()}  # type: ignore[dict-item]
+    trainer.evaluations = [Broken()]
     try:
         with pytest.raises(RuntimeError, match="went away"):
             trainer.run()

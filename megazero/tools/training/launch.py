@@ -15,6 +15,7 @@ from megazero.comm.status_board import START, STOPPED, RankStatus
 from megazero.config.flat import run_dir
 from megazero.config.schema import Config
 from megazero.config.stages import Course
+from megazero.evaluation.during import evaluations
 from megazero.extensions.homes import HOMES
 from megazero.launcher.environment import RankContext, check_gpus, local_size, world_from_environment
 from megazero.launcher.exit_status import outcome, say_why
@@ -60,7 +61,7 @@ def launch(
 
     def train(place: RankContext) -> int:
         chosen = sized(config, size, _gpu_of(place))
-        return run_training(chosen, name, place, planner(place.world), HOMES, allowed)
+        return run_training(chosen, name, place, planner(place.world), HOMES, evaluations, allowed)
 
     if size > 1 and not world.launcher:
         return run_local(

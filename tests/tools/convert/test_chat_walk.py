@@ -12,6 +12,7 @@ from data_tools import preprocess
 from megazero.__main__ import main
 from megazero.config.file import load
 from megazero.data.tokenizer import open_tokenizer
+from megazero.generation.decode import Decoder
 from megazero.generation.sampling import Sampling
 from megazero.generation.text import Writer
 from megazero.tools.training.launch import launch
@@ -49,7 +50,7 @@ def test_a_chat_model_of_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.
         theirs = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, length:]
     opened = megazero.load("runs/chats", torch.float32)
     assert opened.tokenizer is not None
-    writer = Writer(opened.model, opened.tokenizer, Sampling(tokens=12, temperature=0.0), chat=True)
+    writer = Writer(Decoder(opened.model), opened.tokenizer, Sampling(tokens=12, temperature=0.0), chat=True)
     prompt = writer.ids_of("What is argparse?")
     assert prompt == ids["input_ids"][0].tolist()
     assert opened.generate(prompt, tokens=12, temperature=0.0) == [id_ for id_ in theirs.tolist() if id_ != own.eod]

@@ -1,0 +1,114 @@
+"""Evaluate a run while it trains (`observe.evaluate`): losses of texts, tasks of lm-eval, samples.
+
+The ranks of the run compute with the parameters where they are. Nothing of the training's state is changed, and no
+random number is drawn from a generator, so training has the same bits with evaluations and without.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megazero.base.errors import UserError
+from megazero.base.files import replace_file
+from megazero.builders.assemble import Built
+from megazero.comm.grid import Grid
+from megazero.config.schema import Config
+from megazero.data.tokenizer import Tokenizer
+from megazero.evaluation.calls import Calls
+from megazero.evaluation.scorer import Interrupted, Scorer
+from megazero.evaluation.windows import Text, read_text
+from megazero.generation.sampling import Sampling
+from megazero.generation.text import Writer
+from megazero.observe.metrics import EVAL
+from megazero.train.validation import Evaluation
+
+
+class _During(Evaluation):
+    """Work on the run's ranks that gives results by name.
+
+    Args:
+        work: (step) -> results by `NAME.METRIC`; collective.
+    """
+
+    def __init__(self, every: int | None, scorer: Scorer, work: Callable[[int], Mapping[str, float]]):
+        self.every, self._scorer, self._work = every, scorer, work
+
+    def score(self, done: int, stop: Callable[[], bool]) -> Mapping[str, float] | None:
+        """Return the results of the work, or None if it was interrupted."""
+        self._scorer.stop = stop
+        try:
+            return {f"{EVAL}{name}": value for name, value in self._work(done).items()}
+        except Interrupted:
+            return None
+
+
+def evaluations(
+    config: Config, grid: Grid, device: torch.device, built: Built, tokenizer: Tokenizer | None, folder: Path
+) -> list[Evaluation]:
+    """Return the evaluations that a config asks for. Does not communicate.
+
+    Args:
+        folder: of the run; each step's samples are written to a file in its folder `samples`.
+
+    Raises:
+        UserError: 113, there is no tokenizer; 229, a text cannot be read, or two have one name; 121 and 230, lm-eval
+            or a task is missing.
+    """
+    asked = config.observe.evaluate
+    if not (asked.texts or asked.tasks or asked.samples):
+        return []
+    if tokenizer is None:
+        raise UserError(113, "data.tokenizer is null", "name the tokenizer of the data", where="observe.evaluate")
+    scorer, leads = Scorer(config, grid, device, built), grid["world"].rank == 0
+    found = list[Callable[[int], Mapping[str, float]]]()
+    texts = {Path(path).stem: read_text(Path(path), tokenizer) for path in asked.texts}
+    if len(texts) < len(asked.texts):
+        raise UserError(229, "two files have one name", "rename one", where="observe.evaluate.texts")
+    if texts:
+        found.append(partial(_texts, scorer, texts, tokenizer.eod))
+    if asked.samples:
+        writer = Writer(scorer.decoder, tokenizer, Sampling(seed=config.run.seed), batch=scorer.at_once)
+        found.append(partial(_samples, writer, asked.samples, folder / "samples" if leads else None))
+    if asked.tasks:
+        work = task_work(asked.tasks, Calls(scorer, tokenizer, grid), errors=False)
+        found.append(lambda done: work())
+    return [_During(asked.every, scorer, work) for work in found]
+
+
+def _texts(scorer: Scorer, texts: Mapping[str, Text], eod: int, done: int) -> dict[str, float]:
+    results = dict[str, float]()
+    for name, (ids, size) in texts.items():
+        found = scorer.of_text(ids, size, eod, None)
+        results |= {f"{name}.{metric}": found[metric] for metric in ("loss", "bits_per_byte")}
+    return results
+
+
+def _samples(writer: Writer, prompts: tuple[str, ...], folder: Path | None, done: int) -> dict[str, float]:
+    texts = list(writer.texts(prompts))
+    if folder is not None:
+        pairs = zip(prompts, texts, strict=True)
+        lines = [json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) + "\n" for prompt, text in pairs]
+        folder.mkdir(exist_ok=True)
+        replace_file(folder / f"step_{done}.jsonl", "".join(lines).encode())
+    return {"samples.characters": float(sum(map(len, texts)))}
+
+
+def task_work(
+    names: Sequence[str], calls: Calls, items: Path | None = None, *, errors: bool
+) -> Callable[[], Mapping[str, float]]:
+    """Return work on tasks of lm-eval, for all ranks to do together; it returns results on rank 0 alone.
+
+    Args:
+        items, errors: see `Tasks.numbers`.
+
+    Raises:
+        UserError: 230, on rank 0: a task is unknown, or cannot be loaded.
+    """
+    if calls.world.rank:
+        return lambda: calls.serve() or {}
+    from megazero.evaluation.tasks import Tasks  # lm-eval takes seconds and memory
+
+    return partial(Tasks(names).numbers, calls, items, errors=errors)

@@ -1,0 +1,109 @@
+"""Tasks of lm-eval: each item equals lm-eval's own `hf` model, on one process and on grids."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from megazero.__main__ import main
+
+HERE = Path(__file__).parent / "tasks"
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of transformers, the run made from it, and task files."""
+    folder = tmp_path_factory.mktemp("tasks")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    options = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": alphabet, "show_progress": False}
+    texts = [path.read_text() for path in sorted(HERE.iterdir())]
+    made.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=300, **options))
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=304,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder / "theirs")
+    made.save(str(folder / "theirs/tokenizer.json"))
+    assert main(["import", "--from", "hf", "--model", str(folder / "theirs"), "--out", str(folder / "run")]) == 0
+    for path in HERE.iterdir():
+        (folder / path.name).write_text(path.read_text().replace("FOLDER", str(folder)))
+    return folder
+
+
+TASKS = ("mz_choice", "mz_rolling", "mz_until")
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[Any]]:
+    """What lm-eval's own model answers, by task."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from megazero.evaluation.tasks import numbers_of
+
+    model = transformers.Qwen3ForCausalLM.from_pretrained(folder / "theirs")
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "theirs/tokenizer.json"), eos_token="<|endoftext|>"
+    )
+    theirs = HFLM(pretrained=model, tokenizer=made, max_length=LENGTH, batch_size=2, device="cpu")
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    found = simple_evaluate(theirs, tasks=[*TASKS], task_manager=manager, bootstrap_iters=0)
+    assert found is not None
+    own = {task: [each["resps"] for each in found["samples"][task]] for task in TASKS}
+    return own | {"numbers": [numbers_of(found)]}
+
+
+def answers(folder: Path, tmp_path: Path, capfd: Any, *arguments: str) -> tuple[dict[str, list[Any]], dict[str, float]]:
+    """Our answers by task, and the printed numbers."""
+    files = ",".join(str(folder / f"{name}.yaml") for name in ("choice", "rolling", "until"))
+    items = tmp_path / "items.jsonl"
+    line = ["eval", "--run", str(folder / "run"), "--tasks", files, "--items", str(items), "--json"]
+    capfd.readouterr()
+    assert main([*line, "--batch", "2", *arguments]) == 0
+    found: dict[str, list[Any]] = {task: [] for task in TASKS}
+    for each in map(json.loads, items.read_text().splitlines()):
+        found[each["task"]].append(each["resps"])
+    return found, json.loads(capfd.readouterr().out)["tasks"]
+
+
+GRIDS = [(), ("--nproc", "2", "--tensor", "2"), ("--nproc", "4")]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=["one", "tensor 2", "stage 3 on 4"])
+def test_items_equal_those_of_the_hf_model(
+    grid: tuple[str, ...], folder: Path, expected: dict[str, list[Any]], tmp_path: Path, capfd: Any
+) -> None:
+    own, numbers = answers(folder, tmp_path, capfd, *grid)
+    assert own["mz_until"] == expected["mz_until"]
+    for task in TASKS[:2]:
+        flat, theirs = (torch.tensor(pairs(each)) for each in (own[task], expected[task]))
+        torch.testing.assert_close(flat, theirs, rtol=1e-6, atol=0.0)
+    for name, value in expected["numbers"][0].items():
+        assert numbers[name] == pytest.approx(value, rel=1e-6), name
+    assert numbers["mz_choice.acc_stderr"] > 0
+
+
+def pairs(answers: list[Any]) -> list[list[float]]:
+    """Log-likelihoods and flags of a task, without the nesting of documents and repeats."""
+    flat = [each[0] for document in answers for each in document]
+    return [[float(value) for value in (each if isinstance(each, list | tuple) else [each])] for each in flat]
