@@ -37,7 +37,7 @@ def groups() -> Iterator[Group]:
         yield Group(f"generation, {batch} texts at once", systems)
 
 
-def theirs(batch: int, rank: int, size: int, store: str) -> Call:
+def theirs(batch: int) -> Call:
     """Return a call that generates with transformers, and returns the mean of the new tokens."""
     import torch
     import transformers
@@ -53,7 +53,7 @@ def theirs(batch: int, rank: int, size: int, store: str) -> Call:
     return call
 
 
-def ours(batch: int, rank: int, size: int, store: str) -> Call:
+def ours(batch: int) -> Call:
     """Return a call that generates with megazero, and returns the mean of the new tokens."""
     import megazero
 

@@ -141,8 +141,8 @@ def stepper(case: Case, grid: Grid, asked: Asked, stack: ExitStack) -> Callable[
     never = 10**9
     rate, nothing = _as(at=lambda updates: LR), _as()
     trainer = Trainer(
-        *(built.engine, built.pipeline, lambda batch, step: feed(batch, step, True), loader, {}, nothing),
-        TrainSchedule(never, rate, never, None, never),
+        *(built.engine, built.pipeline, lambda batch, step: feed(batch, step, True), loader, (), nothing),
+        TrainSchedule(never, rate, never, never),
         _as(settle=snapshot.join, failed=False, seconds=0.0, due=lambda done: False, saved=None),
         _as(votes=lambda **_: [2], counted=lambda votes: None),
         lambda: None,
