@@ -186,8 +186,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
     config = sized(config, options.gpus, gpu(80 * 2**30) if options.device == "cuda" else None)
     check_world(config, options.gpus, f"--gpus {options.gpus}")
-    found = simulate(config, options.rank, options.gpus, options.device)
-    told = found, name, options.device
+    told = simulate(config, options.rank, options.gpus, options.device), name, options.device
     show(as_json(*told), as_text(*told), as_json=options.json)
     return 0
 

@@ -16,8 +16,7 @@ def code_bytes(numel: int, bits: int) -> int:
 
 def quantized_bytes(numel: int, bits: int) -> int:
     """Return the bytes of `numel` quantised values, scales included."""
-    size = code_bytes(numel, bits) + 4 * -(-numel // BLOCK)
-    return -(-size // ROUND) * ROUND
+    return -(-(code_bytes(numel, bits) + 4 * -(-numel // BLOCK)) // ROUND) * ROUND
 
 
 def sent_bytes(numel: int, bits: int | None, item: int) -> int:

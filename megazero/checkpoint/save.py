@@ -284,8 +284,7 @@ def _entries(holdings: Sequence[ShardState], buffers: Iterator[Tensor]) -> Itera
         for kind in holding.kinds:
             buffer = next(buffers) if holding.disks is None else holding.tensors[kind]
             for piece in holding.pieces:
-                values = buffer[piece.at : piece.at + piece.stop - piece.start]
-                yield _Entry(kind, piece, values, holding)
+                yield _Entry(kind, piece, buffer[piece.at : piece.at + piece.stop - piece.start], holding)
 
 
 def _is_finite(values: Tensor) -> bool:

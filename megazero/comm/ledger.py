@@ -52,8 +52,7 @@ class Timed:
         self._began = time.perf_counter()
 
     def __exit__(self, *error: object) -> None:
-        spent = time.perf_counter() - self._began
-        self._seconds[self._kind] = self._seconds.get(self._kind, 0.0) + spent
+        self._seconds[self._kind] = self._seconds.get(self._kind, 0.0) + (time.perf_counter() - self._began)
 
 
 class Ledger:

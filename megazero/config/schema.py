@@ -347,8 +347,7 @@ def resolved(config: Config) -> Config:
     }
     changed: dict[str, Any] = {name: getattr(config, name).model_copy(update=new) for name, new in sections.items()}
     if schedule.cooldown is None:
-        cooldown = (schedule.steps or config.run.steps) // 5
-        changed["schedule"] = schedule.model_copy(update={"cooldown": cooldown})
+        changed["schedule"] = schedule.model_copy(update={"cooldown": (schedule.steps or config.run.steps) // 5})
         changed["stages"] = config.stages and tuple(map(_with_cooldown, config.stages))
     return config.model_copy(update=changed)
 

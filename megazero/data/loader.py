@@ -98,8 +98,7 @@ def epochs_of(mixtures: Sequence[Mixture], samples: int) -> dict[str, float] | N
     Args:
         mixtures: mixtures of the same sources, one for each sequence length.
     """
-    each = [mixture.epochs(samples) for mixture in mixtures]
-    named = [found for found in each if found is not None]
+    named = [found for mixture in mixtures if (found := mixture.epochs(samples)) is not None]
     return {name: sum(found[name] for found in named) for name in named[0]} if named else None
 
 

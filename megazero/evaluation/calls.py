@@ -1,20 +1,28 @@
-"""Let rank 0 decide what all ranks compute: it sends each call of a scorer, and the other ranks repeat it (`serve`).
+"""Let work in a thread of rank 0 decide what all ranks compute (`serve`).
 
-rank 0      Calls.scores(windows)  ->  Scorer.scores(windows)
-rank 1 ...  serve                  ->  Scorer.scores(windows)
+    rank 0, thread   work -> ask("scores", windows)         the answer
+    rank 0           serve             -> Scorer.scores ->
+    rank 1 ...       serve             -> Scorer.scores
+
+Between two calls the ranks exchange a message every second: the work may take as long as it needs on rank 0.
 """
 
-import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from megazero.base.errors import FailedElsewhere
-from megazero.comm.collectives import gather_bytes
+import torch
+
+from megazero.base.doing import doing
+from megazero.base.errors import FailedElsewhere, UserError
+from megazero.comm.agreement import until_all
+from megazero.comm.collectives import all_reduce
 from megazero.comm.grid import Grid
 from megazero.data.tokenizer import Tokenizer
 from megazero.evaluation.scorer import Scorer
-from megazero.evaluation.windows import Window
 from megazero.generation.sampling import Sampling
 from megazero.generation.text import Writer
 
@@ -23,37 +31,78 @@ class Calls:
     """The work that rank 0 asks of all ranks."""
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer, grid: Grid):
-        self.scorer, self.tokenizer, self.world = scorer, tokenizer, grid["world"]
+        self.scorer, self.tokenizer, self._world = scorer, tokenizer, grid["world"]
+        self._asked = SimpleQueue[tuple[str, Future[Any] | None]]()
 
-    def scores(self, windows: Sequence[Window]) -> list[tuple[float, bool]]:
-        """Return `Scorer.scores` of windows. Rank 0 calls it."""
-        self.send("scores", windows)
-        return self.scorer.scores(windows)
+    def serve(self, work: Callable[[], Any]) -> Any:
+        """Run `work` in a thread of rank 0, and do on all ranks what it asks; return its result, on other ranks None.
 
-    def texts(self, prompts: Sequence[list[int]], sampling: Sampling, stop: Sequence[str]) -> list[str]:
-        """Return continuations of ids. Rank 0 calls it."""
-        self.send("texts", [prompts, dataclasses.asdict(sampling), stop])
-        return self._texts(prompts, sampling, stop)
+        Raises:
+            FailedElsewhere: the work has failed; on rank 0 its own error.
+        """
 
-    def send(self, name: str, arguments: Any) -> Any:
-        """Send a call from rank 0 to all ranks; return it. Every rank calls it, the others without arguments."""
-        text = json.dumps([name, arguments]).encode() if name else b""
-        return json.loads(gather_bytes(text, self.world, "evaluation", self.scorer.device)[0])
+        def run() -> Any:
+            code = 0
+            try:
+                return work()
+            except UserError as error:
+                code = error.code
+                raise
+            finally:
+                self._asked.put((json.dumps(["", code]), None))
 
-    def serve(self) -> None:
-        """Do the work of rank 0's calls until its last one. Raises FailedElsewhere: rank 0 has failed."""
-        while True:
-            name, arguments = self.send("", None)
-            if name == "scores":
-                self.scorer.scores(arguments)
-            elif name == "texts":
-                prompts, sampling, stop = arguments
-                self._texts(prompts, Sampling(**sampling), stop)
-            elif arguments:  # the code of rank 0's error
-                raise FailedElsewhere(0, arguments)
-            else:
-                return
+        self._asked, leads = SimpleQueue(), self._world.rank == 0
+        with ThreadPoolExecutor(1) as pool, doing("evaluating tasks") as progress:
+            result = pool.submit(run) if leads else None
+            while (call := self._next(leads))[0]:
+                name, arguments, answer = call
+                progress.advance()
+                progress.detail = f"batch {progress.done:,}"
+                try:
+                    found = self._do(name, arguments)
+                except BaseException as error:
+                    if answer is not None:
+                        answer.set_exception(error)
+                    raise
+                if answer is not None:
+                    answer.set_result(found)
+        if call[1] and not leads:
+            raise FailedElsewhere(0, call[1])
+        return None if result is None else result.result()
 
-    def _texts(self, prompts: Sequence[list[int]], sampling: Sampling, stop: Sequence[str]) -> list[str]:
-        writer = Writer(self.scorer.decoder, self.tokenizer, sampling, stop, batch=self.scorer.at_once)
-        return list(writer.texts(prompts))
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Return the answer of all ranks. The work calls it.
+
+        Args:
+            name: "scores", with the arguments of `Scorer.scores`; or "texts", with (prompts as ids, fields of a
+                `Sampling`, texts that end a continuation, number of the first prompt).
+        """
+        answer: Future[Any] = Future()
+        self._asked.put((json.dumps([name, arguments]), answer))
+        return answer.result()
+
+    def _next(self, leads: bool) -> tuple[str, Any, Future[Any] | None]:
+        """Return the next call: its name ("" after the last one), its arguments, and on rank 0 its answer."""
+        found: list[tuple[str, Future[Any] | None]] = []
+
+        def ready(seconds: float) -> bool:
+            with suppress(Empty):
+                found.append(self._asked.get(timeout=seconds))
+            return bool(found)
+
+        device = self.scorer.device
+        until_all(self._world, device, ready if leads else lambda seconds: True)
+        text, answer = found[0] if leads else ("", None)
+        size = all_reduce(torch.tensor([len(text)], device=device), self._world, "evaluation")
+        row = torch.zeros(int(size), dtype=torch.uint8, device=device)
+        if leads:  # the text is ASCII
+            row.copy_(torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8))
+        name, arguments = json.loads(all_reduce(row, self._world, "evaluation").cpu().numpy().tobytes())
+        return name, arguments, answer
+
+    def _do(self, name: str, arguments: Any) -> Any:
+        if name == "scores":
+            return self.scorer.scores(*arguments)
+        prompts, sampling, stop, first = arguments
+        writer = Writer(self.scorer.decoder, self.tokenizer, Sampling(**sampling), stop, batch=self.scorer.texts)
+        return list(writer.texts(prompts, first=first))

@@ -5,7 +5,7 @@ random number is drawn from a generator, so training has the same bits with eval
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -54,8 +54,8 @@ def evaluations(
         folder: of the run; each step's samples are written to a file in its folder `samples`.
 
     Raises:
-        UserError: 113, there is no tokenizer; 229, a text cannot be read, or two have one name; 121 and 230, lm-eval
-            or a task is missing.
+        UserError: 113, there is no tokenizer; 112, a sample is too long; 229, a text cannot be read, or two have one
+            name; 121 and 230, lm-eval or a task is missing, or a task cannot be run.
     """
     asked = config.observe.evaluate
     if not (asked.texts or asked.tasks or asked.samples):
@@ -64,17 +64,18 @@ def evaluations(
         raise UserError(113, "data.tokenizer is null", "name the tokenizer of the data", where="observe.evaluate")
     scorer, leads = Scorer(config, grid, device, built), grid["world"].rank == 0
     found = list[Callable[[int], Mapping[str, float]]]()
-    texts = {Path(path).stem: read_text(Path(path), tokenizer) for path in asked.texts}
+    texts = {Path(path).name: read_text(Path(path), tokenizer) for path in asked.texts}
     if len(texts) < len(asked.texts):
         raise UserError(229, "two files have one name", "rename one", where="observe.evaluate.texts")
     if texts:
         found.append(partial(_texts, scorer, texts, tokenizer.eod))
     if asked.samples:
-        writer = Writer(scorer.decoder, tokenizer, Sampling(seed=config.run.seed), batch=scorer.at_once)
+        writer = Writer(scorer.decoder, tokenizer, Sampling(seed=config.run.seed), batch=scorer.texts)
+        for prompt in asked.samples:
+            writer.ids_of(prompt)  # raises before training what would be raised after it
         found.append(partial(_samples, writer, asked.samples, folder / "samples" if leads else None))
     if asked.tasks:
-        work = task_work(asked.tasks, Calls(scorer, tokenizer, grid), errors=False)
-        found.append(lambda done: work())
+        found.append(_tasks(asked.tasks, Calls(scorer, tokenizer, grid), leads=leads))
     return [_During(asked.every, scorer, work) for work in found]
 
 
@@ -96,19 +97,10 @@ def _samples(writer: Writer, prompts: tuple[str, ...], folder: Path | None, done
     return {"samples.characters": float(sum(map(len, texts)))}
 
 
-def task_work(
-    names: Sequence[str], calls: Calls, items: Path | None = None, *, errors: bool
-) -> Callable[[], Mapping[str, float]]:
-    """Return work on tasks of lm-eval, for all ranks to do together; it returns results on rank 0 alone.
-
-    Args:
-        items, errors: see `Tasks.numbers`.
-
-    Raises:
-        UserError: 230, on rank 0: a task is unknown, or cannot be loaded.
-    """
-    if calls.world.rank:
-        return lambda: calls.serve() or {}
+def _tasks(names: tuple[str, ...], calls: Calls, *, leads: bool) -> Callable[[int], Mapping[str, float]]:
+    if not leads:
+        return lambda done: calls.serve(dict) or {}
     from megazero.evaluation.tasks import Tasks  # lm-eval takes seconds and memory
 
-    return partial(Tasks(names).numbers, calls, items, errors=errors)
+    tasks = Tasks(names, calls.scorer.length)
+    return lambda done: calls.serve(partial(tasks.numbers, calls))

@@ -36,7 +36,7 @@ class Scorer:
     Attributes:
         device: of this rank.
         length: the most inputs of a window.
-        at_once: the windows that keep all ranks busy.
+        at_once, texts: the windows that keep all ranks busy; the texts that are continued at once.
         stop: called before each pass, equally often on all ranks; True (on all): raise `Interrupted`.
     """
 
@@ -44,7 +44,8 @@ class Scorer:
         self._grid, self.device, self._built, self.length = grid, device, built, config.model.seq_len
         self._feeds, self._dtype = feeds_of(grid["tensor"], device, config.parallel.sequence), config.precision.dtype
         self._rows, stages = config.batch.rows, grid["pipeline"].size
-        self.at_once = self._rows * grid["data"].size * (_AT_ONCE * stages if stages > 1 else 1)
+        self.texts = self._rows * grid["data"].size
+        self.at_once = self.texts * (_AT_ONCE * stages if stages > 1 else 1)
         self.decoder = Decoder(built.model, self._forward, device, grid["data"])
         self.stop: Callable[[], bool] = lambda: False
 
@@ -60,8 +61,7 @@ class Scorer:
             losses = self._built.pipeline.evaluate(batches, self._feed)  # none without the last stage
             for batch, (losses_SB, greedy_SB) in zip(batches, losses, strict=False):
                 own_B = batch.sample_ids_B < len(some)
-                valid_SB = batch.valid_SB.to(self.device)
-                missed_B = (valid_SB & (greedy_SB == 0)).any(0)
+                missed_B = (batch.valid_SB.to(self.device) & (greedy_SB == 0)).any(0)
                 both_B2 = torch.stack((losses_SB.sum(0, dtype=torch.float64), (~missed_B).double()), 1)
                 found[(start + batch.sample_ids_B[own_B]).to(self.device)] = both_B2[own_B.to(self.device)]
         for axis in self._grid.partial("loss"):

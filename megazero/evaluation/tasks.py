@@ -10,7 +10,6 @@ import io
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lm_eval import simple_evaluate
@@ -20,15 +19,10 @@ from lm_eval.tasks import TaskManager
 
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
-from megazero.base.files import replace_file
 from megazero.evaluation.calls import Calls
 from megazero.evaluation.windows import Window, windows_of
-from megazero.generation.sampling import Sampling
-from megazero.launcher.environment import forbid_pools
 
-forbid_pools()
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
-_RESAMPLES = 1000  # for the standard errors of metrics that are no means
 
 
 class Harness(TemplateLM):
@@ -49,7 +43,12 @@ class Harness(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         length = self._length + 1
-        return self._scored([((before + own)[-length:], min(len(own), self._length)) for _, before, own in requests])
+        return self._scored(
+            [
+                (((before or [self.eot_token_id]) + own)[-length:], min(len(own), length - 1))
+                for _, before, own in requests
+            ]
+        )
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         """Return the log-likelihood of each text, from windows that do not share targets."""
@@ -64,40 +63,28 @@ class Harness(TemplateLM):
         for number, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         found, eod = [""] * len(requests), self._tokenizer.decode([self.eot_token_id])
-        with doing("generating", len(requests)) as progress:
-            for settings, numbers in groups.items():
-                how: dict[str, Any] = {**normalize_gen_kwargs(json.loads(settings))}
-                new, stop = how["max_gen_toks"], [text for text in [*how["until"], eod] if text]
-                names = {"temperature": 0.0, "top_k": 50, "top_p": 1.0}
-                sampling = Sampling(new, **{name: how.get(name, default) for name, default in names.items()})
-                room = self._length - new
-                if room <= 0:
-                    what = f"a task asks for {new:,} new tokens, model.seq_len is {self._length:,}"
-                    raise UserError(230, what, "leave the task out", where="tasks")
-                ids = {number: self.tok_encode(requests[number].args[0])[-room:] for number in numbers}
-                numbers.sort(key=lambda number: -len(ids[number]))
-                for some in _cut(numbers, self._calls.scorer.at_once):
-                    texts = self._calls.texts([ids[number] for number in some], sampling, stop)
-                    for number, text in zip(some, texts, strict=True):
-                        found[number] = text
-                    progress.advance(len(some))
+        for settings, numbers in groups.items():
+            how: dict[str, Any] = {**normalize_gen_kwargs(json.loads(settings))}
+            new, stop = how["max_gen_toks"], [text for text in [*how["until"], eod] if text]
+            names = {"temperature": 0.0, "top_k": 50, "top_p": 1.0}
+            sampling = {"tokens": new, **{name: how.get(name, default) for name, default in names.items()}}
+            ids = {i: self.tok_encode(requests[i].args[0])[new - self._length :] for i in numbers}
+            order, size = sorted(numbers, key=lambda i: -len(ids[i])), self._calls.scorer.texts
+            for first in range(0, len(order), size):
+                some = order[first : first + size]
+                given = [ids[i] or [self.eot_token_id] for i in some]
+                for i, text in zip(some, self._calls.ask("texts", given, sampling, stop, first), strict=True):
+                    found[i] = text
         return found
 
     def _scored(self, windows: Sequence[Window]) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each window's scored tokens, and whether greedy decoding gives them."""
         found: list[tuple[float, bool]] = [(0.0, False)] * len(windows)
-        order = sorted(range(len(windows)), key=lambda number: -len(windows[number][0]))
-        with doing("evaluating", len(order)) as progress:
-            for some in _cut(order, self._calls.scorer.at_once):
-                for number, (nats, greedy) in zip(some, self._calls.scores([windows[i] for i in some]), strict=True):
-                    found[number] = -nats, greedy
-                progress.advance(len(some))
+        order, size = sorted(range(len(windows)), key=lambda i: -len(windows[i][0])), self._calls.scorer.at_once
+        for some in (order[first : first + size] for first in range(0, len(order), size)):
+            for i, (nats, greedy) in zip(some, self._calls.ask("scores", [windows[i] for i in some]), strict=True):
+                found[i] = -nats, greedy
         return found
-
-
-def _cut(numbers: list[int], size: int) -> Iterator[list[int]]:
-    for start in range(0, len(numbers), size):
-        yield numbers[start : start + size]
 
 
 class Tasks:
@@ -105,35 +92,28 @@ class Tasks:
 
     Args:
         names: of tasks or groups of lm-eval, or files (.yaml) that define a task.
+        length: the most tokens of a context and its continuation.
 
     Raises:
-        UserError: 230, a task is unknown, or its data cannot be loaded.
+        UserError: 230, a task is unknown, cannot be loaded, or cannot be run.
     """
 
-    def __init__(self, names: Sequence[str]):
+    def __init__(self, names: Sequence[str], length: int):
         self._names, self._manager = list(names), TaskManager()
         with _explained(), doing("loading tasks"):
-            self._manager.load(self._names)
+            for name, task in self._manager.load(self._names)["tasks"].items():
+                new: Any = {**normalize_gen_kwargs(task.get_config("generation_kwargs") or {})}["max_gen_toks"]
+                if task.OUTPUT_TYPE == "generate_until" and new >= length:
+                    what = f"{name} asks for {new:,} new tokens, model.seq_len is {length:,}"
+                    raise UserError(230, what, "leave the task out", where="tasks")
+                if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+                    raise UserError(230, f"{name} runs code or shows images", "leave the task out", where="tasks")
 
-    def numbers(self, calls: Calls, items: Path | None, *, errors: bool) -> dict[str, float]:
-        """Return the numbers of lm-eval's results (`numbers_of`). Rank 0 calls it while the other ranks serve.
-
-        Args:
-            items: the file for the answers to each item; None: none.
-            errors: with standard errors.
-        """
-        how: dict[str, Any] = {"bootstrap_iters": _RESAMPLES * errors, "log_samples": items is not None}
-        how |= dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))  # leave torch's generator alone
-        how |= {"tasks": self._names, "task_manager": self._manager}
-        try:
-            with _explained():
-                found: Any = simple_evaluate(Harness(calls), **how)
-        except UserError as error:
-            calls.send("end", error.code)
-            raise
-        calls.send("end", 0)
-        if items is not None:
-            write_items(found["samples"], items)
+    def numbers(self, calls: Calls) -> dict[str, float]:
+        """Return the numbers of lm-eval's results (`numbers_of`): work for `Calls.serve`."""
+        how: dict[str, Any] = {"tasks": self._names, "task_manager": self._manager, "torch_random_seed": None}
+        with _explained():  # standard errors would need processes of their own
+            found: Any = simple_evaluate(Harness(calls), bootstrap_iters=0, log_samples=False, **how)
         return numbers_of(found)
 
 
@@ -159,12 +139,3 @@ def numbers_of(found: Mapping[str, Any]) -> dict[str, float]:
             if isinstance(value, int | float) and key != "sample_len":
                 numbers[f"{name}.{metric}{'' if chosen in ('', 'none') else f'.{chosen}'}"] = float(value)
     return numbers
-
-
-def write_items(samples: Mapping[str, Any], path: Path) -> None:
-    """Write each item of the tasks, with the answers and metrics, as JSON lines. Raises UserError 403."""
-    items = ({"task": name, **item} for name, of in samples.items() for item in of)
-    try:
-        replace_file(path, (json.dumps(item, ensure_ascii=False, default=str).encode() + b"\n" for item in items))
-    except OSError as error:
-        raise UserError(403, f"cannot be written: {error.strerror}", "give another --items", where=path) from None

@@ -108,28 +108,24 @@ class Decoder:
         seen_BV = torch.zeros(len(own), vocab, dtype=torch.bool, device=stream.device)
         for row, prompt in zip(seen_BV, texts, strict=True):
             row[torch.tensor(prompt, device=stream.device)] = True
-        for count in range(sampling.tokens):
-            if not self._any(bool(open_), stream.device):
-                break
-            logits_BV = stream.logits(tokens_SB)[:, :vocab].double()
-            penalise_(logits_BV, seen_BV, sampling.repetition)
-            next_B = draw(logits_BV, sampling, order, count)
-            seen_BV.scatter_(1, next_B[:, None], True)
-            for row, token in enumerate(next_B.tolist()):
-                if row in open_ and token in stops:
-                    open_.remove(row)
-                elif row in open_:
-                    found[row].append(token)
-                    if ended(own[row], found[row]) or len(texts[row]) + len(found[row]) == stream.limit:
+        try:
+            for count in range(sampling.tokens):
+                if not all_reduce(torch.tensor([len(open_)], device=stream.device), self.data, "agree"):
+                    break  # on all ranks that share the texts
+                logits_BV = stream.logits(tokens_SB)[:, :vocab].double()
+                penalise_(logits_BV, seen_BV, sampling.repetition)
+                next_B = draw(logits_BV, sampling, order, count)
+                seen_BV.scatter_(1, next_B[:, None], True)
+                for row, token in enumerate(next_B.tolist()):
+                    if row in open_ and token in stops:
                         open_.remove(row)
-            tokens_SB = next_B[None]
-        self.model.tensor.comm.ledger.hold("cache", -stream.held)
+                    elif row in open_:
+                        found[row].append(token)
+                        if ended(own[row], found[row]) or len(texts[row]) + len(found[row]) == stream.limit:
+                            open_.remove(row)
+                tokens_SB = next_B[None]
+        finally:
+            self.model.tensor.comm.ledger.hold("cache", -stream.held)
         every = gather_bytes(json.dumps(found).encode(), self.data, "texts", stream.device)
         parts = [json.loads(part) for part in every]
         return [parts[text % size][text // size] for text in range(len(prompts))]
-
-    def _any(self, mine: bool, device: torch.device) -> bool:
-        """Return whether a flag is set on any of the ranks that share the texts."""
-        if self.data.size == 1:
-            return mine
-        return bool(all_reduce(torch.tensor([float(mine)], device=device), self.data, "agree"))

@@ -94,8 +94,7 @@ def normal(seed: int, name: str, start: int, stop: int) -> Tensor:
         x += np.int32(_signed((low + first) & _MASK))
         x = mix_(mix_(x) ^ np.int32(_signed(second)))
         # A signed word plus 2^31 is the unsigned one with its top bit inverted.
-        uniform = torch.from_numpy(x.astype(np.float64)).add_(2.0**31 + 0.5).mul_(2.0**-32)
-        values = uniform.mul_(2.0).sub_(1.0)
+        values = torch.from_numpy(x.astype(np.float64)).add_(2.0**31 + 0.5).mul_(2.0**-32).mul_(2.0).sub_(1.0)
         for part in values.split(_UNSHARED):
             part.erfinv_()
         values.mul_(math.sqrt(2.0))
@@ -128,8 +127,7 @@ def keep_mask(key: int, sample_ids_B: Tensor, positions_S: Tensor, channels: Ten
     """
     second = derive_key(key, 1)
     ids = (sample_ids_B ^ (sample_ids_B >> 32) * _GOLDEN).to(torch.int32)
-    rows_B = mix_(ids + _signed(key))
-    rows_SB = mix_(rows_B[None, :] ^ positions_S.to(torch.int32)[:, None])
+    rows_SB = mix_(mix_(ids + _signed(key))[None, :] ^ positions_S.to(torch.int32)[:, None])
     words = rows_SB[:, :, None] + channels.to(torch.int32) * _signed(_GOLDEN)
     words ^= _signed(second)
     # Signed words have the order of unsigned words with inverted top bit, so the threshold is lower by 2^31.

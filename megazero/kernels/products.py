@@ -44,8 +44,7 @@ def wide_products(
     """
 
     def whole(rows: int, columns: int) -> Tensor:
-        numbers = torch.arange(rows * columns, device=device) * 7 % _NUMBERS
-        return numbers.view(rows, columns).to(dtype)
+        return (torch.arange(rows * columns, device=device) * 7 % _NUMBERS).view(rows, columns).to(dtype)
 
     left, right = whole(_INNER, _ROWS).T, whole(_INNER, _COLUMNS)  # a weight's gradient has a transposed factor
     product = (left.to(torch.float64) @ right.to(torch.float64)).to(torch.float32)

@@ -75,8 +75,7 @@ def rms_norm_backward(
     z = _wide(x_ND) * rrms
     grad_z = _wide(grad_ND) * _moved(weight_D, offset)
     grad_weight = (_wide(grad_ND) * z).reshape(-1, z.shape[-1]).sum(0)
-    grad_x = (grad_z - z * (grad_z * z).mean(-1, keepdim=True)).mul_(rrms)
-    return grad_x.to(x_ND.dtype), grad_weight
+    return (grad_z - z * (grad_z * z).mean(-1, keepdim=True)).mul_(rrms).to(x_ND.dtype), grad_weight
 
 
 def add_layer_norm(
@@ -174,8 +173,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     are equal. Broadcasts over heads.
     """
     first, second = x.chunk(2, dim=-1)
-    half = torch.cat((second, -first) if inverse else (-second, first), dim=-1)
-    return x * cos + half * sin
+    return x * cos + torch.cat((second, -first) if inverse else (-second, first), dim=-1) * sin
 
 
 def cross_entropy_parts_(logits_NV: Tensor, targets_N: Tensor) -> Tensor:

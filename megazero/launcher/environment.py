@@ -269,8 +269,3 @@ def fix_cublas_workspace() -> None:
     cuBLAS reads the variable when it computes the first product. A value that the user has set is kept.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def forbid_pools() -> None:
-    """Make lm-eval compute standard errors in this process: it would fork others, and this one has threads."""
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")

@@ -145,8 +145,7 @@ class _Serial:
 
     def __init__(self, first: _End, norm: Norm | None, mlp: Mlp, second: _End):
         self._first, self._norm, self._mlp, self._second = first, norm, mlp, second
-        norms = norm.owners if norm is not None else ()
-        self.owners = (*first.owners, *norms, *mlp.owners, *second.owners)
+        self.owners = (*first.owners, *(norm.owners if norm is not None else ()), *mlp.owners, *second.owners)
 
     def run(self, tape: Tape, attended: Tensor, step: BatchContext, x_SBD: Tensor) -> Tensor:
         y_nD = self._first.run(tape, attended.reshape(-1, attended.shape[-1]))

@@ -65,8 +65,7 @@ class Blocked:
             )
         k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k_BGmd, v_BGmd))
         turned = torch.matmul(q_BHnd, k.mT).to(wide_dtype(q_BHnd.dtype)).mul_(self.scale / self.cap).tanh_()
-        shares = turned.mul(self.cap).masked_fill_(~sees, -torch.inf).softmax(-1)
-        return torch.matmul(shares.to(v.dtype), v)
+        return torch.matmul(turned.mul(self.cap).masked_fill_(~sees, -torch.inf).softmax(-1).to(v.dtype), v)
 
 
 class _Attend(torch.autograd.Function):

@@ -51,26 +51,27 @@ class HeadLoss:
             z_loss: adds z_loss * log(sum of exp(logits))^2 (Chowdhery et al. 2022, arXiv 2204.02311, section 5).
             x_nD: the last norm's output; with sequence parallelism, of this rank's part of the tokens.
             targets_N: those of invalid positions may hold anything.
-            greedy: return losses, and 1 where no token is more probable than the target, [2, N]; without backward.
+            greedy: return losses, and 1 where the target is the first of the most probable tokens, [2, N].
         """
         weight_VD, region = self.owners[0]["weight"], self.region
         targets_N = torch.where(valid_N, targets_N, 0) - region.axis.rank * len(weight_VD)
         cuts = self._cuts(len(targets_N))
-        slots = [tape.use(weight_VD) for _ in cuts]
+        slots, best = [tape.use(weight_VD) for _ in cuts], list[Tensor]()
         if len(cuts) == 1:
             (logits_MV,) = gathered_products(x_nD, region, [(weight_VD, None)])
-            parts_3N = self._parts(logits_MV, targets_N)
+            parts_3N = self._parts(logits_MV, targets_N, best=best if greedy else None)
         else:
             x_ND = region.gather(x_nD, "forward").wait()
             logits_MV = x_nD.new_empty(self._chunk, len(weight_VD))
             chunks = ((x_ND[rows], targets_N[rows]) for rows in cuts)
-            found = [self._parts(torch.mm(x, weight_VD.T, out=logits_MV[: len(x)]), targets) for x, targets in chunks]
-            parts_3N = torch.cat(found, 1)
+            rows = ((torch.mm(x, weight_VD.T, out=logits_MV[: len(x)]), targets) for x, targets in chunks)
+            parts_3N = torch.cat([self._parts(*each, best=best if greedy else None) for each in rows], 1)
         parts_T3N = all_gather(parts_3N[None], region.axis, "loss")
         losses_N, log_sums_N = reference.cross_entropy_merge(parts_T3N)
         if greedy:
-            top_N = parts_T3N[:, 2].amax(0) >= parts_T3N[:, 0].amax(0)
-            return torch.stack((losses_N, top_N.to(losses_N))).masked_fill_(~valid_N, 0.0)
+            own_TN = all_gather((torch.cat(best) == targets_N)[None].to(losses_N), region.axis, "loss")
+            top_N = own_TN.gather(0, parts_T3N[:, 0].argmax(0)[None])[0]
+            return torch.stack((losses_N, top_N)).masked_fill_(~valid_N, 0.0)
         kept_MV = logits_MV if self._cap is None else None
         tape.keep((x_nD, slots, targets_N, parts_3N[0], log_sums_N, valid_N, kept_MV, z_loss), weight_VD)
         if z_loss:
@@ -125,15 +126,24 @@ class HeadLoss:
             return logits_MV * self._cap if torch.is_grad_enabled() else logits_MV.mul_(self._cap)
         return logits_MV
 
-    def _parts(self, logits_MV: Tensor, targets_M: Tensor, slope_MV: Tensor | None = None) -> Tensor:
+    def _parts(
+        self,
+        logits_MV: Tensor,
+        targets_M: Tensor,
+        slope_MV: Tensor | None = None,
+        best: list[Tensor] | None = None,
+    ) -> Tensor:
         """Return the statistics of some rows, [3, M]; see `reference.cross_entropy_parts_`. Overwrites the logits.
 
         Args:
             slope_MV: receives the slope of the cap.
+            best: receives the index of each row's first maximum.
         """
         self.shaped(logits_MV, slope_MV)
         first = self.region.axis.rank * logits_MV.shape[1]
         logits_MV[:, max(self._vocab - first, 0) :] = -torch.inf  # padding
+        if best is not None:
+            best.append(logits_MV.argmax(1))
         return self.ops.cross_entropy_parts_(logits_MV, targets_M)
 
 

@@ -31,8 +31,7 @@ class Norm(nn.Module):
 
     def __init__(self, shape: Shape, size: int, ops: Operations, *, heads: bool = False):
         super().__init__()
-        partial = heads and shape.qk_norm == "head"
-        self.weight = declare((size,), mean=1.0 - shape.norm_offset, partial=partial)
+        self.weight = declare((size,), mean=1.0 - shape.norm_offset, partial=heads and shape.qk_norm == "head")
         centred = shape.layernorm and not heads
         if centred and shape.biased("norm"):
             self.bias = declare((size,))

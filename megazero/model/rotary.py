@@ -56,11 +56,13 @@ class Rotary:
         self.rope, self.head_dim, self.seq_len = rope, head_dim, seq_len
         self._room = seq_len  # positions in the table
         self._table: tuple[Tensor, Tensor] | None = None
+        self._earlier: list[tuple[Tensor, Tensor] | None] = []
         self._placed: tuple[Tensor, tuple[Tensor, Tensor]] | None = None  # (positions, their angles), a cache of one
 
     def reach(self, length: int) -> None:
         """Make the table long enough for texts of so many tokens."""
         if length > self._room:
+            self._earlier.append(self._table)  # CUDA graphs may read it
             self._room, self._table = length, None
 
     def rotate(self, positions_SB: Tensor | None, ops: Operations, *heads: Tensor) -> tuple[Tensor, ...]:

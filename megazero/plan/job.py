@@ -62,8 +62,7 @@ class Bytes:
         Args:
             kept: bytes of state of an element.
         """
-        apart = 0 if self.master == self.parameter else self.parameter
-        return 2 * (kept + self.master) + self.gradient + apart
+        return 2 * (kept + self.master) + self.gradient + (0 if self.master == self.parameter else self.parameter)
 
 
 @dataclass(frozen=True)

@@ -175,8 +175,7 @@ def block(
         out, down = (_row(shape, "out", "attention.out"), *post), (_row(shape, "down", "mlp.down"), *last)
         return (*norm, *attention, *out, *second, *_mlp(shape), *down)
     # The gradient of attention's output waits for the MLP's backward, and so does this output where attention keeps it.
-    keeps = not (documents or replays_core or _is_blocked(shape, kind))
-    waits = (1 + keeps) * shape.width
+    waits = (1 + (not (documents or replays_core or _is_blocked(shape, kind)))) * shape.width
     end = replace(_row(shape, "out and down", "attention.out", "mlp.down"), passed=Width(split=waits))
     attention = (*attention[:-1], replace(attention[-1], passed=Width(split=-waits)))
     up, activation = _mlp(shape)

@@ -116,6 +116,5 @@ def _reduced(path: Sequence[StageUnits], ties: Sequence[UnitSize]) -> Iterator[t
         for i, unit in enumerate(due):
             # In the head, the product adds to the tied weight's gradient before the norm's gradient is complete, and
             # the norm is reduced first. In the embedding, the positions are complete before the lookup adds anything.
-            there = due[i:] if at_head else [unit]
-            yield {*there, *before, *lasting}, {unit, *before}
+            yield {*(due[i:] if at_head else [unit]), *before, *lasting}, {unit, *before}
             before = {unit}

@@ -223,5 +223,4 @@ def _divisors(number: int, most: int | None = None) -> list[int]:
 def _hopeless(layout: Job, room: float) -> bool:
     """Return whether even half of a rank's even share of the model states exceeds `room` bytes."""
     share = parameters(layout.shape) // (layout.tensor * layout.pipeline * layout.shard)
-    held = sum(states(share, layout.shard, layout.stage, layout.bytes).values())
-    return held / 2 > room
+    return sum(states(share, layout.shard, layout.stage, layout.bytes).values()) / 2 > room

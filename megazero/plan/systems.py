@@ -71,8 +71,7 @@ class System:
         result = {axis: dict(purposes) for axis, purposes in found.items()}
         forward, times = result.get("tensor", {}).get("block forward", 0), 4 if job.sequence else 2
         if self.replays_all and job.recompute == "full" and forward:  # one more sum: 12 b s h in a block, not 10
-            again = 3 if job.sequence else 1
-            result["tensor"]["block forward"] = forward * (2 * times) // (times + again)
+            result["tensor"]["block forward"] = forward * (2 * times) // (times + (3 if job.sequence else 1))
         if self.splits_messages and not job.sequence and job.tensor > 1:
             for what in result.get("pipeline", {}).keys() & {"activations", "gradients"}:  # scalars are not split
                 result["pipeline"][what] //= job.tensor

@@ -96,8 +96,7 @@ def simulate(schedule: Schedule, costs: Sequence[Costs] | None = None, transfer:
         stage, kind, m = action.stage, action.kind, action.micro_batch
         start = times[rank][-1].end if times[rank] else 0.0  # when the rank is free
         for other, what in needs:
-            late = transfer if schedule.rank_of[other] != rank else 0.0
-            start = max(start, ended[other, what, m] + late)
+            start = max(start, ended[other, what, m] + (transfer if schedule.rank_of[other] != rank else 0.0))
         computes = kind in COMPUTE
         end = ended[stage, kind, m] = start + (costs[stage].of(kind) if computes else 0.0)
         if computes:

@@ -22,7 +22,6 @@ from megazero.config.file import load
 from megazero.config.schema import Config
 from megazero.data.tokenizer import open_tokenizer
 from megazero.evaluation.calls import Calls
-from megazero.evaluation.during import task_work
 from megazero.evaluation.scorer import Scorer
 from megazero.evaluation.windows import read_text
 from megazero.kernels.select import choose
@@ -42,7 +41,6 @@ class Request:
     Attributes:
         texts: files of text.
         tasks: of lm-eval: names, or files.
-        items: the file for the answers to each item of the tasks; None: none.
         stride: new tokens that a window scores; None: half of the model's sequence length.
         nproc, tensor: ranks, and how many of them split the matrices.
         batch: windows or texts at once on a data rank.
@@ -52,7 +50,6 @@ class Request:
     run: Path
     texts: Sequence[Path] = ()
     tasks: Sequence[str] = ()
-    items: Path | None = None
     stride: int | None = None
     nproc: int = 1
     tensor: int = 1
@@ -94,11 +91,18 @@ def evaluate(asked: Request, say: Callable[[Found], object]) -> int:
                 progress.advance()
         of_tasks: Any = {}
         if asked.tasks:
-            of_tasks = task_work(asked.tasks, Calls(scorer, tokenizer, grid), asked.items, errors=True)()
+            calls = Calls(scorer, tokenizer, grid)
+            of_tasks = calls.serve(lambda: _numbers(asked, calls))
         if world.rank == 0:
             say({name: of for name, of in (("texts", of_texts), ("tasks", of_tasks)) if of})
 
     return on_ranks(asked.nproc, work)
+
+
+def _numbers(asked: Request, calls: Calls) -> dict[str, float]:
+    from megazero.evaluation.tasks import Tasks
+
+    return Tasks(asked.tasks, calls.scorer.length).numbers(calls)
 
 
 def _laid_out(config: Config, asked: Request) -> Config:

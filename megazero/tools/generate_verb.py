@@ -45,7 +45,6 @@ def add(verbs: Any) -> None:
     evaluate.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE", help="files of text")
     tasks = "tasks of lm-eval: names, or files that define one"
     evaluate.add_argument("--tasks", type=lambda text: text.split(","), default=[], metavar="A,B", help=tasks)
-    evaluate.add_argument("--items", type=Path, metavar="FILE", help="write the answer to each item: JSON lines")
     stride = "new tokens that a window scores (default: half of model.seq_len)"
     evaluate.add_argument("--stride", type=at_least(1, int), help=stride)
     evaluate.add_argument("--tensor", type=at_least(1, int), default=1, help="ranks that split the matrices (1)")
@@ -74,6 +73,6 @@ def _eval(options: argparse.Namespace) -> int:
     with doing("loading torch"):
         from megazero.tools.evaluate import Request, as_text, evaluate
 
-    given = options.run_folder, options.text, options.tasks, options.items, options.stride
+    given = options.run_folder, options.text, options.tasks, options.stride
     asked = Request(*given, options.nproc, options.tensor, options.batch, options.average)
     return evaluate(asked, lambda found: answer(json.dumps(found) if options.json else as_text(found)))

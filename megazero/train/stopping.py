@@ -102,9 +102,10 @@ class Stopping:
         Args:
             saving: seconds that a checkpoint takes.
         """
-        cast = torch.zeros(len(REASONS), dtype=torch.int64)
+        cast, self._last = torch.zeros(len(REASONS), dtype=torch.int64), None  # only steps are timed
         for vote in self.votes(failed=False, saving=saving):
             cast[vote] = 1
+        self._last = None
         return _first(all_reduce(cast.to(self._device), self._world, "agree").tolist())
 
 

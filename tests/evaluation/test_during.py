@@ -52,7 +52,7 @@ def plain(tiny_data: TinyData, folder: Path, tmp_path_factory: pytest.TempPathFa
     return runs
 
 
-TEXTS = {"eval.code.loss", "eval.code.bits_per_byte"}
+TEXTS = {"eval.code.py.loss", "eval.code.py.bits_per_byte"}
 
 
 def test_training_does_not_depend_on_evaluations(plain: dict[str, Path]) -> None:
@@ -77,7 +77,7 @@ def test_the_last_evaluation_is_that_of_the_command(plain: dict[str, Path], fold
     line = ["eval", "--run", str(plain["with"]), "--text", str(folder / "code.py"), "--json"]
     assert main([*line, "--tasks", str(folder / "choice.yaml")]) == 0
     found, last = json.loads(capfd.readouterr().out), results(plain["with"])[-1]
-    assert found["texts"][str(folder / "code.py")]["loss"] == pytest.approx(last["eval.code.loss"], rel=1e-12)
+    assert found["texts"][str(folder / "code.py")]["loss"] == pytest.approx(last["eval.code.py.loss"], rel=1e-12)
     assert found["tasks"]["mz_choice.acc"] == last["eval.mz_choice.acc"]
 
 
@@ -136,6 +136,8 @@ def test_an_evaluation_that_was_broken_off_is_done_by_the_next_job(
     ("options", "line"),
     [
         ({"tasks": "[no_such_task]"}, "MZ-230 rank=0 tasks: Spec 'no_such_task' is not a registered"),
+        ({"tasks": "[long.yaml]"}, "MZ-230 rank=0 tasks: mz_until asks for 256 new tokens, model.seq_len is 32"),
+        ({"samples": f'["{"x" * 400}"]'}, "MZ-112 rank=0 generate: a prompt has"),
         ({"tasks": "[gone.yaml]"}, "MZ-230 rank=0 tasks: Unable to find"),
         ({"texts": "[none.txt]"}, "MZ-229 rank=0 none.txt: cannot be read: No such file"),
         ({"texts": "[a/x.txt, b/x.txt]"}, "MZ-229 rank=0 observe.evaluate.texts: two files have one name"),
@@ -154,6 +156,7 @@ def test_wrong_requests_are_refused_before_training(
     for name in "ab":
         Path(name).mkdir()
         Path(name, "x.txt").write_text("x")
+    Path("long.yaml").write_text((folder / "until.yaml").read_text().replace("max_gen_toks: 12", "max_gen_toks: 256"))
     Path("gone.yaml").write_text((HERE / "choice.yaml").read_text().replace("FOLDER", "gone"))
     how = [*asked(folder, **options)]
     assert main([*line_of(tiny_data, tmp_path / "run", *how), "--nproc", "2"]) != 0

@@ -1,12 +1,18 @@
 """Windows have the same scores on every grid, and texts the same continuations, also where training splits more."""
 
-from typing import Any
+import time
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from megazero.base.errors import FailedElsewhere, UserError
 from megazero.builders.assemble import build
 from megazero.comm.grid import Grid, single
+from megazero.evaluation.calls import Calls
 from megazero.evaluation.scorer import Interrupted, Scorer
 from megazero.generation.sampling import Sampling
 from megazero.kernels.operations import REFERENCE
@@ -45,6 +51,8 @@ def found_on(grid: Grid, name: str, options: tuple[str, ...]) -> tuple[Any, ...]
 
 
 GRIDS = {
+    "offloaded": (2, {}, ("zero.stage=3", "zero.offload.parameters=cpu")),
+    "zb-v": (2, {"pipeline": 2}, ("parallel.pipeline=2", "pipeline.schedule=zb-v")),
     "tensor 2": (2, {"tensor": 2}, ("parallel.tensor=2",)),
     "sequence": (2, {"tensor": 2}, ("parallel.tensor=2", "parallel.sequence=true")),
     "stage 3": (2, {}, ("zero.stage=3",)),
@@ -85,6 +93,45 @@ def test_scores_are_those_of_the_logits() -> None:
             chosen = logits.log_softmax(-1).gather(1, targets[:, None])
             assert nats == pytest.approx(-float(chosen.sum()), rel=1e-12)
             assert greedy == bool((logits.argmax(-1) == targets).all())
+
+
+def test_of_equal_logits_the_first_is_the_most_probable() -> None:
+    scorer = scorer_on(single(), "gpt", ())
+    context, step = [7, 9, 11], BatchContext(0, torch.zeros(1, dtype=torch.int64), training=False)
+    model = scorer.decoder.model
+    with torch.no_grad():
+        best = int(model(torch.tensor(context)[:, None], step)[-1, 0, :50].argmax())
+        for other in {20, 49} - {best}:
+            model.head.weight[other] = model.head.weight[best]
+            found = dict(zip((best, other), scorer.scores([([*context, i], 1) for i in (best, other)]), strict=True))
+            first, second = min(best, other), max(best, other)
+            assert found[first] == (found[second][0], True) and found[second][1] is False
+            model.head.weight[other] = 0.0
+
+
+def patient_on(grid: Grid, fails: bool) -> int | None:
+    """The work takes longer than an operation may, then asks for scores."""
+    world = grid["world"]
+    quick = replace(world, comm=replace(world.comm, timeout=timedelta(seconds=2)))
+    scorer: Any = SimpleNamespace(device=CPU, scores=len)
+    calls = Calls(scorer, cast(Any, None), cast(Any, {"world": quick}))
+
+    def work() -> int:
+        time.sleep(5)
+        if fails:
+            raise UserError(230, "no such task", "leave it out")
+        return calls.ask("scores", [1, 2, 3])
+
+    if not fails:
+        return calls.serve(work)
+    with pytest.raises(UserError if world.rank == 0 else FailedElsewhere) as caught:
+        calls.serve(work)
+    return caught.value.code
+
+
+def test_work_of_rank_0_may_take_longer_than_an_operation() -> None:
+    assert run_ranks(2, patient_on, False) == [3, None]
+    assert run_ranks(2, patient_on, True) == [230, 230]
 
 
 def interrupted_on(grid: Grid) -> list[int]:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,11 @@ import tokenizers
 import torch
 import transformers
 
+import megazero
 from megazero.__main__ import main
+from megazero.generation.decode import Decoder
+from megazero.generation.sampling import Sampling
+from megazero.generation.text import Writer
 
 HERE = Path(__file__).parent / "tasks"
 LENGTH = 64
@@ -73,17 +78,24 @@ def expected(folder: Path) -> dict[str, list[Any]]:
     return own | {"numbers": [numbers_of(found)]}
 
 
-def answers(folder: Path, tmp_path: Path, capfd: Any, *arguments: str) -> tuple[dict[str, list[Any]], dict[str, float]]:
+def answers(
+    folder: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Our answers by task, and the printed numbers."""
+    from megazero.evaluation import tasks
+
+    items, honest = tmp_path / "items.json", tasks.simple_evaluate
+
+    def evaluate(model: Any, **how: Any) -> Any:
+        found: Any = honest(model, **how | {"log_samples": True})
+        items.write_text(json.dumps({task: [each["resps"] for each in found["samples"][task]] for task in TASKS}))
+        return found
+
+    monkeypatch.setattr(tasks, "simple_evaluate", evaluate)
     files = ",".join(str(folder / f"{name}.yaml") for name in ("choice", "rolling", "until"))
-    items = tmp_path / "items.jsonl"
-    line = ["eval", "--run", str(folder / "run"), "--tasks", files, "--items", str(items), "--json"]
     capfd.readouterr()
-    assert main([*line, "--batch", "2", *arguments]) == 0
-    found: dict[str, list[Any]] = {task: [] for task in TASKS}
-    for each in map(json.loads, items.read_text().splitlines()):
-        found[each["task"]].append(each["resps"])
-    return found, json.loads(capfd.readouterr().out)["tasks"]
+    assert main(["eval", "--run", str(folder / "run"), "--tasks", files, "--json", "--batch", "2", *arguments]) == 0
+    return json.loads(items.read_text()), json.loads(capfd.readouterr().out)["tasks"]
 
 
 GRIDS = [(), ("--nproc", "2", "--tensor", "2"), ("--nproc", "4")]
@@ -91,19 +103,50 @@ GRIDS = [(), ("--nproc", "2", "--tensor", "2"), ("--nproc", "4")]
 
 @pytest.mark.parametrize("grid", GRIDS, ids=["one", "tensor 2", "stage 3 on 4"])
 def test_items_equal_those_of_the_hf_model(
-    grid: tuple[str, ...], folder: Path, expected: dict[str, list[Any]], tmp_path: Path, capfd: Any
+    grid: tuple[str, ...],
+    folder: Path,
+    expected: dict[str, list[Any]],
+    tmp_path: Path,
+    capfd: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own, numbers = answers(folder, tmp_path, capfd, *grid)
+    own, numbers = answers(folder, tmp_path, capfd, monkeypatch, *grid)
     assert own["mz_until"] == expected["mz_until"]
     for task in TASKS[:2]:
         flat, theirs = (torch.tensor(pairs(each)) for each in (own[task], expected[task]))
         torch.testing.assert_close(flat, theirs, rtol=1e-6, atol=0.0)
     for name, value in expected["numbers"][0].items():
         assert numbers[name] == pytest.approx(value, rel=1e-6), name
-    assert numbers["mz_choice.acc_stderr"] > 0
 
 
 def pairs(answers: list[Any]) -> list[list[float]]:
     """Log-likelihoods and flags of a task, without the nesting of documents and repeats."""
     flat = [each[0] for document in answers for each in document]
     return [[float(value) for value in (each if isinstance(each, list | tuple) else [each])] for each in flat]
+
+
+class _Here:
+    """A model in this process for `Harness`, which notes the texts that it continues at once."""
+
+    def __init__(self, folder: Path):
+        opened = megazero.load(folder / "theirs")
+        assert opened.tokenizer is not None
+        self.tokenizer = opened.tokenizer
+        self.scorer = SimpleNamespace(length=LENGTH, texts=3, at_once=2)
+        self._opened = opened
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        assert name == "texts"
+        prompts, sampling, stop, first = arguments
+        writer = Writer(Decoder(self._opened.model), self.tokenizer, Sampling(**sampling), stop, batch=3)
+        return list(writer.texts(prompts, first=first))
+
+
+def test_equal_requests_have_samples_of_their_own(folder: Path) -> None:
+    from megazero.evaluation.tasks import Harness
+
+    calls: Any = _Here(folder)
+    how = {"do_sample": True, "temperature": 1.0, "until": [], "max_gen_toks": 8}
+    found = Harness(calls).generate_until([SimpleNamespace(args=("steps:", how))] * 8)
+    assert len(set(found)) == 8, found
+    assert len(set(Harness(calls).generate_until([SimpleNamespace(args=("", how))] * 2))) == 2, "an empty context"

@@ -188,7 +188,23 @@ def test_there_is_time_for_three_steps_and_a_save(tmp_path: Path, saving: float,
     stopping = Stopping(single()["world"], torch.device("cpu"), Signals(), tmp_path / "STOP", 100.0, clock)
     for now in range(0, 100, 10):
         clock.now = float(now)
-        assert stopping.check(saving) == (TIME if now >= at else None), now
+        votes = stopping.votes(failed=False, saving=saving)
+        found = stopping.counted([float(place in votes) for place in range(len(REASONS))])
+        assert found == (TIME if now >= at else None), now
+
+
+def test_the_time_between_steps_of_an_evaluation_is_not_that_of_a_step(tmp_path: Path) -> None:
+    clock = Clock()
+    stopping = Stopping(single()["world"], torch.device("cpu"), Signals(), tmp_path / "STOP", 1000.0, clock)
+    for now in (0.0, 10.0):
+        clock.now = now
+        stopping.votes(failed=False, saving=0.0)
+    for now in (11.0, 300.0):  # inside an evaluation
+        clock.now = now
+        assert stopping.check() is None
+    for now, reason in ((600.0, None), (610.0, None), (965.0, None), (975.0, TIME)):
+        clock.now = now
+        assert stopping.check() is reason, now
 
 
 def test_a_lost_checkpoint_comes_first_then_signals(tmp_path: Path) -> None:

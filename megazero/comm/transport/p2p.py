@@ -226,8 +226,7 @@ class _Sockets:
         self._sent.append((self._axis.ranks[channel.target], work, x))
 
     def post(self, channel: Channel, number: int, into: Tensor) -> tuple[Callable[[], Tensor], Callable[[], bool]]:
-        tag = _tag(channel, number, into)
-        work = dist.irecv(into, group=self._axis.group, group_src=channel.source, tag=tag)
+        work = dist.irecv(into, group=self._axis.group, group_src=channel.source, tag=_tag(channel, number, into))
         assert work is not None, "this process is not on the axis"
 
         def finish() -> Tensor:

@@ -138,8 +138,7 @@ def _matrices(name: str, rows: int, m: Model) -> Iterator[Tensor]:
         return
     groups = m.kv_heads or m.heads
     queries = m.heads // groups
-    size = rows // (groups * (queries + 2))
-    heads = torch.arange(rows).view(groups, queries + 2, size)
+    heads = torch.arange(rows).view(groups, queries + 2, rows // (groups * (queries + 2)))
     yield heads[:, :queries].reshape(-1)
     yield heads[:, queries].reshape(-1)
     yield heads[:, queries + 1].reshape(-1)

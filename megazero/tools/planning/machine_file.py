@@ -40,8 +40,7 @@ def machine_of(name_or_path: str) -> Machine:
         return MACHINES[name_or_path]
     path = Path(name_or_path)
     if not exists(path):
-        known = ", ".join(MACHINES)
-        what = f"no machine or file of that name{looked_up(path)}; known machines: {known}"
+        what = f"no machine or file of that name{looked_up(path)}; known machines: {', '.join(MACHINES)}"
         raise UserError(116, what, "write a file with `megazero doctor --write`", where=name_or_path)
     try:
         return TypeAdapter(Machine).validate_python(parse_yaml(read_file(path, MOST_BYTES).decode()))
