@@ -186,8 +186,8 @@ def _simulate(options: argparse.Namespace) -> int:
 
     config = sized(config, options.gpus, gpu(80 * 2**30) if options.device == "cuda" else None)
     check_world(config, options.gpus, f"--gpus {options.gpus}")
-    told = simulate(config, options.rank, options.gpus, options.device), name, options.device
-    show(as_json(*told), as_text(*told), as_json=options.json)
+    shown = simulate(config, options.rank, options.gpus, options.device), name, options.device
+    show(as_json(*shown), as_text(*shown), as_json=options.json)
     return 0
 
 

@@ -34,9 +34,9 @@ from megazero.config.stages import effective
 
 # Removed options, with advice. A run's config.yaml from an earlier version may have them, unset.
 _GONE = {
-    "tile_mb": "split weights by parallel.tensor",
-    "grows": "name a folder",
-    "table": "set observe.profile",
+    "tile_mb": "split large weights over ranks with parallel.tensor",
+    "grows": "name a folder of finished shards",
+    "table": "set observe.profile to a step",
 }
 # Options whose values are mappings: the sections that these consist of.
 _MAPPINGS: Mapping[str, tuple[type[Section], ...]] = MappingProxyType(

@@ -26,7 +26,7 @@ GREEDY, DRAWN = Sampling(12, 0.0), Sampling(12, 1.0, 0, seed=5)
 
 
 def windows() -> list[tuple[list[int], int]]:
-    """Windows of uneven length, of which an odd number is no multiple of any grid's batches."""
+    """13 windows of uneven length: the last batch of every grid is incomplete."""
     draws = torch.Generator().manual_seed(2)
     lengths = torch.randint(2, 32, (11,), generator=draws).tolist()
     found = [(torch.randint(0, 50, (n,), generator=draws).tolist(), max(1, n // 3)) for n in lengths]
