@@ -20,7 +20,7 @@ from torch import Tensor
 from megazero.kernels.timing import medians
 from megazero.model.attention import VariableLength
 from megazero.run.attention import Heads, Probe, choose_attention, take
-from scripts.gpu_check.findings import Asked, Row, told
+from scripts.gpu_check.findings import Asked, Row, error_line
 from scripts.gpu_check.steps import GPT, LLAMA, SEVEN_B
 
 NAMES = ("cudnn", "flash", "efficient", "math")
@@ -61,7 +61,7 @@ def _of_model(name: str, heads: Heads, micro: int, asked: Asked) -> Iterator[Row
             row["absent"] = "does not fit into the memory"
         except Exception as error:  # an implementation that does not support these heads
             traceback.print_exc()
-            row["absent"] = told(error)
+            row["absent"] = error_line(error)
         yield row
 
 

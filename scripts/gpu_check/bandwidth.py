@@ -23,7 +23,7 @@ from megazero.kernels import reference
 from megazero.kernels.samples import SAMPLES, Arguments, Draw, Sizes, results
 from megazero.kernels.select import choose
 from megazero.kernels.timing import medians
-from scripts.gpu_check.findings import Asked, Row, told
+from scripts.gpu_check.findings import Asked, Row, error_line
 from scripts.gpu_check.kernels import missing
 
 TINY = Sizes(8, 2, 64, 96, 128, 2, 16, 4096)
@@ -77,7 +77,7 @@ def _tried(name: str, sizes: Sizes, asked: Asked, compiling: bool, copy: float) 
     try:
         return _timed(name, sizes, asked, compiling, copy)
     except Exception as error:
-        return {"name": name, "fault": told(error)}
+        return {"name": name, "fault": error_line(error)}
 
 
 def _timed(name: str, sizes: Sizes, asked: Asked, compiling: bool, copy: float) -> Row:

@@ -21,7 +21,7 @@ from megazero.kernels import counter
 from megazero.kernels.proof import DTYPES
 from megazero.kernels.samples import FORMS, SAMPLES, Arguments, Draw, Sizes, distances, results
 from scripts.gpu_check import commands
-from scripts.gpu_check.findings import Asked, Row, told
+from scripts.gpu_check.findings import Asked, Row, error_line
 from scripts.gpu_check.kernels import missing, obstacle
 
 SANITIZER_S = 90  # limit of one tool, in seconds
@@ -50,7 +50,7 @@ def rows(asked: Asked) -> Iterator[Row]:
             try:
                 error, complaint = _checked(name, make, Draw(dtype, generator), TINY if asked.tiny else LARGE)
             except Exception as broken:  # go on with the other operations
-                error, complaint = math.inf, told(broken)
+                error, complaint = math.inf, error_line(broken)
             if not complaint and not error <= 1:
                 complaint = f"{error:.3g} times what is allowed"
             yield row | {"error": error, "fault": complaint}

@@ -34,7 +34,7 @@ class Asked:
             torch.cuda.synchronize(self.device)
 
 
-def told(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return an error as one short line."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 

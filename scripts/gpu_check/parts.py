@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from megazero.launcher.environment import set_for_gpus
-from scripts.gpu_check.findings import Asked, Row, finite, line, told
+from scripts.gpu_check.findings import Asked, Row, error_line, finite, line
 
 _FORK = multiprocessing.get_context("fork")
 LANES = {"cuda": 4, "cpu": 2}  # concurrent parts that do not measure
@@ -218,5 +218,5 @@ def _run(name: str, asked: Asked, found: Path, log: Path) -> None:
                 tell(row)
         except Exception as error:
             traceback.print_exc()
-            tell({"name": name, "fault": told(error)})
+            tell({"name": name, "fault": error_line(error)})
         sys.stdout.flush()

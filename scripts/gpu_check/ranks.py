@@ -29,7 +29,7 @@ from megazero.tools.certify.comparison import Compared, compare
 from megazero.tools.certify.rank import Results, load_results
 from megazero.tools.certify.tolerances import tolerance_of
 from scripts.gpu_check import commands
-from scripts.gpu_check.findings import Asked, Row, told
+from scripts.gpu_check.findings import Asked, Row, error_line
 from scripts.gpu_check.kernels import missing
 from scripts.gpu_check.layouts import HEADS, Case, config_of, exact, train
 
@@ -142,7 +142,7 @@ def alone_on(layout: Case, asked: Asked) -> list[Results] | str:
         return [train(layout, single(), asked.device)]
     except Exception as error:
         traceback.print_exc()
-        return told(error)
+        return error_line(error)
 
 
 def _allowed() -> Iterator[Row]:

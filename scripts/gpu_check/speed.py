@@ -28,7 +28,7 @@ from megazero.plan.flops import flops_per_token
 from megazero.plan.hardware import peak_flops
 from megazero.run.attention import settle_attention
 from megazero.zero.engine import Engine
-from scripts.gpu_check.findings import Asked, Row, told
+from scripts.gpu_check.findings import Asked, Row, error_line
 from scripts.gpu_check.layouts import MODEL, Case, config_of
 
 WARM_UP, STEPS, LR = 2, 3, 3e-4
@@ -85,7 +85,7 @@ def measured(name: str, make: Callable[[], Step], asked: Asked, shape: Shape, *,
         return {"name": name, "absent": "does not fit into the memory"}
     except Exception as error:
         traceback.print_exc()
-        return {"name": name, "fault" if ours else "absent": told(error)}
+        return {"name": name, "fault" if ours else "absent": error_line(error)}
     finally:
         free(asked)
 

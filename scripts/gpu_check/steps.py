@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from megazero.comm.grid import single
 from megazero.kernels.select import choose
 from scripts.gpu_check import peers
-from scripts.gpu_check.findings import Asked, Row, told
+from scripts.gpu_check.findings import Asked, Row, error_line
 from scripts.gpu_check.layouts import Case
 from scripts.gpu_check.speed import Shape, Step, free, measured, stepper
 from scripts.gpu_check.speed import gpt as gpt_of
@@ -167,7 +167,7 @@ def profiled(shape: Shape, asked: Asked) -> Iterator[Row]:
         yield from times_of(_spans(shape, asked))
     except Exception as error:  # no profiler, or no memory: go on with the other rows
         traceback.print_exc()
-        yield {"name": "profile of a step", "absent": told(error)}
+        yield {"name": "profile of a step", "absent": error_line(error)}
     free(asked)
 
 

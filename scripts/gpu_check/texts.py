@@ -17,7 +17,7 @@ from megazero.kernels.select import choose
 from megazero.model.parameter import whole_shapes
 from megazero.model.transformer import Transformer
 from megazero.tools.convert.tensors import filled
-from scripts.gpu_check.findings import Asked, Row, told
+from scripts.gpu_check.findings import Asked, Row, error_line
 from scripts.gpu_check.layouts import MODEL, Case, config_of, exact
 from scripts.gpu_check.speed import free
 from scripts.gpu_check.steps import LLAMA
@@ -44,7 +44,7 @@ def rows(asked: Asked) -> Iterator[Row]:
                 yield {"name": f"{name}, {batch} texts"} | _measured(writes, _prompts(batch, shape["vocab"]), asked)
             del writes
         except Exception as error:
-            yield {"name": name, "fault" if name == "ours" else "absent": told(error)}
+            yield {"name": name, "fault" if name == "ours" else "absent": error_line(error)}
         free(asked)
 
 

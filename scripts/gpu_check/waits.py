@@ -30,7 +30,7 @@ from megazero.train.schedule import TrainSchedule
 from megazero.train.spikes import Spikes
 from megazero.train.trainer import Trainer
 from scripts.gpu_check.echo import echoing, one_rank_group
-from scripts.gpu_check.findings import Asked, Row, told
+from scripts.gpu_check.findings import Asked, Row, error_line
 from scripts.gpu_check.layouts import GLOBAL_BATCH, LR, MODEL, Case, config_of
 
 # Where a step may wait for the GPU: class, method, reason.
@@ -83,7 +83,7 @@ def _waits(case: Case, grid: Grid, asked: Asked) -> Row:
             asked.synchronize()
         except Exception as error:
             traceback.print_exc()
-            return {"steps": done, "fault": f"{told(error)} in {_place(error)}"}
+            return {"steps": done, "fault": f"{error_line(error)} in {_place(error)}"}
         return {"steps": WATCHED if asked.on_gpu else 0}
 
 
