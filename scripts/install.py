@@ -5,6 +5,7 @@ refuses a file with another hash. pip resolves nothing, so it installs only pack
 the end shows that no package is missing. scripts/lock.py writes the locks, in the folder locks:
 
     PLATFORM-pyVERSION.txt          the project's and its tests' requirements, setuptools for the installation, torch
+    PLATFORM-pyVERSION-source.txt   packages without wheels, which are built here
     PLATFORM-pyVERSION-cuda.txt     additional requirements of a torch for CUDA
     PLATFORM-pyVERSION-cpu.txt      a build of torch for the CPU, used instead if pip is configured to find it
     PLATFORM-pyVERSION-bench.txt    the peers of the benchmarks
@@ -88,13 +89,12 @@ def install(torch: str, extras: Sequence[str]) -> None:
         extras: extras of pyproject.toml other than `test`; each has its own lock.
     """
     machine = this_machine()
-    names = ("", "-cuda", "-cpu", *(f"-{name}" for name in extras))
-    base, cuda, cpu, *others = [LOCKS / f"{machine}{name}.txt" for name in names]
+    names = ("", "-cuda", "-cpu", "-source", *(f"-{name}" for name in extras))
+    base, cuda, cpu, source, *others = [LOCKS / f"{machine}{name}.txt" for name in names]
     for lock in (base, *others):
         if not lock.exists():
-            there = ", ".join(
-                sorted(path.stem for path in LOCKS.glob("*.txt") if not path.stem.endswith(("-cuda", "-cpu")))
-            )
+            parts = ("-cuda", "-cpu", "-source")
+            there = ", ".join(sorted(path.stem for path in LOCKS.glob("*.txt") if not path.stem.endswith(parts)))
             sys.exit(f"no lock {lock.stem}; there are {there}. Another Python: make setup PYTHON=python3.12")
     lines = lines_of(base)
     if torch != LOCKED:
@@ -110,8 +110,8 @@ def install(torch: str, extras: Sequence[str]) -> None:
         pip("install", "--quiet", *shlex.split(torch))
     elif cuda.exists() and asks_for_any("torch", list(lines_of(cuda))):
         install_locked(cuda, "--only-binary=:all:")
-    for lock in others:
-        # DeepSpeed has no wheels: it is built with the packages of this environment, which are locked too.
+    for lock in [source] * source.exists() + others:
+        # Packages without wheels, DeepSpeed too, are built with those of this environment, which are locked too.
         install_locked(lock, "--no-build-isolation")
     pip("install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", ROOT)
     pip("check")

@@ -6,8 +6,8 @@
     python scripts/lock.py --wheels FOLDER      also locks the CPU builds of torch (2.13.0+cpu) in a folder
 
 uv (`pip install uv`) resolves pyproject.toml for each platform and Python from the package index; this script writes
-the versions and hashes. A source archive is locked only if a package has no wheel. Without --wheels the locks of CPU
-builds are kept as long as the version of torch does not change, and deleted when it does.
+the versions and hashes. A source archive is locked only if a package has no wheel, and in a lock of its own. Without
+--wheels the locks of CPU builds are kept as long as the version of torch does not change, and deleted when it does.
 """
 
 import sys
@@ -116,7 +116,10 @@ def main() -> None:
             pins |= {name: str(package["version"]) for name, package in base.items()}
             stem = f"{platform}-py{python}"
             cuda = {name: package for name, package in base.items() if CUDA.match(name)}
-            write(LOCKS / f"{stem}.txt", lines({name: base[name] for name in base.keys() - cuda.keys()}))
+            source = {name: package for name, package in base.items() if not package.get("wheels")}
+            wheels = {name: base[name] for name in base.keys() - cuda.keys() - source.keys()}
+            write(LOCKS / f"{stem}.txt", lines(wheels))
+            write(LOCKS / f"{stem}-source.txt", lines(source))
             write(LOCKS / f"{stem}-cuda.txt", lines(cuda))
             for extra in EXTRAS:
                 more = resolve(platform, python, ["test", extra], pins)

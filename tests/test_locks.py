@@ -42,6 +42,14 @@ def test_what_the_project_asks_for_is_locked(stem: str) -> None:
     assert (LOCKS / f"{stem}-cuda.txt").exists() == stem.startswith("linux")
 
 
+@pytest.mark.parametrize("stem", BASES)
+def test_only_packages_without_wheels_are_built(stem: str) -> None:
+    """pip is asked for wheels only, but for the packages of one short lock."""
+    base, source = lines_of(LOCKS / f"{stem}.txt"), lines_of(LOCKS / f"{stem}-source.txt")
+    assert set(source) == {"rouge-score", "sqlitedict", "word2number"}  # needs of lm-eval
+    assert not base.keys() & source.keys()
+
+
 def test_what_is_missing_is_found() -> None:
     assert missing(["numpy>=2", "einops", "ruff<1"], {"numpy": "numpy==1.26", "ruff": "ruff==0.1 --hash"}) == [
         "numpy>=2",
@@ -51,7 +59,7 @@ def test_what_is_missing_is_found() -> None:
 
 def test_every_line_is_a_version_with_hashes_and_nothing_else() -> None:
     paths = sorted(LOCKS.iterdir())
-    extras = ("", "-cuda", "-cpu", *(f"-{extra}" for extra in EXTRAS))
+    extras = ("", "-source", "-cuda", "-cpu", *(f"-{extra}" for extra in EXTRAS))
     assert {path.name for path in paths} <= {f"{stem}{extra}.txt" for stem in BASES for extra in extras}
     for path in paths:
         comment, *lines = path.read_text().splitlines()
