@@ -24,10 +24,11 @@ from ruamel.yaml.error import MarkedYAMLError
 from megazero.base.errors import FaultList, UserError
 from megazero.base.reading import exists, looked_up, read_file
 from megazero.base.yaml_text import MOST_BYTES, parse_yaml
-from megazero.config import changes, rules
+from megazero.config import rules
 from megazero.config.flat import flatten, option_keys, spelt
 from megazero.config.model import LayerKind, QueryScale, Rope
 from megazero.config.nearest import nearest, sections_of
+from megazero.config.permitted import refusal
 from megazero.config.schema import Config, resolved
 from megazero.config.sections import Section
 from megazero.config.stages import effective
@@ -226,7 +227,7 @@ def _faults(error: ValidationError, source: _Source) -> dict[str, UserError]:
         place = _place_inside(key, item["loc"][length:])
         where = source.locate(place if key in _MAPPINGS else key)
         if item["type"] == "extra_forbidden" and key == "stages":
-            faults[place] = changes.refusal(place, ".".join(parts[2:]), known, where)
+            faults[place] = refusal(place, ".".join(parts[2:]), known, where)
         elif item["type"] == "extra_forbidden":
             faults |= _unknown(place, item["input"], known, source)
         elif item["type"] == "missing":

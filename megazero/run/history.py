@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megazero.checkpoint.manifest import Manifest
-from megazero.config.changes import is_permitted, row_of
+from megazero.config.changes import row_of
 from megazero.config.flat import plain
+from megazero.config.permitted import is_permitted
 from megazero.config.schema import Config
 
 # Options that decide which samples are read, and in which order.

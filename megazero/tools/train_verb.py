@@ -22,9 +22,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train a config; return the exit code. torch is imported only after the config has been checked."""
-    from megazero.config.changes import permitted
     from megazero.config.file import load, name_of
     from megazero.config.flat import option_keys
+    from megazero.config.permitted import permitted
     from megazero.launcher.environment import set_for_gpus, world_from_environment
     from megazero.tools.training.early_look import look
 

@@ -4,8 +4,9 @@ import pytest
 from pydantic import ValidationError
 
 from megazero.base.errors import UserError
-from megazero.config.changes import CHANGEABLE, is_permitted, permitted, row_of
+from megazero.config.changes import CHANGEABLE, row_of
 from megazero.config.flat import flatten, option_keys
+from megazero.config.permitted import is_permitted, permitted
 from megazero.config.schema import Config, Stage
 from megazero.config.stages import SECTIONS
 
