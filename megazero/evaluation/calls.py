@@ -32,7 +32,7 @@ class Calls:
 
     def __init__(self, scorer: Scorer, tokenizer: Tokenizer, grid: Grid):
         self.scorer, self.tokenizer, self._world = scorer, tokenizer, grid["world"]
-        self._asked = SimpleQueue[tuple[str, Future[Any] | None]]()
+        self._asked = SimpleQueue[tuple[str, Future[Any]]]()
 
     def serve(self, work: Callable[[], Any]) -> Any:
         """Run `work` in a thread of rank 0, and do on all ranks what it asks; return its result, on other ranks None.
@@ -49,7 +49,7 @@ class Calls:
                 code = error.code
                 raise
             finally:
-                self._asked.put((json.dumps(["", code]), None))
+                self._asked.put((json.dumps(["", code]), Future()))
 
         self._asked, leads = SimpleQueue(), self._world.rank == 0
         with ThreadPoolExecutor(1) as pool, doing("evaluating tasks") as progress:
@@ -59,13 +59,10 @@ class Calls:
                 progress.advance()
                 progress.detail = f"batch {progress.done:,}"
                 try:
-                    found = self._do(name, arguments)
+                    answer.set_result(self._do(name, arguments))
                 except BaseException as error:
-                    if answer is not None:
-                        answer.set_exception(error)
+                    answer.set_exception(error)
                     raise
-                if answer is not None:
-                    answer.set_result(found)
         if call[1] and not leads:
             raise FailedElsewhere(0, call[1])
         return None if result is None else result.result()
@@ -81,9 +78,9 @@ class Calls:
         self._asked.put((json.dumps([name, arguments]), answer))
         return answer.result()
 
-    def _next(self, leads: bool) -> tuple[str, Any, Future[Any] | None]:
-        """Return the next call: its name ("" after the last one), its arguments, and on rank 0 its answer."""
-        found: list[tuple[str, Future[Any] | None]] = []
+    def _next(self, leads: bool) -> tuple[str, Any, Future[Any]]:
+        """Return the next call: its name ("" after the last one), its arguments, and the future of its answer."""
+        found: list[tuple[str, Future[Any]]] = []
 
         def ready(seconds: float) -> bool:
             with suppress(Empty):
@@ -92,7 +89,7 @@ class Calls:
 
         device = self.scorer.device
         until_all(self._world, device, ready if leads else lambda seconds: True)
-        text, answer = found[0] if leads else ("", None)
+        text, answer = found[0] if leads else ("", Future())
         size = all_reduce(torch.tensor([len(text)], device=device), self._world, "evaluation")
         row = torch.zeros(int(size), dtype=torch.uint8, device=device)
         if leads:  # the text is ASCII

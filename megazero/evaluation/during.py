@@ -80,11 +80,8 @@ def evaluations(
 
 
 def _texts(scorer: Scorer, texts: Mapping[str, Text], eod: int, done: int) -> dict[str, float]:
-    results = dict[str, float]()
-    for name, (ids, size) in texts.items():
-        found = scorer.of_text(ids, size, eod, None)
-        results |= {f"{name}.{metric}": found[metric] for metric in ("loss", "bits_per_byte")}
-    return results
+    found = {name: scorer.of_text(ids, size, eod, None) for name, (ids, size) in texts.items()}
+    return {f"{name}.{metric}": own[metric] for name, own in found.items() for metric in ("loss", "bits_per_byte")}
 
 
 def _samples(writer: Writer, prompts: tuple[str, ...], folder: Path | None, done: int) -> dict[str, float]:

@@ -80,8 +80,7 @@ class Scorer:
         nats = math.fsum(loss for loss, _ in self.scores(windows))
         loss = nats / len(ids)
         perplexity = math.exp(loss) if loss < 700 else math.inf
-        bits = nats / (math.log(2) * size)
-        return {"loss": loss, "perplexity": perplexity, "bits_per_byte": bits, "tokens": len(ids)}
+        return {"loss": loss, "perplexity": perplexity, "bits_per_byte": nats / math.log(2) / size, "tokens": len(ids)}
 
     def _feed(self, batch: MicroBatch) -> StageInputs:
         feed = self._feeds(batch, 0, False)

@@ -43,12 +43,10 @@ class Harness(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         length = self._length + 1
-        return self._scored(
-            [
-                (((before or [self.eot_token_id]) + own)[-length:], min(len(own), length - 1))
-                for _, before, own in requests
-            ]
-        )
+        if not all(own for *_, own in requests):
+            raise ValueError("a request has an empty continuation")
+        windows = [(((before or [self.eot_token_id]) + own)[-length:], len(own)) for _, before, own in requests]
+        return self._scored([(ids, min(scored, length - 1)) for ids, scored in windows])
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         """Return the log-likelihood of each text, from windows that do not share targets."""
