@@ -95,9 +95,9 @@ class Momentum:
         velocity = self._velocity[unit]
         return [Run(slice(0, len(velocity)), "momentum", {"velocity": velocity})]
 
-    def steps(self, unit: Unit) -> list[Tensor]:
-        """Return no step counts: momentum needs none."""
-        return []
+    def pieces(self, unit: Unit) -> tuple[()]:
+        """Return no pieces that count their updates: momentum needs none."""
+        return ()
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
         """Update this rank's shard; change nothing if `skip` is 1."""

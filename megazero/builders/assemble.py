@@ -21,6 +21,7 @@ from megazero.comm.context import CommContext
 from megazero.comm.grid import Axis, Grid, make_grid, single
 from megazero.comm.home import Home
 from megazero.comm.host import Host
+from megazero.comm.pool import Scratch
 from megazero.extensions.registry import extensions_of
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.model.batch_context import BatchContext
@@ -138,7 +139,7 @@ def build_engine(
     used = [list(dict.fromkeys(name for i in parts for name in on_path[i])) for parts in stages]
     names = {name for of_stage in used for name in of_stage}
     units = build_units(model, names, groups, seed=seed, axes=axes, resources=resources, trains=trains)
-    how = {"seed": seed or 0, "bucket": grid.comm.bucket, "ops": update_ops}
+    how = {"seed": seed or 0, "bucket": grid.comm.bucket, "ops": update_ops, "scratch": Scratch(grid.comm.ledger)}
     engine = Engine(
         used,
         units,

@@ -233,7 +233,8 @@ class Checkpoints:
         """Yield the values of all entries. Raises UserError 302 if values other than buffers are not finite."""
         for entry in self._entries:
             for values in entry.in_memory():
-                if not entry.holding.any_value and not _is_finite(values):
+                # Each value is checked only if their sum is not finite: it may have overflowed.
+                if not (entry.holding.any_value or values.sum().isfinite() or values.isfinite().all()):
                     what = f"not saved: {entry.kind} of {entry.piece.name} is not finite after the last update"
                     do = "lower optimizer.lr and resume from an earlier checkpoint"
                     raise UserError(302, f"{what}; earlier steps are intact", do, where=self._store.folder, step=step)
@@ -285,11 +286,6 @@ def _entries(holdings: Sequence[ShardState], buffers: Iterator[Tensor]) -> Itera
             buffer = next(buffers) if holding.disks is None else holding.tensors[kind]
             for piece in holding.pieces:
                 yield _Entry(kind, piece, buffer[piece.at : piece.at + piece.stop - piece.start], holding)
-
-
-def _is_finite(values: Tensor) -> bool:
-    """Return True if all values are finite; check each value only if their sum is not finite, as it may overflow."""
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def _part_name(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Reuse buffers: gathered parameters, gradients before they are reduced, received messages.
+"""Reuse buffers: gathered parameters, gradients before they are reduced, received messages, copies for an update.
 
 A buffer is allocated if no buffer of its size is free, and is never freed: units of equal size rotate through the same
 few buffers. After the first step nothing is allocated (memory defragmentation, MD, in the ZeRO paper's section 6.3),
@@ -48,3 +48,23 @@ class Pool:
     def give(self, buffer: Tensor) -> None:
         """Return a buffer to the pool."""
         self._free.setdefault(len(buffer), []).append(buffer)
+
+
+class Scratch:
+    """Memory that each of its users fills and reads before the next one does; all of them share it.
+
+    Args:
+        ledger: counts the memory.
+    """
+
+    def __init__(self, ledger: Ledger):
+        self._ledger = ledger
+        self._held: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, name: str, category: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the first `numel` elements of a memory, uninitialised; it is allocated again if it is too short."""
+        key = name, dtype, device
+        if key not in self._held or len(self._held[key]) < numel:
+            self._held[key] = torch.empty(numel, dtype=dtype, device=device)
+            self._ledger.hold(category, numel * dtype.itemsize)
+        return self._held[key][:numel]

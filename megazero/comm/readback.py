@@ -3,20 +3,12 @@
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+Mark = torch.Event  # a place in a device's queue
 _LOOK = 50e-6  # seconds between queries: signals are handled and other threads run in between
-
-
-class Mark(Protocol):
-    """A place in a device's queue (`torch.cuda.Event`)."""
-
-    def query(self) -> bool:
-        """Return whether the device has passed it."""
-        ...
 
 
 def mark(device: torch.device) -> Mark | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megazero.base.errors import UserError
 from megazero.comm.grid import Grid
+from megazero.comm.pool import Scratch
 from megazero.kernels.operations import Operations
 from megazero.library.adopt import Memory
 from megazero.library.calls import Calls
@@ -51,7 +52,7 @@ class Assembly:
         self.recipe, self.grid, self.memory, self._clip = recipe, grid, memory, clip
         guard(module, self.values, tables.shards)
         ops = self._update_kernels()
-        self.optimizer = Following(self._trained(), recipe, grid.comm.bucket, ops)
+        self.optimizer = Following(self._trained(), recipe, grid.comm.bucket, ops, Scratch(grid.comm.ledger))
         self._make_engine(ops)
 
     def _trained(self) -> list[Unit]:

@@ -161,10 +161,6 @@ class Elementwise:
         """Return the pieces in which the unit is updated, in their order."""
         return self._pieces
 
-    def steps(self, unit: Unit) -> list[Tensor]:
-        """Return the update counts of the unit's pieces, to be set when a run resumes."""
-        return [piece.step for piece in self._pieces]
-
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
         """Update the unit's masters with gradients multiplied by `scale`, and write `unit.resting.updated`.
 

@@ -23,12 +23,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megazero.base.errors import UserError
+from megazero.comm.pool import Scratch
 from megazero.kernels.operations import Operations
 from megazero.library.elementwise import Elementwise, Factory, Options, TorchPiece, trial
 from megazero.library.parts import Member
@@ -65,7 +67,7 @@ class Recipe:
         lr: the learning rate of steps that give none.
         kinds: the kinds of values that the optimizers keep for elements.
         states: (name of an optimizer) -> the kinds of values that it keeps.
-        make: (unit, bucket in bytes, kernels) -> the optimizer of a unit.
+        make: (unit, bucket in bytes, kernels, memory of all units) -> the optimizer of a unit.
         entry: (name, shape, whether it is the weight of an embedding) -> the parameter, to be laid out in its unit.
         clips: the largest norms of the gradients of groups that have one.
         moments: the dtype of optimizer state, without averages; None: that of masters.
@@ -75,7 +77,7 @@ class Recipe:
     lr: float
     kinds: Sequence[str]
     states: Callable[[str], Sequence[str]]
-    make: Callable[[Unit, int, Operations], UnitOptimizer]
+    make: Callable[..., UnitOptimizer]
     entry: Callable[[str, tuple[int, ...], bool], Entry]
     clips: Sequence[float] = ()
     moments: torch.dtype | None = None
@@ -142,8 +144,8 @@ def _ours(name: str, options: dict[str, Any], groups: Groups) -> Recipe:
         group = of.of(parameter, decays=True, hidden=matrix is not None)
         return Entry(parameter, shape, group, split=True, matrix=matrix)
 
-    def make(unit: Unit, bucket: int, ops: Operations) -> UnitOptimizer:
-        return Mixture([unit], of.optimizers, settings, bucket=bucket, ops=ops)
+    def make(unit: Unit, bucket: int, ops: Operations, scratch: Scratch) -> UnitOptimizer:
+        return Mixture([unit], of.optimizers, settings, bucket=bucket, ops=ops, scratch=scratch)
 
     own = of.optimizers
     dtype = torch.bfloat16 if moments == "bf16" else None
@@ -187,7 +189,7 @@ def _of_torch(make: Factory, groups: Groups) -> Recipe:
         group = next((group for pattern, group in own_groups if fnmatchcase(parameter, pattern)), rest)
         return Entry(parameter, shape, group, split=True)
 
-    def made(unit: Unit, *_: object) -> UnitOptimizer:
+    def made(unit: Unit, **_: object) -> UnitOptimizer:
         return Elementwise(unit, make, options, kept)
 
     return Recipe(Elementwise.KIND, lr, kept.elements, lambda _: kept.elements, made, entry)
@@ -205,37 +207,34 @@ class Following:
     """One optimizer per unit, which leaves frozen parameters unchanged; `optim/optimizer.py` has the interface.
 
     Args:
-        bucket, ops: arguments of `Recipe.make`.
+        bucket, ops, scratch: arguments of `Recipe.make`.
 
     Attributes:
         kinds, states: as in `Recipe`.
         frozen: the names of the parameters that the next update does not change.
     """
 
-    def __init__(self, units: Sequence[Unit], recipe: Recipe, bucket: int, ops: Operations):
-        self._make, self._bucket, self._ops = recipe.make, bucket, ops
+    def __init__(self, units: Sequence[Unit], recipe: Recipe, bucket: int, ops: Operations, scratch: Scratch):
+        self._make = partial(recipe.make, bucket=bucket, ops=ops, scratch=scratch)
         self.kinds, self.states = recipe.kinds, recipe.states
         self._of: dict[Unit, UnitOptimizer] = {}
         self._missed: dict[str, Tensor] = {}  # updates in which a parameter was frozen
         self.frozen: Collection[str] = ()
-        for unit in units:
-            self._add(unit)
-
-    def _add(self, unit: Unit) -> None:
-        self._of[unit] = self._make(unit, self._bucket, self._ops)
+        for unit in sorted(units, key=lambda unit: unit.numel, reverse=True):  # smaller ones use the memory of larger
+            self._of[unit] = self._make(unit)
 
     def add(self, unit: Unit, updates: int) -> None:
         """Add a unit that was frozen in the first `updates` updates."""
-        self._add(unit)
+        self._of[unit] = self._make(unit)
         self._missed |= {i.name: torch.tensor(float(updates), device=unit.device) for i in unit.layout.intervals}
 
     def runs(self, unit: Unit) -> Sequence[Run]:
         """Return the state of this rank's elements of a unit; none of a unit that is not trained."""
         return self._of[unit].runs(unit) if unit in self._of else ()
 
-    def steps(self, unit: Unit) -> list[Tensor]:
-        """Return the update counts of a unit's pieces, to be set when a run resumes."""
-        return self._of[unit].steps(unit)
+    def pieces(self, unit: Unit) -> Sequence[Piece | TorchPiece]:
+        """Return the pieces in which a unit is updated, in their order."""
+        return self._of[unit].pieces(unit)
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
         """Update a unit's masters with gradients times `scale`; write them to `unit.resting.updated`.
@@ -281,23 +280,23 @@ class Following:
         layout = unit.layout
         if len(layout.groups) == len(layout.intervals):
             return
-        before, runs = self._of[unit].pieces(unit), self.runs(unit)
+        before, runs = self.pieces(unit), self.runs(unit)
         of_group = list(layout.group_slices(slice(0, layout.numel)))
         groups = [(group, i.start) for group, of in of_group for i in layout.intervals if of.start <= i.start < of.stop]
         unit.layout = replace(layout, groups=tuple(groups))
         ledger = unit.axes.shard.comm.ledger
         held = ledger.held()
-        self._add(unit)
+        self._of[unit] = self._make(unit)
         ledger.let_go(held)
         for old, new in zip(runs, self.runs(unit), strict=True):
             for kind, values in new.state.items():
                 values.copy_(old.state[kind])
         starts = [piece.where.start for piece in before]
-        for piece in self._of[unit].pieces(unit):
+        for piece in self.pieces(unit):
             piece.step.copy_(before[bisect_right(starts, piece.where.start) - 1].step)
 
     def _named(self, unit: Unit) -> Iterator[tuple[str, Piece | TorchPiece]]:
         """Yield the pieces of a unit, each with the name of its first parameter."""
         starts = [interval.start for interval in unit.layout.intervals]
-        for piece in self._of[unit].pieces(unit):
+        for piece in self.pieces(unit):
             yield unit.layout.intervals[bisect_right(starts, unit.shard.start + piece.where.start) - 1].name, piece

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megazero.comm.pool import same_place
-from megazero.plan.matrices import ITERATIONS
 from megazero.zero.layout import Group
 
 
@@ -44,7 +43,7 @@ class Settings:
     eps: float = 1e-8
     momentum: float = 0.95
     nesterov: bool = True
-    iterations: int = ITERATIONS
+    iterations: int = 5
     scale: Literal["rms", "spectral"] = "rms"
     clip_value: float | None = None
     average: float = 0.0
@@ -83,7 +82,8 @@ class Now(NamedTuple):
         lr: the learning rate.
         scale: the factor of gradients, or one for each norm by which groups are clipped.
         divide_by: 1 / scale, in fp32.
-        skip: whether nothing changes (1).
+        skip: 1 if nothing changes, else 0; in fp32.
+        keep: 1 - skip.
         clip_value: the largest magnitude of each scaled gradient; None: any.
     """
 
@@ -91,6 +91,7 @@ class Now(NamedTuple):
     scale: Tensor
     divide_by: Tensor
     skip: Tensor
+    keep: Tensor
     clip_value: float | None = None
 
     def of(self, group: Group, values: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ class Now(NamedTuple):
 
     def rate(self, group: Group, like: Tensor) -> Tensor:
         """Return a group's learning rate, 0 if nothing changes; 0-dim, in the dtype of `like`."""
-        return (1.0 - self.skip.to(like.dtype)) * (self.lr * group.lr_factor)
+        return self.keep.to(like.dtype) * (self.lr * group.lr_factor)
 
 
 def decay_(masters: Tensor, rate: Tensor, group: Group) -> None:
@@ -145,7 +146,7 @@ def lion(piece: Piece, flats: Flats, now: Now, settings: Settings, staging: Tens
     masters, gradients, (average,), _ = flats
     gradients, rate = now.scaled(gradients, piece.group, staging), now.rate(piece.group, masters)
     direction = torch.lerp(average, gradients, 1.0 - settings.betas[0]).sign_()
-    average.lerp_(gradients, (1.0 - now.skip.to(masters.dtype)) * (1.0 - settings.betas[1]))
+    average.lerp_(gradients, now.keep.to(masters.dtype) * (1.0 - settings.betas[1]))
     decay_(masters, rate, piece.group)
     masters.sub_(direction.mul_(rate))
 
@@ -154,8 +155,8 @@ def sgd(piece: Piece, flats: Flats, now: Now, settings: Settings, staging: Tenso
     """Update a piece with SGD. For `staging` see `fused_adamw`."""
     masters, gradients, (momentum,), _ = flats
     gradients, rate = now.scaled(gradients, piece.group, staging), now.rate(piece.group, masters)
-    skip = now.skip.to(masters.dtype)
-    momentum.mul_(skip + (1.0 - skip) * settings.betas[0]).add_(gradients)
+    keep = now.keep.to(masters.dtype)
+    momentum.mul_(1.0 - keep + keep * settings.betas[0]).add_(gradients)
     decay_(masters, rate, piece.group)
     masters.sub_(gradients.copy_(momentum).mul_(rate))
 
@@ -172,11 +173,8 @@ def average_(average: Tensor, piece: Piece, masters: Tensor, now: Now, decay: fl
     So the first 1 / (1 - d) updates count equally, and the initial weights do not count.
     """
     new = piece.step.to(masters.dtype).clamp(min=1.0).reciprocal().clamp(min=1.0 - decay)
-    average.lerp_(masters, (1.0 - now.skip.to(masters.dtype)) * new)
+    average.lerp_(masters, now.keep.to(masters.dtype) * new)
 
 
-UPDATES: dict[str, Callable[[Piece, Flats, Now, Settings, Tensor], None]] = {
-    "adamw": fused_adamw,
-    "lion": lion,
-    "sgd": sgd,
-}
+Update = Callable[[Piece, Flats, Now, Settings, Tensor], None]
+UPDATES: dict[str, Update] = {"adamw": fused_adamw, "lion": lion, "sgd": sgd}

@@ -11,6 +11,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from megazero.comm.pool import Scratch
 from megazero.kernels.operations import Operations
 from megazero.optim.elements import UPDATES, Flats, Now, Piece, Settings, average_, round_
 from megazero.optim.muon import Muon
@@ -29,6 +30,7 @@ class Mixture:
         settings: the options of each optimizer.
         bucket: bytes; longer intervals are updated in pieces of this size where gradients have to be copied.
         ops: the kernels for the device of the masters.
+        scratch: memory for copies and whole matrices, which optimizers share that update one after the other.
         seed: of the bits with which values in 16 bits are rounded.
 
     Attributes:
@@ -43,6 +45,7 @@ class Mixture:
         *,
         bucket: int,
         ops: Operations,
+        scratch: Scratch,
         seed: int = 0,
     ):
         self.settings, self.kinds, self._averages = settings, optimizers.kinds, optimizers.averages
@@ -56,9 +59,9 @@ class Mixture:
         self._pieces = {unit: list(self._pieces_of(unit, bucket)) for unit in units}
         copied = [piece for unit in units for piece in self._pieces[unit] if self._copies(unit, piece.group.optimizer)]
         longest = max((piece.where.stop - piece.where.start for piece in copied), default=0)
-        self._staging = units[0].resting.new_staging(longest) if units else torch.empty(0)
-        self._narrow = Narrow(seed, self._pieces, 1 + len(self.kinds)) if self._is_narrow else None
-        self._muon = Muon(units, self._pieces, settings["muon"], self._staging, self._narrow)
+        self._staging = units[0].resting.staging(scratch, "staging", longest) if units else torch.empty(0)
+        self._narrow = Narrow(seed, self._pieces, 1 + len(self.kinds), scratch) if self._is_narrow else None
+        self._muon = Muon(units, self._pieces, settings["muon"], scratch, self._staging, self._narrow)
 
     def runs(self, unit: Unit) -> Sequence[Run]:
         """Return the state of this rank's elements of a unit, in their order."""
@@ -68,14 +71,10 @@ class Mixture:
         """Return the pieces in which a unit is updated, in their order."""
         return self._pieces[unit]
 
-    def steps(self, unit: Unit) -> list[Tensor]:
-        """Return the update counts of a unit's pieces, for a resumed run to set."""
-        return [piece.step for piece in self._pieces[unit]]
-
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:
         """Update a unit's masters with gradients times `scale`; see `Optimizer.update`."""
         pieces, divide_by = iter(self._pieces[unit]), scale.reciprocal().to(torch.float32)
-        now = Now(lr, scale, divide_by, skip, self.settings["adamw"].clip_value)
+        now = Now(lr, scale, divide_by, skip, 1.0 - skip, self.settings["adamw"].clip_value)
         self._muon.gather(unit, now)
         piece = next(pieces, None)
         state = self._runs[unit][0].state if unit.masters.is_meta else {}
@@ -89,7 +88,7 @@ class Mixture:
 
     def _update(self, piece: Piece, flats: Flats, now: Now) -> None:
         if piece.group.optimizer != "adamw":  # whose kernels count
-            piece.step.add_(1.0 - now.skip)
+            piece.step.add_(now.keep)
         if self._averages:
             *state, average = flats.state
             self._update_masters(piece, flats._replace(state=state), now)
@@ -129,9 +128,8 @@ class Mixture:
 
     def _copies(self, unit: Unit, optimizer: str) -> bool:
         """Return whether an optimizer's gradients are copied before the update."""
-        if optimizer == "adamw":
-            return self._is_narrow or (self._adamw is None and unit.gradients.reduced.dtype != unit.masters.dtype)
-        return True
+        widens = self._adamw is None and unit.gradients.reduced.dtype != unit.masters.dtype
+        return optimizer != "adamw" or self._is_narrow or widens
 
     def _pieces_of(self, unit: Unit, bucket: int) -> Iterator[Piece]:
         """Yield the pieces of a unit's shard: its groups, split where they are copied, and at the ends of windows.

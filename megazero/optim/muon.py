@@ -10,17 +10,17 @@ parts of u are sent to the matrix's owner, and its result back (`plan/matrices.p
 parameters if that is bf16, else in that of the masters; the parts are sent in this dtype. A parameter that is several
 matrices, such as queries, keys and values, has one owner, who updates each of them by itself.
 
-The parts of a wave are gathered while the owners compute the wave before. All buffers are allocated once.
+The parts of a wave are gathered while the owners compute the wave before.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megazero.comm.collectives import Pending, done, start_all_gather_in_place
 from megazero.comm.grid import Axis
+from megazero.comm.pool import Scratch
 from megazero.comm.rows import start_exchange
 from megazero.optim.elements import Flats, Now, Piece, Settings, decay_
 from megazero.optim.narrow import Narrow
@@ -41,6 +41,7 @@ class Muon:
     Args:
         units: in the order of their updates.
         pieces: the pieces in which each unit is updated.
+        scratch: has memory for whole matrices.
         staging: memory in the dtype of updates for the longest piece.
         narrow: widens and rounds values in 16 bits; None: there are none.
     """
@@ -50,6 +51,7 @@ class Muon:
         units: Sequence[Unit],
         pieces: Mapping[Unit, Sequence[Piece]],
         settings: Settings,
+        scratch: Scratch,
         staging: Tensor,
         narrow: Narrow | None = None,
     ):
@@ -59,17 +61,18 @@ class Muon:
         self._waves: list[_Wave] = []
         if not any(items):
             return
-        axes, device = units[0].axes, units[0].device
-        self._dtype = dtype_of(units[0])
+        axes, dtype = units[0].axes, dtype_of(units[0])
+
+        def take(name: str, numel: int) -> Tensor:
+            return scratch.take(name, PURPOSE, numel, dtype, units[0].device)
+
         sharded = axes.stage.optimizer is Placement.SHARD
         waves = list(waves_of(items, axes.shard.size, axes.tensor.size, sharded=sharded))
         self._begins = {units[min(item.unit for item in wave.items)]: i for i, wave in enumerate(waves)}
         buffers, longest, shapes = room(waves, axes.shard.rank, axes.tensor.rank)
-        self._orthogonal = Orthogonaliser(shapes, settings.iterations, self._dtype, device)
-        self._whole = torch.empty(longest, dtype=self._dtype, device=device)
-        sets = [[torch.empty(numel, dtype=self._dtype, device=device) for numel in each] for each in buffers]
-        held = sum(each.nbytes for memory in sets for each in memory) + self._whole.nbytes + self._orthogonal.nbytes
-        axes.shard.comm.ledger.hold(PURPOSE, held)
+        self._orthogonal = Orthogonaliser(shapes, settings.iterations, take)
+        self._whole = take("whole", longest)
+        sets = [[take(f"set {i} {k}", numel) for k, numel in enumerate(each)] for i, each in enumerate(buffers)]
         for number, wave in enumerate(waves):
             self._waves.append(_Wave(wave, sets[number % 2], units, pieces, axes.shard, axes.tensor))
         self._results = {piece: part for wave in self._waves for _, piece, part in wave.pieces}
@@ -80,10 +83,9 @@ class Muon:
         number = self._begins.get(unit)
         if number is None:
             return
-        if number not in self._gathering:
-            self._begin(number, now)
-        if number + 1 < len(self._waves):
-            self._begin(number + 1, now)
+        for soon in range(number, min(number + 2, len(self._waves))):
+            if soon not in self._gathering:
+                self._begin(soon, now)
         wave = self._waves[number]
         wave.receive(self._gathering.pop(number))
         for item, parts in wave.own:
@@ -99,7 +101,7 @@ class Muon:
             (momentum,) = [own] if self._narrow is None else self._narrow.widen([own])
             now.limit_(reduced, piece.group)
             gradients = now.scaled(reduced, piece.group, self._staging)
-            momentum.lerp_(gradients, (1.0 - now.skip.to(momentum.dtype)) * (1.0 - beta))
+            momentum.lerp_(gradients, now.keep.to(momentum.dtype) * (1.0 - beta))
             into.copy_(gradients.lerp_(momentum, beta) if self._settings.nesterov else momentum)
             if self._narrow is not None:
                 self._narrow.round_(piece, MOMENTUM, momentum, own, piece.step + 1.0)
@@ -157,9 +159,12 @@ class _Wave:
                     part = self._parts[begin : begin + piece.where.stop - piece.where.start]
                     self.pieces.append((unit, piece, part))
         # The items of this shard rank, one after the other, as far as they need not be joined.
-        here = self._parts[shard.rank * wave.longest :] if not wave.sharded else self._joined
-        sizes = [item.numel for item in mine]
-        self._items = [here[at : at + n] for at, n in zip(accumulate([0, *sizes]), sizes, strict=False)]
+        here, sizes = (
+            self._joined if wave.sharded else self._parts[shard.rank * wave.longest :],
+            [i.numel for i in mine],
+        )
+        self._from = here[: sum(sizes)]
+        self._items = list(self._from.split(sizes)) if len(here) else []
         self._pairs: list[tuple[Tensor, Tensor]] = []
         found: list[list[Tensor]] = [[item] for item in self._items]
         if wave.sharded:
@@ -170,7 +175,6 @@ class _Wave:
                     self._pairs += zip(item.split([len(part) for part in parts]), parts, strict=True)
         self._across = wave.over_tensor(shard.rank)
         if tensor.size > 1:
-            self._from = here[: sum(sizes)]
             places = self._across.places(tensor.rank)
             self.own = [(mine[k], [self._whole[part] for part in parts]) for k, parts in places.items()]
         else:
@@ -236,22 +240,18 @@ class Orthogonaliser:
         X <- a X + (b G + c G G) X    G = X X^T    (a, b, c) = (3.4445, -4.7750, 2.0315)
 
     from X = M / |M|, five times by default. The result is U S V^T, where U and V are those of M and the singular values
-    S are between about 0.7 and 1.2. An iteration takes 4 m^2 n + 2 m^3 operations, m the shorter side. All memory is
-    allocated once.
+    S are between about 0.7 and 1.2. An iteration takes 4 m^2 n + 2 m^3 operations, m the shorter side.
 
     Args:
         shapes: the rows and columns of all matrices.
         steps: number of iterations.
-
-    Attributes:
-        nbytes: bytes of the memory.
+        take: (name, elements) -> memory.
     """
 
-    def __init__(self, shapes: Iterable[tuple[int, int]], steps: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, shapes: Iterable[tuple[int, int]], steps: int, take: Callable[[str, int], Tensor]):
         (wide, square), self._steps = workspace(shapes), steps
-        self._wide = [torch.empty(wide, dtype=dtype, device=device) for _ in range(2)]
-        self._square = [torch.empty(square, dtype=dtype, device=device) for _ in range(2)]
-        self.nbytes = sum(each.nbytes for each in (*self._wide, *self._square))
+        self._wide = [take(f"wide {i}", wide) for i in range(2)]
+        self._square = [take(f"square {i}", square) for i in range(2)]
 
     def __call__(self, rows_TRC: Tensor, factor: float) -> None:
         """Replace a matrix by `factor` times its orthogonalised value.

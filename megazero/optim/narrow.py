@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from megazero.comm.pool import Scratch
 from megazero.kernels import counter
 from megazero.optim.elements import Flats, Piece
 from megazero.zero.unit import Unit
@@ -32,13 +33,15 @@ class Narrow:
         seed: of the random bits.
         pieces: all pieces with such values, by unit.
         most: the most values of an element that are widened at once.
+        scratch: has memory for them.
     """
 
-    def __init__(self, seed: int, pieces: Mapping[Unit, Sequence[Piece]], most: int):
+    def __init__(self, seed: int, pieces: Mapping[Unit, Sequence[Piece]], most: int, scratch: Scratch):
         self._seed = seed
         self._spans = {piece: list(_spans(unit, piece)) for unit, own in pieces.items() for piece in own}
         longest = max((piece.where.stop - piece.where.start for piece in self._spans), default=0)
-        self._wide = [unit.resting.new_staging(longest) for unit in [*pieces][:1] for _ in range(most)]
+        first = [*pieces][:1]
+        self._wide = [unit.resting.staging(scratch, f"wide {i}", longest) for unit in first for i in range(most)]
 
     def widen(self, values: Iterable[Tensor]) -> list[Tensor]:
         """Return values of one piece in fp32, those in 16 bits as copies, which are valid until the next call."""

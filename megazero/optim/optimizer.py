@@ -27,6 +27,15 @@ class Run:
     state: Mapping[str, Tensor]
 
 
+class Counted(Protocol):
+    """Consecutive elements of a unit's shard that are updated at once."""
+
+    @property
+    def step(self) -> Tensor:
+        """Return the number of updates, fp32, 0-dim."""
+        ...
+
+
 class Optimizer(Protocol):
     """An optimizer over the flat shards of units."""
 
@@ -39,8 +48,8 @@ class Optimizer(Protocol):
         """Return the state of this rank's elements of a unit, in their order."""
         ...
 
-    def steps(self, unit: Unit) -> list[Tensor]:
-        """Return the update counts of a unit's pieces, for a resumed run to set."""
+    def pieces(self, unit: Unit) -> Sequence[Counted]:
+        """Return the pieces in which a unit is updated, in their order."""
         ...
 
     def update(self, unit: Unit, *, lr: float, scale: Tensor, skip: Tensor) -> None:

@@ -215,11 +215,8 @@ class _Walk:
         down = products(job)[-1]  # its input and its output's gradient are alive
         still_there = self._noted_by_head + self._token * (down.split_width // job.tensor + job.shape.hidden)
         peaks = ((part, *self._peak_of(part)) for part in (*job.lasts(self._parts), *job.firsts(self._parts)))
-        return max((still_there + self._noted_after(part) + size, cause) for part, size, cause in peaks)
-
-    def _noted_after(self, part: int) -> int:
-        """Return the bytes that the blocks after a part have noted."""
-        return self._job.blocks(range(part + 1, self._parts.stop)) * self._noted_by_block
+        later = ((self._job.blocks(range(part + 1, self._parts.stop)), size, cause) for part, size, cause in peaks)
+        return max((still_there + blocks * self._noted_by_block + size, cause) for blocks, size, cause in later)
 
 
 def _offloaded(job: Job, share: int, held: dict[str, int]) -> dict[str, int]:

@@ -306,8 +306,8 @@ class Engine:
         self.forget_between_steps()
         self.gather.finish()
         for unit in self.units:
-            for step in self.optimizer.steps(unit):
-                step.fill_(updates)
+            for piece in self.optimizer.pieces(unit):
+                piece.step.fill_(updates)
             for masters, average in () if averaged else self._averages(unit):
                 average.copy_(masters)
             unit.resting.round_masters()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.home import Access, Home, windows
-from megazero.comm.pool import Pool, same_place
+from megazero.comm.pool import Pool, Scratch, same_place
 from megazero.kernels.operations import REFERENCE, Operations
 from megazero.zero.extension import Extension
 from megazero.zero.layout import UnitLayout
@@ -132,12 +132,10 @@ class RestingState:
         """Return the device that updates the unit: the one that holds the masters; the host, if disks hold them."""
         return torch.device("cpu") if self.masters.values.is_meta else self.masters.values.device
 
-    def new_staging(self, numel: int) -> Tensor:
-        """Return memory in the dtype of updates, in which an update widens gradients."""
-        staging = torch.empty(numel, dtype=self.precision.update, device=self.updates_on)
-        there = "" if self._offload.optimizer is None else "host_"
-        self._axes.shard.comm.ledger.hold(f"{there}staging", staging.nbytes)
-        return staging
+    def staging(self, scratch: Scratch, name: str, numel: int) -> Tensor:
+        """Return memory in the dtype of updates, for copies of values of a piece that is updated."""
+        category = "staging" if self._offload.optimizer is None else "host_staging"
+        return scratch.take(name, category, numel, self.precision.update, self.updates_on)
 
     def fill(self, initial: Callable[[str, int, int], Tensor]) -> None:
         """Write the initial values that rest here; `initial(name, start, stop)` gives an interval of one parameter."""

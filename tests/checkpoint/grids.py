@@ -55,7 +55,7 @@ class Saving:
     def save(self, done: int) -> None:
         scale = self.rank.engine.loss_scale
         progress = Progress(
-            updates=int(self.rank.engine.optimizer.steps(self.rank.engine.units[0])[0]),
+            updates=int(self.rank.engine.optimizer.pieces(self.rank.engine.units[0])[0].step),
             skipped=0,
             overflows=0,
             next_sample=done * GLOBAL_BATCH,

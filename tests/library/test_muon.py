@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import megazero
 from megazero.base.errors import UserError
 from megazero.library.optimizers import recipe_of
 from tests.library.odd_modules import made, of_numbers
@@ -67,6 +68,22 @@ def test_two_ranks_equal_plain_torch(stage: int, groups: list[tuple[str, dict[st
     for found in on_ranks(2, trained, "plain", stage, {"groups": groups}):
         for name, value in expected.items():
             assert torch.allclose(found[name], value, rtol=1e-10, atol=1e-11), name
+
+
+def held(widths: tuple[int, ...]) -> dict[str, int]:
+    """The memory for copies and whole matrices of a module with one unit for each width."""
+    module = nn.Sequential(*(nn.Linear(width, width) for width in widths))
+    sharded = megazero.shard(module, MUON, stage=1, units=[f"{i}" for i in range(len(widths))], kernels="reference")
+    ledger = sharded._assembly.grid.comm.ledger
+    return {category: ledger.held()[category] for category in ("matrices", "staging")}
+
+
+def test_units_share_the_memory_for_whole_matrices() -> None:
+    """They hold as much as the largest unit needs, in any order."""
+    (expected, _) = on_ranks(2, held, (24,), fresh=True)
+    assert min(expected.values()) > 0
+    for widths in ((24, 24, 24), (8, 24, 16), (24, 8)):
+        assert on_ranks(2, held, widths, fresh=True)[0] == expected
 
 
 def saved(stage: int, folder: Path) -> dict[str, Tensor]:

@@ -89,7 +89,7 @@ def overflow(grid, layout: Job) -> tuple[list[float], list[bool], list[float], b
         result = rank.step(step)
         scales.append(float(result.loss_scale))
         skipped.append(bool(result.skipped))
-        steps.append(float(rank.engine.optimizer.steps(rank.engine.units[0])[0]))
+        steps.append(float(rank.engine.optimizer.pieces(rank.engine.units[0])[0].step))
         if all(skipped):
             same &= all(torch.equal(before[name], value) for name, value in rank.weights().items())
     return scales, skipped, steps, same

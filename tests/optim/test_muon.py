@@ -10,6 +10,7 @@ from torch import Tensor
 from megazero.builders.units import resources_of
 from megazero.comm.grid import Axis
 from megazero.comm.ledger import Ledger
+from megazero.comm.pool import Scratch
 from megazero.kernels.operations import REFERENCE
 from megazero.optim.elements import Settings
 from megazero.optim.groups import Groups
@@ -47,7 +48,14 @@ def updated(matrix: Matrix, start: Tensor, gradients: list[Tensor], settings: Se
     axes = UnitAxes(Axis("shard"), Axis("tensor"))
     unit = Unit(lay_out("blocks.0", [entry]), axes, resources_of(Precision(dtype, dtype), CPU, Ledger()))
     unit.resting.masters.values[: start.numel()].copy_(start.reshape(-1))
-    optimizer = Mixture([unit], groups.optimizers, {"adamw": settings, "muon": settings}, bucket=1 << 20, ops=REFERENCE)
+    optimizer = Mixture(
+        [unit],
+        groups.optimizers,
+        {"adamw": settings, "muon": settings},
+        bucket=1 << 20,
+        ops=REFERENCE,
+        scratch=Scratch(Ledger()),
+    )
     for gradient in gradients:
         unit.resting.gradients.values[: start.numel()].copy_(gradient.reshape(-1))
         optimizer.update(unit, lr=LR, scale=torch.ones((), dtype=torch.float64), skip=torch.zeros(()))
@@ -104,7 +112,7 @@ def test_it_is_torch_s_muon(name: str, rule: str, monkeypatch: pytest.MonkeyPatc
 
 def test_singular_values_come_near_one() -> None:
     matrix = torch.randn(1, 20, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    Orthogonaliser([(20, 50)], 5, torch.float64, CPU)(matrix, 1.0)
+    Orthogonaliser([(20, 50)], 5, lambda name, numel: torch.empty(numel, dtype=torch.float64))(matrix, 1.0)
     values = torch.linalg.svdvals(matrix[0])
     assert values.min() > 0.6 and values.max() < 1.3
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from megazero.__main__ import main
 from megazero.checkpoint.manifest import read_manifest
 from megazero.checkpoint.store import Store
+from megazero.comm.ledger import Ledger
+from megazero.comm.pool import Scratch
 from megazero.config.file import load as load_config
 from megazero.kernels import counter
 from megazero.optim.narrow import Narrow
@@ -40,7 +42,7 @@ SETS = {
 
 def rounded(values: Tensor, key: int, step: int) -> Tensor:
     """Round fp32 values as the product does, as elements 0, 1, ... of a parameter."""
-    narrow, found = Narrow(0, {}, 0), torch.empty_like(values, dtype=torch.bfloat16)
+    narrow, found = Narrow(0, {}, 0, Scratch(Ledger())), torch.empty_like(values, dtype=torch.bfloat16)
     piece = type("Piece", (), {"step": torch.tensor(float(step))})()
     narrow._spans[piece] = [(slice(0, len(values)), 0, key)]
     narrow.round_(piece, "masters", values.clone(), found, piece.step)

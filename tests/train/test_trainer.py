@@ -36,7 +36,10 @@ def state(trainer: Trainer) -> list[Tensor]:
     engine = trainer.engine
     tensors = [unit.resting.parameters.values for unit in engine.units] + [unit.masters for unit in engine.units]
     for unit in engine.units:
-        tensors += [*engine.optimizer.runs(unit)[0].state.values(), *engine.optimizer.steps(unit)]
+        tensors += [
+            *engine.optimizer.runs(unit)[0].state.values(),
+            *(piece.step for piece in engine.optimizer.pieces(unit)),
+        ]
     bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}
     return [tensor.view(bits[tensor.element_size()]).clone() for tensor in tensors]
 
@@ -48,7 +51,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 def updates(trainer: Trainer) -> int:
     """Adam's own count, equal everywhere."""
     engine = trainer.engine
-    (count,) = {float(step) for unit in engine.units for step in engine.optimizer.steps(unit)}
+    (count,) = {float(piece.step) for unit in engine.units for piece in engine.optimizer.pieces(unit)}
     return int(count)
 
 

@@ -9,6 +9,7 @@ from megazero.builders.assemble import build_engine
 from megazero.builders.units import resources_of
 from megazero.comm.grid import Axis, single
 from megazero.comm.ledger import Ledger
+from megazero.comm.pool import Scratch
 from megazero.kernels.operations import REFERENCE
 from megazero.kernels.select import choose
 from megazero.model.parameter import declaration_of
@@ -95,7 +96,10 @@ def state(engine: Engine) -> list[torch.Tensor]:
     """Everything an update may change."""
     tensors = [unit.resting.parameters.values for unit in engine.units]
     for unit in engine.units:
-        tensors += [*engine.optimizer.runs(unit)[0].state.values(), *engine.optimizer.steps(unit)]
+        tensors += [
+            *engine.optimizer.runs(unit)[0].state.values(),
+            *(piece.step for piece in engine.optimizer.pieces(unit)),
+        ]
     return [tensor.clone() for tensor in tensors]
 
 
@@ -175,7 +179,12 @@ def test_the_optimizer_does_not_depend_on_how_units_are_cut() -> None:
             unit.resting.parameters.values.copy_(piece)
             units.append(unit)
         optimizer = Mixture(
-            units, Optimizers(), {"adamw": Settings(BETAS, EPS), "muon": Settings()}, bucket=1 << 20, ops=REFERENCE
+            units,
+            Optimizers(),
+            {"adamw": Settings(BETAS, EPS), "muon": Settings()},
+            bucket=1 << 20,
+            ops=REFERENCE,
+            scratch=Scratch(Ledger()),
         )
         for grad in grads:
             for unit, piece in zip(units, grad.split(cuts), strict=True):

@@ -103,7 +103,7 @@ def everything(rank: Rank) -> list[torch.Tensor]:
         for u in engine.units
         for t in (u.resting.parameters.values, u.masters, *engine.optimizer.runs(u)[0].state.values())
     ]
-    return [t.clone() for t in kept + [step for u in engine.units for step in engine.optimizer.steps(u)]]
+    return [t.clone() for t in kept + [piece.step for u in engine.units for piece in engine.optimizer.pieces(u)]]
 
 
 def poisoned(grid: Grid, layout: Job, precision: Precision, bad: int, what: str) -> tuple[bool, bool, bool, str | None]:

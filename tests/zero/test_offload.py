@@ -187,7 +187,7 @@ def delayed_by_hand(grid: Grid, layout: Job, precision: Precision) -> tuple[list
 def show(engine: Engine, values: list[Tensor]) -> None:
     for unit, value in zip(engine.units, values, strict=True):
         unit.masters.copy_(value)
-    engine.restore(int(engine.optimizer.steps(engine.units[0])[0]), None, 0)
+    engine.restore(int(engine.optimizer.pieces(engine.units[0])[0].step), None, 0)
     engine.gather.unshard([unit for unit in engine.units if unit.parameters.rest_whole])
 
 

@@ -66,7 +66,7 @@ def left(rank: Rank) -> dict[str, Tensor]:
     for unit in rank.engine.units:
         for name, values in rank.engine.optimizer.runs(unit)[0].state.items():
             found |= {} if values.is_meta else {f"{unit.name} {name}": values.clone()}
-        found |= {f"{unit.name} {n}": step.clone() for n, step in enumerate(rank.engine.optimizer.steps(unit))}
+        found |= {f"{unit.name} {n}": piece.step.clone() for n, piece in enumerate(rank.engine.optimizer.pieces(unit))}
     return found
 
 

@@ -76,13 +76,13 @@ def _scaled(where: Where) -> Plant:
 
 def _late_bias_correction(rig: Rig) -> None:
     for unit in rig.built.engine.units:
-        for step in rig.built.engine.optimizer.steps(unit):
-            step.fill_(1)
+        for piece in rig.built.engine.optimizer.pieces(unit):
+            piece.step.fill_(1)
 
 
 def _count_skip(adam: Mixture, unit: Unit, *, skip: Tensor, **how: Any) -> None:
-    for step in adam.steps(unit):
-        step += skip
+    for piece in adam.pieces(unit):
+        piece.step.add_(skip)
 
 
 def _update_but_norms(adam: Mixture, update: Callable[..., None], unit: Unit, **how: Any) -> None:
