@@ -24,6 +24,7 @@ OPTIONS = {  # field of a job: the config option with its value
     "delayed": "zero.offload.delayed",
     **{f"quantize_{name}": f"zero.quantize.{name}" for name in ("parameters", "gradients")},
     "error_feedback": "zero.quantize.error_feedback",
+    "muon_steps": "optimizer.muon.steps",
 }
 PATH = "/local/nvme"  # placeholder: a job does not know the folder on the local disk
 

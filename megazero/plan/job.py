@@ -78,6 +78,7 @@ class Job:
         mask_eod: attention does not cross the ends of documents.
         optimizers: which optimizer updates which parameter.
         norms: number of norms by which gradients are clipped.
+        muon_steps: iterations of Muon.
 
     `megazero explain` describes the other fields under `parallel`, `pipeline`, `zero` and `memory`; and
     `model.loss_chunk`.
@@ -112,6 +113,7 @@ class Job:
     mask_eod: bool = False
     optimizers: Optimizers = ADAMW
     norms: int = 1
+    muon_steps: int = 5
 
     def __str__(self) -> str:
         """Return a short text of how the job differs from one process."""
@@ -294,7 +296,7 @@ class Job:
     @property
     def alone(self) -> "Job":
         """Return the job of this model, precision and batch on one rank, with nothing recomputed or offloaded."""
-        kept = ("micro_batch", "global_batch", "mask_eod", "optimizers", "norms")
+        kept = ("micro_batch", "global_batch", "mask_eod", "optimizers", "norms", "muon_steps")
         return Job(self.shape, self.bytes, **{name: getattr(self, name) for name in kept})
 
     @property

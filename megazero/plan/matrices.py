@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-ITERATIONS = 5  # of Muon's orthogonalisation, by default
-
 
 @dataclass(frozen=True)
 class Matrix:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from megazero.plan.job import Job
-from megazero.plan.matrices import ITERATIONS, Item, Wave, room, waves_of, workspace
+from megazero.plan.matrices import Item, Wave, room, waves_of, workspace
 from megazero.plan.optimizers import WHOLE
 from megazero.plan.states import units_of
 
@@ -63,5 +63,5 @@ def operations(job: Job, rank: int) -> float:
         work = Counter[int]()
         for item, owner in zip(wave.items, wave.owners, strict=True):
             work[owner] += sum(4 * min(shape) ** 2 * max(shape) + 2 * min(shape) ** 3 for shape in item.matrix.shapes)
-        found += ITERATIONS * max(work.values())
+        found += job.muon_steps * max(work.values())
     return found

@@ -14,6 +14,7 @@ from megazero.plan.layers import parameters
 from megazero.plan.links import Links
 from megazero.plan.machines import MACHINES, Link, Machine
 from megazero.plan.model import Shape
+from megazero.plan.optimizers import Optimizers
 from megazero.plan.share import Share
 from megazero.plan.systems import OURS, System
 from megazero.plan.time import step_time
@@ -190,6 +191,12 @@ def test_a_delayed_update_has_the_next_step_beside_it() -> None:
     assert spared == pytest.approx(at_once.parts["compute"], rel=0.2) and delayed.parts["offload"] > 0
     quick = step_time(replace(layout, delayed=True), replace(A100, host_memory_bandwidth=1e13))
     assert quick.parts["offload"] < step_time(layout, A100).parts["offload"]
+
+
+def test_each_iteration_of_muon_takes_equal_time() -> None:
+    layout = Job(GPT3, MIXED, optimizers=Optimizers("muon"))
+    two, five, eight = (step_time(replace(layout, muon_steps=n), A100).parts["update"] for n in (2, 5, 8))
+    assert eight - five == pytest.approx(five - two) and five > two
 
 
 def test_an_unknown_peak_is_said() -> None:
