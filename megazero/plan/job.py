@@ -5,7 +5,7 @@ Fields that are options have the names of the config's options: `offload_optimiz
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -292,6 +292,12 @@ class Job:
     def ties_ranks(self) -> bool:
         """True if the first and the last stage share a weight and are on different ranks."""
         return self.shape.tie_embeddings and self.layers.rank_of[0] != self.layers.rank_of[-1]
+
+    @cached_property
+    def at_rest(self) -> "Job":
+        """Return the job with defaults for options that change neither the places of values at rest nor an update."""
+        passes = {"micro_batch": 1, "global_batch": 1, "recompute": "none", "partition": False, "offload": "none"}
+        return replace(self, **passes, loss_chunk=0, mask_eod=False, cuda_graphs=False)
 
     @property
     def alone(self) -> "Job":

@@ -85,13 +85,12 @@ def memory(job: Job, rank: int, *, fused: bool = True, place: tuple[int, int] | 
     held = states(share, job.shard, job.stage, job.bytes)
     place = place or _fullest(own)
     held["optimizer"] += own.kept(place[0]) - job.bytes.kept(STATES["adamw"]) * own.updated
-    held["matrices"] = waves.memory(job, rank, *place)
+    held["matrices"] = waves.memory(job.at_rest, rank, *place)
     held["pool"] = pool(job, [*stages.values()])
     if job.secondary_ranks is not None:
-        sent = (
-            sent_bytes(one.padded // job.shard, job.parameter_bits, job.bytes.parameter) * one.count for one in units
-        )
-        held["secondary"] = job.shard // job.secondary_ranks * sum(sent)
+        bits, item = job.parameter_bits, job.bytes.parameter
+        sent = sum(sent_bytes(one.padded // job.shard, bits, item) * one.count for one in units)
+        held["secondary"] = job.shard // job.secondary_ranks * sent
     if job.error_feedback:
         held["residuals"] = (job.shard - 1) * share * job.bytes.gradient
     ropes = {job.shape.rope_of(kind) for parts in stages.values() for kind in job.kinds(parts)} - {None}
@@ -109,8 +108,8 @@ def _fullest(own: Share) -> tuple[int, int]:
     job = own.job
     if len(job.optimizers.names) == 1:  # every rank holds as much
         return 0, 0
-    places = product(range(job.shard), range(job.tensor))
-    return max(places, key=lambda at: own.kept(at[0]) + waves.memory(job, own.rank, *at))
+    places, at_rest = product(range(job.shard), range(job.tensor)), job.at_rest
+    return max(places, key=lambda place: own.kept(place[0]) + waves.memory(at_rest, own.rank, *place))
 
 
 def planned(job: Job, rank: int, machine: Machine, counted: RankMemory | None = None) -> RankMemory:

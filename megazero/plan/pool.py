@@ -37,9 +37,7 @@ def pool(job: Job, stages: Sequence[range]) -> int:
     parts = [part for path in paths for part in path]
     ties = [unit for part in parts for unit in part if unit.name == "tied"]
     reduced = [moment for path in paths for moment in _reduced(path, ties)]
-    whole: list[list[int]] = []
-    gradients: list[list[int]] = []
-    staged: list[list[int]] = []
+    whole, gradients, staged = (list[list[int]]() for _ in range(3))
     if job.shards_parameters and (shard > 1 or job.parameters_away):
         pairs = (pair for path in paths for pair in pairwise([*path, ()]))
         whole = [[unit.padded(shard) for unit in {*part, *after}] for part, after in pairs]

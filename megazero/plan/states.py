@@ -103,9 +103,8 @@ def units(
     if 0 in own:
         positions = Weight("embedding.positions.weight", shape.seq_len, shape.hidden, "whole")
         found.append(("embedding", (tokens,) * (not shape.tie_embeddings) + (positions,) * shape.learned_positions))
-    found += (
-        (f"blocks.{i - 1}", _weights(block(shape, shape.kind(i - 1)))) for i in sorted(own) if 1 <= i <= shape.layers
-    )
+    blocks = (i - 1 for i in sorted(own) if 1 <= i <= shape.layers)
+    found += ((f"blocks.{i}", _weights(block(shape, shape.kind(i)))) for i in blocks)
     if shape.layers + 1 in own:
         found.append(("head", _weights(head(shape))))
     return tuple(UnitSize(name, weights, tensor, alignment) for name, weights in found if weights)

@@ -159,10 +159,8 @@ def _blocks(job: Job) -> tuple[int, int]:
     each, head = block_costs(job.shape)
     cost = head * blocks / sum(each)
     ideal = (blocks - (p - 1) * cost) / p
-    last = min(
-        {max(1, int(ideal)), max(1, int(ideal) + 1)},
-        key=lambda count: max(-(-(blocks - count) // (p - 1)), count + cost),
-    )
+    counts = {max(1, int(ideal)), max(1, int(ideal) + 1)}
+    last = min(counts, key=lambda count: max(-(-(blocks - count) // (p - 1)), count + cost))
     return -(-(blocks - last) // (p - 1)), last
 
 
@@ -247,12 +245,11 @@ def _update(links: Links, compute: Compute, own: list[Flow], elements: int, busy
         offload += max(0.0, back - m * (busy.forward + busy.backward))
         back = 0.0
     exchanges = (links.exchange(flow.axis, flow.bytes, flow.ops) for flow in own if flow.purpose == "matrices")
-    matrices = operations(job, 0) / (compute.peak * machine.reached.matmul) + sum(exchanges)
+    matrices = operations(job.at_rest, 0) / (compute.peak * machine.reached.matmul) + sum(exchanges)
     if not job.optimizer_away:
         return compute.update(elements) + matrices, offload
-    update = (
-        elements * job.bytes.moved_by_update(job.kept) / (machine.host_memory_bandwidth or machine.host_link_bandwidth)
-    )
+    bandwidth = machine.host_memory_bandwidth or machine.host_link_bandwidth
+    update = elements * job.bytes.moved_by_update(job.kept) / bandwidth
     # A disk reads and writes in turns, while the update runs.
     update = max(update, sum(moved.get(f"optimizer {way}", 0.0) for way in ("out", "back")))
     if job.delayed:  # the next step hides it, and waits for the rest at its end

@@ -39,7 +39,6 @@ needs no parameters and the head's are still gathered.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 from megazero.base.quantized import sent_bytes
 from megazero.plan import waves
@@ -198,14 +197,10 @@ def _heads(own: Share, tensor_rank: int | None) -> Flow:
 
 def _matrices(own: Share, shard_rank: int | None, tensor_rank: int | None) -> list[Flow]:
     """Return the exchanges of matrices of a rank; where its numbers are None, of a rank that sends most."""
-    job = own.job
-    if not job.optimizers.whole:
+    if not own.job.optimizers.whole:
         return []
-    shards = range(job.shard) if shard_rank is None else (shard_rank,)
-    tensors = range(job.tensor) if tensor_rank is None else (tensor_rank,)
-    ranks = ([*waves.messages(job, own.rank, *place)] for place in product(shards, tensors))
-    most = max(ranks, key=lambda sent: sum(size for _, _, size in sent))
-    return [Flow(axis, "matrices", ops, size) for axis, ops, size in most]
+    sent = waves.messages(own.job.at_rest, own.rank, shard_rank, tensor_rank)
+    return [Flow(axis, "matrices", ops, size) for axis, ops, size in sent]
 
 
 def _tails(own: Share, shard_rank: int) -> Iterator[Flow]:

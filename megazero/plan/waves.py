@@ -6,11 +6,14 @@ matrices (memory)     each in bytes of the dtype in which it is computed: the bu
 matrices (traffic)    in each wave a rank sends its parts of the parameters that others own, and their results to
                       the holders of those it owns; first along the shard axis, then the tensor axis. In stage 0
                       all ranks hold all gradients, and the results are gathered
+
+Results are cached: give these functions `Job.at_rest`, which many jobs of a search have in common.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 
 from megazero.plan.job import Job
 from megazero.plan.matrices import Item, Wave, room, waves_of, workspace
@@ -35,6 +38,7 @@ def waves(job: Job, rank: int) -> tuple[Wave, ...]:
     return tuple(waves_of(items, job.shard, job.tensor, sharded=job.shards_optimizer))
 
 
+@cache
 def memory(job: Job, rank: int, shard: int, tensor: int) -> int:
     """Return the bytes of a rank's buffers for whole matrices."""
     found = waves(job, rank) if job.optimizers.whole else ()
@@ -45,8 +49,19 @@ def memory(job: Job, rank: int, shard: int, tensor: int) -> int:
     return job.bytes.whole * (sum(map(sum, buffers)) + longest + 2 * wide + 2 * square)
 
 
-def messages(job: Job, rank: int, shard: int, tensor: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (axis, operations, bytes) of what a rank sends in a step."""
+@cache
+def messages(job: Job, rank: int, shard: int | None, tensor: int | None) -> list[tuple[str, int, int]]:
+    """Return (axis, operations, bytes) of what a rank sends in a step.
+
+    Where a number of the rank is None, it is that of a rank that sends most.
+    """
+    shards = range(job.shard) if shard is None else (shard,)
+    tensors = range(job.tensor) if tensor is None else (tensor,)
+    ranks = ([*_sent(job, rank, *place)] for place in product(shards, tensors))
+    return max(ranks, key=lambda sent: sum(size for _, _, size in sent))
+
+
+def _sent(job: Job, rank: int, shard: int, tensor: int) -> Iterator[tuple[str, int, int]]:
     for wave in waves(job, rank):
         if wave.sharded:
             yield job.shard_axis, 2, job.bytes.whole * wave.over_shards.sent(shard)
@@ -56,6 +71,7 @@ def messages(job: Job, rank: int, shard: int, tensor: int) -> Iterator[tuple[str
             yield "tensor", 2, job.bytes.whole * wave.over_tensor(shard).sent(tensor)
 
 
+@cache
 def operations(job: Job, rank: int) -> float:
     """Return the floating-point operations of the rank that computes most, wave by wave."""
     found = 0.0

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megazero.plan import waves
 from megazero.plan.job import Bytes, Job
 from megazero.plan.machines import MACHINES, Disk, Machine
 from megazero.plan.memory import memory
 from megazero.plan.model import Shape
+from megazero.plan.optimizers import Optimizers
 from megazero.plan.search import OFFLOAD, RECOMPUTE, everywhere, fits, fullest, search, spreads
 from megazero.plan.time import step_time
 
@@ -23,6 +25,14 @@ HALF = Bytes(2, 4, 4)
 def tight(gigabytes: float) -> Machine:
     """An A100 with less memory, too little for many communicators."""
     return replace(MACHINES["a100-80gb"], memory_bytes=int(gigabytes * 1e9), nccl_channels=1)
+
+
+@given(st.sampled_from([*spreads(Job(GATED, HALF, global_batch=32), 8, 8, 8)]), st.sampled_from(RECOMPUTE))
+def test_an_update_is_that_of_the_job_at_rest(layout: Job, saving: dict[str, object]) -> None:
+    job = replace(layout, **saving, optimizers=Optimizers("muon"))  # type: ignore[arg-type]
+    for rank in range(job.pipeline):
+        assert waves.waves(job, rank) == waves.waves(job.at_rest, rank)
+        assert waves.messages(job, rank, None, None) == waves.messages(job.at_rest, rank, None, None)
 
 
 @pytest.mark.parametrize(
