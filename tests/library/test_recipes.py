@@ -84,12 +84,18 @@ def grouped(names: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
+ON_HOST = {"offload": {"optimizer": "cpu"}}  # in stages that shard its state
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, *(pytest.param(o, marks=pytest.mark.full) for o in ({"shard_ranks": 1}, {"offload": {"optimizer": "cpu"}}))],
+    ("stage", "options"),
+    [
+        *(pytest.param(stage, {}, marks=pytest.mark.full) if stage in (0, 2) else (stage, {}) for stage in range(4)),
+        *(pytest.param(stage, {"shard_ranks": 1}, marks=pytest.mark.full) for stage in range(4)),
+        *(pytest.param(stage, ON_HOST, marks=pytest.mark.full) for stage in (1, 2, 3)),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("stage", STAGES)
 def test_a_limit_for_each_group(stage: int, options: dict[str, Any]):
     module, norms = made("plain"), list[float]()
     optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)  # type: ignore[arg-type]
