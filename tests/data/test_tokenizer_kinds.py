@@ -15,13 +15,14 @@ import tiktoken_ext.openai_public as published
 import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers
 
 from megazero.base.errors import UserError
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.data.tokenizers import rank_file
 from megazero.data.tokenizers.common import guarded
 from megazero.launcher.signals import StoppedEarly
+from tests.byte_level import byte_level_bpe
 
 END = "<|endoftext|>"
 SOURCE = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text()
@@ -30,16 +31,7 @@ GPT2 = rank_file.PUBLISHED["r50k_base"][0]
 
 
 def byte_level(normalizer: object = None) -> tokenizers.Tokenizer:
-    """A byte-level BPE of 400 pieces, as GPT-2's is made."""
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    if normalizer is not None:
-        made.normalizer = normalizer
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = {"special_tokens": [END], "initial_alphabet": alphabet, "show_progress": False}
-    made.train_from_iterator([SOURCE], trainers.BpeTrainer(vocab_size=400, **options))
-    return made
+    return byte_level_bpe([SOURCE], 400, [END], normalizer)
 
 
 def ranks() -> dict[bytes, int]:

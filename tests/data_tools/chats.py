@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tests.byte_level import byte_level_bpe
 
 SPECIALS = ("<|end|>", "<|im_start|>", "<|im_end|>", "<s>", "[INST]", "[/INST]")
 # What most models are trained with; the role is behind a special token, the answer before one.
@@ -86,12 +85,7 @@ def make_tokenizer(folder: Path, template: str | None = None) -> Path:
     """A byte-level tokenizer.json with special tokens, and tokenizer_config.json beside it."""
     import argparse
 
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = {"special_tokens": list(SPECIALS), "initial_alphabet": alphabet, "show_progress": False}
-    text = Path(str(argparse.__file__)).read_text(encoding="utf-8")[:60_000]
-    made.train_from_iterator([text], trainers.BpeTrainer(vocab_size=340, **options))
+    made = byte_level_bpe([Path(str(argparse.__file__)).read_text(encoding="utf-8")[:60_000]], 340, SPECIALS)
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     told = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|end|>"}

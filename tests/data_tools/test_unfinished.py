@@ -11,6 +11,7 @@ from data_tools.counts import Counts
 from data_tools.encoding import Encoder
 from data_tools.unfinished import Unfinished
 from megazero.data.origin import read_origin
+from tests.byte_level import byte_level_bpe
 
 NAMES = (".bin", ".idx", ".json", ".mask", ".skipped.txt")
 TEMPLATE = "{% for message in messages %}{{ message.content }}<eod>{% endfor %}"
@@ -172,14 +173,8 @@ def test_documents_of_other_tokenizers_are_encoded_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """Where a cut after a line end may change ids, a document is cut only where it is longer than a piece may be."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     document = "x = 1\n\n\n    y = 2\n\n\n" * 10
-    options = {"special_tokens": ["</s>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    made.train_from_iterator([document], trainers.BpeTrainer(vocab_size=280, show_progress=False, **options))
+    made = byte_level_bpe([document], 280, ["</s>"])
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "x.txt").write_text(document)
     line = ["--input", str(tmp_path / "x.txt"), "--tokenizer", str(tmp_path / "tokenizer.json"), "--workers", "1"]

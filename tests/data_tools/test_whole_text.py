@@ -13,12 +13,11 @@ import pytest
 import sentencepiece
 import tiktoken
 import tokenizers
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
 
 from data_tools import corpus, preprocess
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizer import open_tokenizer
+from tests.byte_level import train
 from tests.data.test_tokenizer import trained
 from tests.data.test_tokenizer_kinds import END, GPT2, byte_level, ranks, with_prefix, write_ranks
 
@@ -42,8 +41,7 @@ def made(kind: str, folder: Path, model: Path) -> tuple[Path, Encode]:
         return write_ranks(folder / "x.tiktoken"), tiktoken.Encoding("x", **given).encode_ordinary
     library: tokenizers.Tokenizer = byte_level() if kind == "json" else with_prefix()
     if kind == "json":  # with pieces of several line ends
-        options = {"special_tokens": [END], "initial_alphabet": ByteLevel.alphabet(), "show_progress": False}
-        library.train_from_iterator(["the\n\n\n\nself\n\nin\r\n\r\nwords."] * 9, BpeTrainer(vocab_size=300, **options))
+        train(library, ["the\n\n\n\nself\n\nin\r\n\r\nwords."] * 9, 300, [END])
     library.save(str(folder / "tokenizer.json"))
     library.encode_special_tokens = True
     return folder / "tokenizer.json", lambda text: library.encode(text, add_special_tokens=False).ids

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 import transformers
 
@@ -15,6 +14,7 @@ from megazero.__main__ import main
 from megazero.generation.decode import Decoder
 from megazero.generation.sampling import Sampling
 from megazero.generation.text import Writer
+from tests.byte_level import byte_level_bpe
 
 HERE = Path(__file__).parent / "tasks"
 LENGTH = 64
@@ -24,13 +24,7 @@ LENGTH = 64
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model of transformers, the run made from it, and task files."""
     folder = tmp_path_factory.mktemp("tasks")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    options = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": alphabet, "show_progress": False}
-    texts = [path.read_text() for path in sorted(HERE.iterdir())]
-    made.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=300, **options))
+    made = byte_level_bpe([path.read_text() for path in sorted(HERE.iterdir())], 300, ["<|endoftext|>"])
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=304,

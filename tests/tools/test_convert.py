@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -26,6 +25,7 @@ from megazero.observe.jsonl import read_rows
 from megazero.plan.job import Job
 from megazero.run.folder import RunFolder
 from megazero.zero.placement import Precision
+from tests.byte_level import byte_level_bpe
 from tests.checkpoint.grids import save_after
 from tests.layouts import SHAPES, config_of, job_on
 from tests.ranks import run_ranks
@@ -446,13 +446,8 @@ def test_no_tokenizer_no_end(tmp_path: Path, name: str, capsys) -> None:
 
 def test_the_tokenizer_comes_in_and_goes_out(tiny_data: TinyData, tmp_path: Path, capsys) -> None:
     """transformers reads what goes out, with our ids; text is generated from what came in."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
     text = tiny_data.config.read_text()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    options = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": alphabet, "show_progress": False}
-    made.train_from_iterator([text], tokenizers.trainers.BpeTrainer(vocab_size=300, **options))
+    made = byte_level_bpe([text], 300, ["<|endoftext|>"])
     gpt2().save_pretrained(tmp_path / "theirs")
     made.save(str(tmp_path / "theirs/tokenizer.json"))
     run = RunFolder(tmp_path / "run")

@@ -17,6 +17,7 @@ from megazero.__main__ import main
 from megazero.config.file import load
 from megazero.data.tokenizer import Tokenizer, open_tokenizer
 from megazero.run.folder import RunFolder
+from tests.byte_level import byte_level_bpe
 from tests.tiny_run import TinyData
 from tests.tools.test_convert import gpt2, llama, refused, with_tokenizer
 
@@ -78,13 +79,7 @@ SENTENCE_PIECE: dict[str, dict[str, Any]] = {
 
 
 def bpe(vocab: int = 600) -> tokenizers.Tokenizer:
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator([TEXT], trainer)
-    return made
+    return byte_level_bpe([TEXT], vocab)
 
 
 def json_file(folder: Path) -> Path:
