@@ -26,9 +26,9 @@ from megazero.base.errors import UserError
 from megazero.library.assembly import Assembly, run_backward
 from megazero.library.shown import refuse_compiled
 from megazero.library.state import State
+from megazero.library.unit_table import UnitEvents
 from megazero.library.values import in_lockstep
 from megazero.library.whole import WholeValues
-from megazero.observe.unit_table import UnitEvents
 from megazero.plan.optimizers import AVERAGE
 from megazero.zero.engine import StepNumbers, StepResult
 from megazero.zero.reduce import sum_replicas
@@ -258,7 +258,7 @@ class Sharded(WholeValues):
         return self._assembly.memory.world.comm.ledger.traffic_as_dict()
 
     def watch(self, every: int = 10, out: TextIO = sys.stderr) -> None:
-        """Print a table of the events of each unit on rank 0, once in `every` steps (`observe/unit_table.py`).
+        """Print a table of the events of each unit on rank 0, once in `every` steps (`unit_table.py`).
 
         Args:
             every: 0 stops the table.

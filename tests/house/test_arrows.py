@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str] | None] = {
     "run": EVERYTHING,
     # ZeRO for modules of others
     "library": {
-        *("checkpoint", "comm", "kernels", "launcher", "observe.unit_table", "optim"),
+        *("checkpoint", "comm", "kernels", "launcher", "optim"),
         *("plan.matrices", "plan.optimizers", "plan.placements", "zero"),
         *("builders.units", "config", "extensions", "run.disks"),  # tiers
     },
