@@ -42,11 +42,11 @@ class Harness(TemplateLM):
         return self._tokenizer.encode(string)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-        length = self._length + 1
         if not all(own for *_, own in requests):
             raise ValueError("a request has an empty continuation")
-        windows = [(((before or [self.eot_token_id]) + own)[-length:], len(own)) for _, before, own in requests]
-        return self._scored([(ids, min(scored, length - 1)) for ids, scored in windows])
+        first, most = [self.eot_token_id], self._length
+        windows = [(((before or first) + own)[-most - 1 :], len(own)) for _, before, own in requests]
+        return self._scored([(ids, min(scored, most)) for ids, scored in windows])
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         """Return the log-likelihood of each text, from windows that do not share targets."""
@@ -121,11 +121,11 @@ def _explained() -> Iterator[None]:
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             yield
-    except (KeyError, ValueError, OSError, ImportError) as error:
+    except Exception as error:  # of a package's reader of tasks, data or templates
         if isinstance(error, UserError):
             raise
-        do = "give names that `lm-eval ls tasks` prints, or files of tasks"
-        raise UserError(230, " ".join(str(error).split()).strip("'\""), do, where="tasks") from error
+        what = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
+        raise UserError(230, what if " " in what else repr(error), "see `lm-eval ls tasks`", where="tasks") from error
 
 
 def numbers_of(found: Mapping[str, Any]) -> dict[str, float]:

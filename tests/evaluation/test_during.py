@@ -139,6 +139,7 @@ def test_an_evaluation_that_was_broken_off_is_done_by_the_next_job(
         ({"tasks": "[long.yaml]"}, "MZ-230 rank=0 tasks: mz_until asks for 256 new tokens, model.seq_len is 32"),
         ({"samples": f'["{"x" * 400}"]'}, "MZ-112 rank=0 generate: a prompt has"),
         ({"tasks": "[gone.yaml]"}, "MZ-230 rank=0 tasks: Unable to find"),
+        ({"tasks": "[odd.yaml]"}, "MZ-230 rank=0 tasks: while scanning"),
         ({"texts": "[none.txt]"}, "MZ-229 rank=0 none.txt: cannot be read: No such file"),
         ({"texts": "[a/x.txt, b/x.txt]"}, "MZ-229 rank=0 observe.evaluate.texts: two files have one name"),
     ],
@@ -157,6 +158,7 @@ def test_wrong_requests_are_refused_before_training(
         Path(name).mkdir()
         Path(name, "x.txt").write_text("x")
     Path("long.yaml").write_text((folder / "until.yaml").read_text().replace("max_gen_toks: 12", "max_gen_toks: 256"))
+    Path("odd.yaml").write_text('task: "odd')
     Path("gone.yaml").write_text((HERE / "choice.yaml").read_text().replace("FOLDER", "gone"))
     how = [*asked(folder, **options)]
     assert main([*line_of(tiny_data, tmp_path / "run", *how), "--nproc", "2"]) != 0
