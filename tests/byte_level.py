@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 
 def train(tokenizer: Tokenizer, texts: Iterable[str], size: int, special: Sequence[str] = ()) -> None:
-    """Train a byte-level tokenizer to `size` ids, of which the first are special."""
+    """Train a byte-level tokenizer with `size` ids: the special tokens, the bytes, and merges."""
     options = {"special_tokens": [*special], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, show_progress=False, **options))
 
