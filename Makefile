@@ -28,7 +28,7 @@ INSTALLED := $(strip $(shell cat $(VENV)/.ready 2>/dev/null))
 $(VENV)/.ready: pyproject.toml scripts/install.py $(wildcard locks/*.txt) $(if $(REQUEST),$(if $(filter-out $(INSTALLED),$(REQUEST)),FORCE))
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, this is " + sys.version.split()[0])'
 	test -x $(BIN)/python || $(PYTHON) scripts/install.py --environment $(VENV)
-	@echo "installing torch and what the project needs: a minute or more"
+	@echo "installing torch and what the project needs: one to five minutes"
 	$(if $(filter-out locked bench docs,$(INSTALLED)),$(BIN)/pip uninstall --quiet --yes torch)
 	$(BIN)/python scripts/install.py --torch '$(TORCH)' $(EXTRAS)
 	echo '$(strip $(TORCH) $(EXTRAS))' > $@

@@ -5,6 +5,7 @@ one if there is one GPU). Extra arguments are overrides for the training run, e.
 `python scripts/quickstart.py run.steps=20`.
 """
 
+import os
 import shlex
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from megazero.base.doing import doing
 from megazero.base.heartbeat import HEART
 
 ROOT = Path(__file__).resolve().parent.parent
+PYTHON = os.path.relpath(sys.executable, ROOT) if ROOT in Path(sys.executable).parents else sys.executable
 PROMPT, TEMPERATURE = "def __init__(self,", "0.7"
 GENERATE = ["-m", "megazero", "generate"]
 STAGE_2 = ["zero.stage=2"]
@@ -38,9 +40,10 @@ def main(overrides: list[str]) -> int:
         "--nproc",
         ranks(),
     ]
-    if code := run("training", *training):
+    about = f"training, five minutes on two cores; with fewer steps: {PYTHON} scripts/quickstart.py run.steps=100"
+    if code := run(about, *training):
         if code == STOPPED:
-            print(f"go on with: python {shlex.join([*training, 'checkpoint.resume=auto'])}", flush=True)
+            print(f"go on with: {PYTHON} {shlex.join([*training, 'checkpoint.resume=auto'])}", flush=True)
         return code
     sample = ["--run", folder, "--prompt", PROMPT, "--temperature", TEMPERATURE]
     return run(f"sample after {PROMPT!r}", *GENERATE, *sample)
