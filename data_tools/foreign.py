@@ -3,7 +3,7 @@
     X.ds    datatrove's, which nanotron trains on. X.ds has ids of 16 or 32 bits; X.ds.index the token at which each
             document ends, u64; X.ds.loss (it may be missing) a byte for each token, 1 if it counts in the loss.
     X.npy   OLMo-core's and Dolma's: raw ids despite the name, of the smallest unsigned type that holds the
-            tokenizer's ids. A file written by numpy is read as well.
+            tokenizer's ids.
     X.bin   without an index: nanoGPT's (raw ids of 16 bits) or llm.c's, which begins with 256 int32: 20240520, 1 (ids
             of 16 bits) or 20240801, 7 (of 32 bits), then the number of ids.
 
@@ -72,7 +72,7 @@ def open_foreign(path: Path, tokenizer: Tokenizer | None) -> TokenDataset:
         tokenizer: the tokenizer that made the ids; None: unknown.
 
     Raises:
-        UserError: 201, a file is missing, or is half of a pair; 202, an invalid numpy file; 204, files contradict each
+        UserError: 201, a file is missing, or is half of a pair; 202, numpy's own format; 204, files contradict each
             other; 222, a tokenizer is needed; 223, the ids are not the tokenizer's; 225, an invalid loss file.
     """
     if not path.exists():
@@ -111,14 +111,13 @@ def _open_datatrove(path: Path) -> TokenDataset:
 
 def _open_headerless(path: Path, tokenizer: Tokenizer) -> TokenDataset:
     raw = _bytes(path)
-    if path.suffix == ".npy" and raw[:6].tobytes() == np.lib.format.MAGIC_PREFIX:
-        ids = _open_numpy(path)
-    else:
-        dtype, at, count = _layout(path, raw, tokenizer.vocab_size)
-        if at + count * dtype.itemsize != len(raw):
-            what = f"expected {count:,} {dtype} tokens after byte {at:,}, got {len(raw) - at:,} bytes"
-            raise UserError(204, what, "copy it again, or give the tokenizer that it was made with", where=path)
-        ids = raw[at:].view(dtype)
+    if raw[:6].tobytes() == np.lib.format.MAGIC_PREFIX:
+        raise UserError(202, "expected raw ids, got numpy's own format", "write them with ndarray.tofile", where=path)
+    dtype, at, count = _layout(path, raw, tokenizer.vocab_size)
+    if at + count * dtype.itemsize != len(raw):
+        what = f"expected {count:,} {dtype} tokens after byte {at:,}, got {len(raw) - at:,} bytes"
+        raise UserError(204, what, "copy it again, or give the tokenizer that it was made with", where=path)
+    ids = raw[at:].view(dtype)
     start, bits = ids[:_BLOCK], 8 * ids.itemsize
     if len(start) >= 16 and bits < 64 and start.any() and not start[1::2].any():
         what = f"expected ids of {bits} bits for the tokenizer, got 0 for every second one: they have {2 * bits}"
@@ -128,19 +127,6 @@ def _open_headerless(path: Path, tokenizer: Tokenizer) -> TokenDataset:
     if len(ids) and (not len(ends) or ends[-1] != len(ids)):
         ends = np.append(ends, len(ids))
     return ForeignDataset(path, ids, ends.astype(np.int64))
-
-
-def _open_numpy(path: Path) -> np.ndarray:
-    """Return the ids of a file written by numpy. Raises UserError 202: damaged, or not a 1-dim array of ints."""
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, TypeError, SyntaxError, RecursionError, OSError) as error:
-        do = "write it again with numpy.save of one array of ids"
-        raise UserError(202, f"expected a complete numpy file: {error}", do, where=path) from error
-    if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype.newbyteorder("<") != array.dtype:
-        what = f"expected a 1-dimensional array of little-endian integers, got {array.dtype} of shape {array.shape}"
-        raise UserError(202, what, "write it again with numpy.save of one array of ids", where=path)
-    return array
 
 
 def _layout(path: Path, raw: np.ndarray, vocab: int) -> tuple[np.dtype, int, int]:

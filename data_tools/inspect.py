@@ -80,7 +80,7 @@ def _table(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, "every token counts in the loss" if value is None else "no token"
         elif name == "stretches":
             yield from (("scored" if each["scored"] else "not scored", repr(each["text"])) for each in value)
-        elif name != "answers":  # the stretches contain them
+        else:
             yield name, f"{value:,}" if isinstance(value, int | float) else "-" if value is None else str(value)
 
 
@@ -113,7 +113,7 @@ def _scan(dataset: TokenDataset, vocab: int | None, counts: np.ndarray) -> dict[
 
 
 def _document(dataset: TokenDataset, tokenizer: Tokenizer, document: int) -> dict[str, Any]:
-    """Return a document's "text"; with a mask, also "answers" and "stretches". Raises UserError 190: no such one."""
+    """Return a document's "text"; with a mask, also its "stretches". Raises UserError 190: no such document."""
     if not 0 <= document < dataset.num_documents:
         what = f"--document {document}: there are documents 0 to {dataset.num_documents - 1:,}"
         raise UserError(190, what, "choose one of those", where="inspect")
@@ -124,10 +124,7 @@ def _document(dataset: TokenDataset, tokenizer: Tokenizer, document: int) -> dic
         return text
     marked = zip(ids, dataset.scored(start, stop).tolist(), strict=True)
     stretches = [(scored, [i for i, _ in stretch]) for scored, stretch in groupby(marked, key=itemgetter(1))]
-    return text | {
-        "answers": [tokenizer.decode(ids) for scored, ids in stretches if scored],
-        "stretches": [{"text": _with_names(tokenizer, ids), "scored": scored} for scored, ids in stretches],
-    }
+    return text | {"stretches": [{"text": _with_names(tokenizer, ids), "scored": scored} for scored, ids in stretches]}
 
 
 def _with_names(tokenizer: Tokenizer, ids: list[int]) -> str:

@@ -19,17 +19,10 @@ EOD = 9
 TEXT = [1, 2, 3, EOD, 4, EOD, 5, 6, 7, 8, EOD]
 ENDS = [4, 6, 11]
 IDS = SimpleNamespace(vocab_size=300, eod=EOD)
-NUMPY = b"\x93NUMPY\x01\x00"
 
 
 def packed(kind: str, values: list[int]) -> bytes:
     return struct.pack(f"<{len(values)}{kind}", *values)
-
-
-def npy(shape: str, descr: str, body: bytes) -> bytes:
-    head = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}".encode()
-    head += b" " * (-(len(head) + 11) % 64) + b"\n"
-    return NUMPY + struct.pack("<H", len(head)) + head + body
 
 
 def llm_c(magic: int, version: int, count: int, body: bytes) -> bytes:
@@ -46,8 +39,6 @@ KINDS: dict[str, dict[str, bytes]] = {
     },
     "datatrove, 32 bits": {"x.ds": packed("I", TEXT), "x.ds.index": packed("Q", ENDS)},
     "OLMo": {"x.npy": packed("H", TEXT)},
-    "numpy": {"x.npy": npy("(11,)", "<u4", packed("I", TEXT))},
-    "numpy, int64": {"x.npy": npy("(11,)", "<i8", packed("q", TEXT))},
     "nanoGPT": {"x.bin": packed("H", TEXT)},
     "llm.c": {"x.bin": llm_c(20240520, 1, 11, packed("H", TEXT))},
     "llm.c, 32 bits": {"x.bin": llm_c(20240801, 7, 11, packed("I", TEXT))},
@@ -146,12 +137,6 @@ WRONG: dict[str, tuple[dict[str, bytes], int, str]] = {
     "half an id": ({"x.npy": packed("H", TEXT)[:-1]}, 204, "10 uint16 tokens after byte 0, got 21 bytes"),
     "wider ids": ({"x.npy": HALF.tobytes()}, 223, "ids of 16 bits for the tokenizer, got 0 for every second one"),
     "wider ids, nanoGPT": ({"x.bin": HALF.tobytes()}, 223, "they have 32"),
-    "numpy of two rows": ({"x.npy": npy("(2, 11)", "<u2", packed("H", TEXT * 2))}, 202, "uint16 of shape (2, 11)"),
-    "numpy of floats": ({"x.npy": npy("(11,)", "<f4", bytes(44))}, 202, "got float32 of shape"),
-    "numpy, big end": ({"x.npy": npy("(11,)", ">u2", bytes(22))}, 202, "little-endian integers, got >u2"),
-    "numpy cut off": ({"x.npy": npy("(11,)", "<u2", packed("H", TEXT))[:-2]}, 202, "complete numpy file"),
-    "numpy's header cut off": ({"x.npy": npy("(11,)", "<u2", b"")[:40]}, 202, "complete numpy file"),
-    "numpy's header of code": ({"x.npy": npy("print(1)", "<u2", b"")}, 202, "complete numpy file"),
     "llm.c cut off": (
         {"x.bin": llm_c(20240520, 1, 12, packed("H", TEXT))},
         204,
@@ -186,7 +171,7 @@ def test_every_flipped_bit_of_an_index_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_tokenizer_nothing_says_what_ends_a_document(tmp_path: Path) -> None:
-    for files in (KINDS["OLMo"], KINDS["numpy"], KINDS["nanoGPT"]):
+    for files in (KINDS["OLMo"], KINDS["nanoGPT"]):
         error = refusal(written(tmp_path, files), None)
         assert error.code == 222 and "give the tokenizer" in str(error)
     assert opened(written(tmp_path / "ds", DATATROVE), None).num_tokens == 11, "its index says it"
@@ -209,7 +194,8 @@ def test_a_prefix_may_end_like_a_kind(tmp_path: Path) -> None:
         assert opened(tmp_path / name, None).num_documents == 3
 
 
-def test_numpy_itself_writes_what_is_read(tmp_path: Path) -> None:
+def test_the_format_of_numpy_itself_is_refused(tmp_path: Path) -> None:
     stream = io.BytesIO()
     np.save(stream, np.array(TEXT, np.uint16))
-    assert stream.getvalue() == npy("(11,)", "<u2", packed("H", TEXT))
+    error = refusal(written(tmp_path, {"x.npy": stream.getvalue()}))
+    assert error.code == 202 and "got numpy's own format; write them with ndarray.tofile" in str(error)
