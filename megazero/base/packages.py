@@ -6,9 +6,12 @@ A user who forgot to activate the environment gets this line in place of a trace
 import importlib.util
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from megazero.base.errors import UserError
-from megazero.base.this_copy import IS_CHECKOUT, ROOT
+
+ROOT = Path(__file__).resolve().parents[2]
+IS_CHECKOUT = (ROOT / "Makefile").is_file()
 
 
 @dataclass(frozen=True)

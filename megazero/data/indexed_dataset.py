@@ -26,7 +26,6 @@ import numpy as np
 from megazero.base.errors import UserError
 from megazero.base.files import flush, flush_folder, temporary_name, writing
 from megazero.base.reading import looked_up
-from megazero.base.this_copy import here
 from megazero.data.data_file import DataFile
 from megazero.data.index_file import DTYPE_CODES, HEADER, MAGIC, VERSION, Index
 from megazero.data.loss_mask import LossMask, LossMaskWriter, mask_path
@@ -94,7 +93,7 @@ def _how_to_make(prefix: Path) -> str:
     if prefix.suffix in (".bin", ".idx"):
         return f"give the prefix without {prefix.suffix}"
     if "data/quickstart" in prefix.as_posix():
-        return here("run `make data`", "make token files from your text with `megazero preprocess`, and name them")
+        return "run `make data` in a checkout, or make token files from your text with `megazero preprocess`"
     return f"run `megazero preprocess --input TEXT --tokenizer MODEL --output {prefix}`"
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.base.answers import tell, warn
-from megazero.base.packages import refuse_sinks
-from megazero.base.this_copy import ROOT
+from megazero.base.packages import ROOT, refuse_sinks
 from megazero.observe.metrics import Value, scalars
 from megazero.observe.sinks import Sink
 

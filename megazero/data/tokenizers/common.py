@@ -11,7 +11,6 @@ import numpy as np
 
 from megazero.base.errors import UserError
 from megazero.base.reading import looked_up, parse_object, read_file
-from megazero.base.this_copy import here
 
 FILE_BYTES = 64 << 20  # of a tokenizer's file; the largest published ones have 35 MB
 CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # next to a file, as transformers writes them
@@ -157,10 +156,8 @@ def config_beside(path: Path) -> dict[str, Any]:
 
 def how_to_make(path: Path) -> str:
     """Return the advice that names the command to make a missing tokenizer."""
-    train = "run `megazero tokenizer --input TEXT --vocab N --output MODEL`"
-    if "data/quickstart" in path.as_posix():
-        return here("run `make data`", f"{train}, and give data.tokenizer=MODEL")
-    return train
+    quickstart = "run `make data` in a checkout, or " if "data/quickstart" in path.as_posix() else "run "
+    return f"{quickstart}`megazero tokenizer --input TEXT --vocab N --output MODEL`"
 
 
 def require_extra(package: str, extra: str, path: Path) -> None:

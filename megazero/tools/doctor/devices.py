@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from megazero.base.this_copy import here
 from megazero.launcher.environment import interfaces_named
 from megazero.plan.hardware import peak_flops
 from megazero.tools.doctor.finding import Finding, amount
@@ -28,7 +27,7 @@ def gpus() -> Iterator[Finding]:
         usable = torch.cuda.is_available()
     if not usable and (_DRIVER.exists() or shutil.which("nvidia-smi")):
         why = " ".join(str(caught[-1].message).split())[:160] if caught else f"torch {torch.__version__} sees none"
-        do = f"use a build of torch for this driver's CUDA: {here('make setup TORCH=...', 'pip install torch==...')}"
+        do = "use a build of torch for this driver's CUDA: pip install torch==..."
         yield Finding("GPUs", f"there is an NVIDIA driver, but {why}", "absent", do)
     elif not usable:
         yield Finding("GPUs", "none; each rank computes on its share of the CPU")

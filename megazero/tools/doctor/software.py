@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from megazero.base.packages import PACKAGES, Package, is_installed
-from megazero.base.this_copy import here
 from megazero.tools.doctor.finding import Finding
 
 _INSTALLED = Path("/usr/local")  # where the build of kernels looks for nvcc, too
@@ -26,7 +25,7 @@ def torch_backends() -> Iterator[Finding]:
     import torch.cuda.nccl
     import torch.distributed as dist
 
-    other = here("make setup TORCH=...", "pip install torch==...")
+    other = "pip install torch==..."
     yield Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
     without = "not in this build of torch"
     gloo, nccl = (dist.is_available() and there() for there in (dist.is_gloo_available, dist.is_nccl_available))
@@ -48,8 +47,7 @@ def packages(table: tuple[Package, ...] = PACKAGES) -> Iterator[Finding]:
         wanted = package.name + (f">={'.'.join(map(str, package.least))}" if package.least else "")
         got = "not installed" if version is None else f"{version}, expected {wanted}"
         said = f"{got}; only for {package.use}" if package.use else got
-        do = here("make setup, or ", "") + f"pip install '{wanted}'"
-        yield Finding(package.name, said, "absent" if package.use else "missing", do)
+        yield Finding(package.name, said, "absent" if package.use else "missing", f"pip install '{wanted}'")
     yield Finding("packages", ", ".join(present) or "none")
 
 

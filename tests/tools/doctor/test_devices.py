@@ -61,7 +61,7 @@ def test_driver_without_a_torch_that_can_use_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(devices.torch.cuda, "is_available", too_old)
     monkeypatch.setattr(devices.shutil, "which", lambda name: f"/usr/bin/{name}")
     (finding,) = gpus()
-    assert finding.state == "absent" and "make setup TORCH=" in finding.do
+    assert finding.state == "absent" and "pip install torch==" in finding.do
     assert finding.text == "there is an NVIDIA driver, but CUDA initialization: the driver is too old"
 
 
