@@ -109,8 +109,7 @@ def _explain(options: argparse.Namespace) -> int:
     config = load(options.config, given) if options.config else resolved(Config())
     shown = explain(config, selections[0] if selections else None)
     names = "" if selections else f"shipped configs, for --config: {', '.join(shipped())}"
-    show([asdict(option) for option in shown], "\n".join([as_text(shown), names]).rstrip(), as_json=options.json)
-    return 0
+    return show([asdict(option) for option in shown], "\n".join([as_text(shown), names]).rstrip(), as_json=options.json)
 
 
 def _schedule(options: argparse.Namespace) -> int:
@@ -135,8 +134,7 @@ def _schedule(options: argparse.Namespace) -> int:
         except OSError as error:
             do = "give another path to --draw"
             raise UserError(405, f"{options.draw}: {error.strerror}", do, where="schedule") from None
-    show(found, as_text(found, every=options.all), as_json=options.json)
-    return 0
+    return show(found, as_text(found, every=options.all), as_json=options.json)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -158,18 +156,15 @@ def _plan(options: argparse.Namespace) -> int:
         with doing("searching layouts"):
             found = find(config, options.gpus, machine)
         shown = search_as_json(found, machine)
-        show(shown, search_as_text(shown, flatten(config)), as_json=options.json)
-        return 0
+        return show(shown, search_as_text(shown, flatten(config)), as_json=options.json)
     check_parts(Course(sized(config, options.gpus, machine)), options.gpus, f"--gpus {options.gpus}")
     if options.parameters:
         from megazero.tools.planning.parameters import rows, table
 
-        show(found := rows(config), table(found), as_json=options.json)
-        return 0
+        return show(found := rows(config), table(found), as_json=options.json)
     with doing("planning"):
         planned = plan(config, options.gpus, machine, options.tokens, system)
-    show(as_json(planned), as_text(planned), as_json=options.json)
-    return 0
+    return show(as_json(planned), as_text(planned), as_json=options.json)
 
 
 def _simulate(options: argparse.Namespace) -> int:
@@ -187,8 +182,7 @@ def _simulate(options: argparse.Namespace) -> int:
     config = sized(config, options.gpus, gpu(80 * 2**30) if options.device == "cuda" else None)
     check_world(config, options.gpus, f"--gpus {options.gpus}")
     shown = simulate(config, options.rank, options.gpus, options.device), name, options.device
-    show(as_json(*shown), as_text(*shown), as_json=options.json)
-    return 0
+    return show(as_json(*shown), as_text(*shown), as_json=options.json)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -197,10 +191,8 @@ def _export(options: argparse.Namespace) -> int:
         from megazero.tools.convert.transformers_files import export_run
     from megazero.run.folder import RunFolder
 
-    folder, asked = RunFolder(options.run_folder), options.family
-    how = {"proven": options.proof, "average": options.average}
-    answer(export_run(folder, options.out, options.part_mb, asked, warn, **how))
-    return 0
+    folder, how = RunFolder(options.run_folder), {"proven": options.proof, "average": options.average}
+    return answer(export_run(folder, options.out, options.part_mb, options.family, warn, **how))
 
 
 def _import(options: argparse.Namespace) -> int:
@@ -209,8 +201,7 @@ def _import(options: argparse.Namespace) -> int:
         from megazero.tools.convert.transformers_files import import_run
     from megazero.run.folder import RunFolder
 
-    answer(import_run(options.model, RunFolder(options.out), warn, proven=options.proof))
-    return 0
+    return answer(import_run(options.model, RunFolder(options.out), warn, proven=options.proof))
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -220,8 +211,7 @@ def _doctor(options: argparse.Namespace) -> int:
         raise UserError(100, "--kernels and --config need each other", "give both or neither", where="doctor")
     if options.kernels:
         times = time_kernels(options.config, options.overrides)
-        show(json_of(times), "\n".join(lines_of(times)), as_json=options.json)
-        return 0
+        return show(json_of(times), "\n".join(lines_of(times)), as_json=options.json)
     found = diagnose(options.run_folder, options.nproc)
     show(as_json(found), as_text(found), as_json=options.json)
     if options.write is not None:
@@ -236,11 +226,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megazero {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=Parser)
     train_verb.add_options(_with_config(verbs, train_verb.run, "train", "train a config"))
-    explain = verbs.add_parser("explain", help="show options, their types, defaults and meaning")
-    explain.add_argument("--config", help="show this config's values")
-    explain.add_argument("--json", action="store_true")
-    explain.add_argument("overrides", nargs="*", metavar="section[.key] | section.key=value")
-    explain.set_defaults(run=_explain)
     certify_verb.add_options(_with_config(verbs, certify_verb.run, "certify", "compare many layouts with one process"))
     _add_planning(verbs)
     _add_run_folders(verbs)
@@ -251,6 +236,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_planning(verbs: Any) -> None:
     """Add the verbs for planning before a run."""
+    explain = verbs.add_parser("explain", help="show options, their types, defaults and meaning")
+    explain.add_argument("--config", help="show this config's values")
+    explain.add_argument("overrides", nargs="*", metavar="section[.key] | section.key=value")
+    explain.set_defaults(run=_explain)
     ranks = at_least(1, int, _MOST_GPUS)
     schedule = _with_config(verbs, _schedule, "schedule", "show and draw what each rank of a pipeline does in a step")
     schedule.add_argument("--nproc", type=ranks, help="ranks of the run (default: parallel.tensor * parallel.pipeline)")
@@ -280,7 +269,7 @@ def _add_planning(verbs: Any) -> None:
     doctor.add_argument("overrides", nargs="*", metavar="section.key=value", help="options to change in the config")
     doctor.add_argument("--write", type=Path, metavar="FILE.yaml", help="write the results here, for plan --hardware")
     doctor.set_defaults(run=_doctor)
-    for parser in (schedule, plan, simulate, doctor):
+    for parser in (explain, schedule, plan, simulate, doctor):
         parser.add_argument("--json", action="store_true")
 
 

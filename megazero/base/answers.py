@@ -12,8 +12,8 @@ from megazero.base.heartbeat import HEART
 from megazero.base.terminal import fitted, width
 
 
-def answer(text: str) -> None:
-    """Print the answer of a verb. A reader that closes the pipe early (`| head`) is not an error.
+def answer(text: str) -> int:
+    """Print the answer of a verb; return its exit code, 0. A reader that closes the pipe early (`| head`) is no error.
 
     Raises:
         UserError: 405, standard output cannot be written.
@@ -24,18 +24,19 @@ def answer(text: str) -> None:
         with HEART.paused():
             print(text, flush=True)
     except BrokenPipeError:
-        return
+        pass
     except OSError as error:
         raise UserError(405, f"standard output: {error.strerror}", "write to a disk that is not full") from None
+    return 0
 
 
-def show(found: object, text: str, *, as_json: bool) -> None:
-    """Print a command's result: `found` as JSON, or `text` wrapped to the terminal's width.
+def show(found: object, text: str, *, as_json: bool) -> int:
+    """Print a command's result, `found` as JSON, or `text` wrapped to the terminal's width; return its exit code, 0.
 
     Raises:
         UserError: 405, standard output cannot be written.
     """
-    answer(json.dumps(found, indent=1) if as_json else fitted(text, width()))
+    return answer(json.dumps(found, indent=1) if as_json else fitted(text, width()))
 
 
 def flush_output() -> None:

@@ -26,5 +26,4 @@ def _data(options: argparse.Namespace) -> int:
         from megazero.tools.seen_text import as_text, step_text
 
     found = step_text(RunFolder(options.run_folder), options.step, options.rank)
-    show(found, as_text(found), as_json=options.json)
-    return 0
+    return show(found, as_text(found), as_json=options.json)

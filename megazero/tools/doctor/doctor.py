@@ -106,10 +106,8 @@ def time_kernels(config: str, overrides: list[str]) -> dict[str, list[Finding]]:
 
 def as_text(found: Diagnosis) -> str:
     """Return a heading for each part, a line for each finding, and the names in `missing`."""
-    lines = lines_of(found.parts)
     missing = f"missing: {', '.join(found.missing)}" if found.missing else "nothing that training needs is missing"
-    lines += ["", missing, *[BUSY] * found.is_busy]
-    return "\n".join(lines)
+    return "\n".join([*lines_of(found.parts), "", missing, *[BUSY] * found.is_busy])
 
 
 def lines_of(parts: dict[str, list[Finding]]) -> list[str]:

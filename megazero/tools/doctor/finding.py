@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megazero.base.doing import doing
+from megazero.base.errors import one_line
 
 State = Literal["there", "absent", "missing", "unknown"]
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-_LONGEST_REASON = 200  # characters
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,7 @@ def examine(name: str, probe: Callable[[], Iterable[Finding]], *, needed: bool =
 
 def reason(error: BaseException) -> str:
     """Return an exception as one line of text."""
-    text = " ".join(str(error).split())
-    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return line if len(line) <= _LONGEST_REASON else line[: _LONGEST_REASON - 1] + "…"
+    return one_line(f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
 def amount(value: float, unit: str) -> str:

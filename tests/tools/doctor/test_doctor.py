@@ -222,4 +222,4 @@ def test_a_reason_is_one_short_line():
         raise RuntimeError("x\n" * 1000)
 
     (finding,) = examine("odd", odd)
-    assert finding.text.startswith("RuntimeError: x x") and len(finding.text) == 200 and finding.state == "unknown"
+    assert finding.text.startswith("RuntimeError: x x") and len(finding.text) == 300 and finding.state == "unknown"
