@@ -1,4 +1,4 @@
-"""Check the options that a stage changes, and those that a resumed run is permitted to change (`changes.py`)."""
+"""Check which options a stage may change, and which a resumed run may change."""
 
 from collections.abc import Sequence
 

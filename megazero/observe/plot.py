@@ -43,7 +43,8 @@ def draw_loss(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
             steps, losses = means(train)
             marker = "o" if len(train) == 1 else ""
             axes.plot(steps, losses, color=TRAIN, linewidth=0.8, marker=marker, label="training")
-            axes.plot(*trend(steps, losses), color=TREND, linewidth=1.8, label="training, trend")
+            label = "training, trend" if len(steps) >= LEAST else None
+            axes.plot(*trend(steps, losses), color=TREND, linewidth=1.8, label=label)
         _draw(axes, rows, valid, "loss (nats/token)", "no finite loss was logged")
         if tasks:
             _draw(figure.add_subplot(2, 1, 2), rows, tasks, "result", "no finite result was logged")
@@ -66,7 +67,7 @@ def _draw(axes: Any, rows: list[Mapping[str, Any]], lines: Mapping[str, str], wh
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if axes.get_legend_handles_labels()[1]:
-        axes.legend(frameon=False, loc="upper right")
+        axes.legend(frameon=False, loc="best")
     else:
         axes.text(0.5, 0.5, nothing, transform=axes.transAxes, ha="center", color="#777777")
 

@@ -116,7 +116,8 @@ def ending(scores: Mapping[str, float], folder: RunFolder, seconds: float) -> st
         if (bits := scores.get(f"{VALID_BITS}{name}")) is not None:
             lines[-1] += f", {bits:.4f} bits per byte"
     lines += [f"{key.removeprefix(EVAL)} {scores[key]:.4f}" for key in results(scores)]
-    lines.append(f"files in {folder.path}: metrics.jsonl, config.yaml, plan.json, ledger.json, checkpoints/, logs/")
+    files = "metrics.jsonl, config.yaml, plan.json, ledger.json, checkpoints/, logs/"
+    lines.append(f"files in {folder.path}: {files}{', samples/' * (folder.path / 'samples').exists()}")
     if folder.loss_plot.exists():
         lines.append(f"loss curve {folder.loss_plot}")
     return "\n".join(lines)
