@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.base.files import replace_file
 from megazero.builders.assemble import Built
@@ -25,22 +26,26 @@ from megazero.generation.text import Writer
 from megazero.observe.metrics import EVAL
 from megazero.train.validation import Evaluation
 
+Work = Callable[[int], Mapping[str, float]]
+
 
 class _During(Evaluation):
     """Work on the run's ranks that gives results by name.
 
     Args:
+        what: its name, for the line of progress.
         work: (step) -> results by `NAME.METRIC`; collective.
     """
 
-    def __init__(self, every: int | None, scorer: Scorer, work: Callable[[int], Mapping[str, float]]):
-        self.every, self._scorer, self._work = every, scorer, work
+    def __init__(self, every: int | None, scorer: Scorer, what: str, work: Work):
+        self.every, self._scorer, self._what, self._work = every, scorer, what, work
 
     def score(self, done: int, stop: Callable[[], bool]) -> Mapping[str, float] | None:
         """Return the results of the work, or None if it was interrupted."""
         self._scorer.stop = stop
         try:
-            return {f"{EVAL}{name}": value for name, value in self._work(done).items()}
+            with doing(self._what):
+                return {f"{EVAL}{name}": value for name, value in self._work(done).items()}
         except Interrupted:
             return None
 
@@ -63,20 +68,21 @@ def evaluations(
     if tokenizer is None:
         raise UserError(113, "data.tokenizer is null", "name the tokenizer of the data", where="observe.evaluate")
     scorer, leads = Scorer(config, grid, device, built), grid["world"].rank == 0
-    found = list[Callable[[int], Mapping[str, float]]]()
-    texts = {Path(path).name: read_text(Path(path), tokenizer) for path in asked.texts}
-    if len(texts) < len(asked.texts):
-        raise UserError(229, "two files have one name", "rename one", where="observe.evaluate.texts")
+    found, texts = dict[str, Work](), dict[str, Text]()
+    for path in map(Path, asked.texts):
+        if path.name in texts:
+            raise UserError(229, f"two files are named {path.name}", "rename one", where="observe.evaluate.texts")
+        texts[path.name] = read_text(path, tokenizer)
     if texts:
-        found.append(partial(_texts, scorer, texts, tokenizer.eod))
+        found["evaluating texts"] = partial(_texts, scorer, texts, tokenizer.eod)
     if asked.samples:
         writer = Writer(scorer.decoder, tokenizer, Sampling(seed=config.run.seed), batch=scorer.texts)
-        for prompt in asked.samples:
-            writer.ids_of(prompt)  # raises before training what would be raised after it
-        found.append(partial(_samples, writer, asked.samples, folder / "samples" if leads else None))
+        for number, prompt in enumerate(asked.samples):
+            writer.ids_of(prompt, number)  # raises before training what would be raised after it
+        found["writing samples"] = partial(_samples, writer, asked.samples, folder / "samples" if leads else None)
     if asked.tasks:
-        found.append(_tasks(asked.tasks, Calls(scorer, tokenizer, grid), leads=leads))
-    return [_During(asked.every, scorer, work) for work in found]
+        found["evaluating tasks"] = _tasks(asked.tasks, Calls(scorer, tokenizer, grid), leads=leads)
+    return [_During(asked.every, scorer, what, work) for what, work in found.items()]
 
 
 def _texts(scorer: Scorer, texts: Mapping[str, Text], eod: int, done: int) -> dict[str, float]:
@@ -94,7 +100,7 @@ def _samples(writer: Writer, prompts: tuple[str, ...], folder: Path | None, done
     return {}
 
 
-def _tasks(names: tuple[str, ...], calls: Calls, *, leads: bool) -> Callable[[int], Mapping[str, float]]:
+def _tasks(names: tuple[str, ...], calls: Calls, *, leads: bool) -> Work:
     if not leads:
         return lambda done: calls.serve(dict) or {}
     from megazero.evaluation.tasks import Tasks  # lm-eval takes seconds and memory

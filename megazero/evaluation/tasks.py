@@ -10,6 +10,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from lm_eval import simple_evaluate
@@ -67,22 +68,27 @@ class Harness(TemplateLM):
             names = {"temperature": 0.0, "top_k": 50, "top_p": 1.0}
             sampling = {"tokens": new, **{name: how.get(name, default) for name, default in names.items()}}
             ids = {i: self.tok_encode(requests[i].args[0])[new - self._length :] for i in numbers}
-            order, size = sorted(numbers, key=lambda i: -len(ids[i])), self._calls.scorer.texts
-            for first in range(0, len(order), size):
-                some = order[first : first + size]
+            size = self._calls.scorer.texts
+            for number, some in enumerate(_batches({i: len(own) for i, own in ids.items()}, size)):
                 given = [ids[i] or [self.eot_token_id] for i in some]
-                for i, text in zip(some, self._calls.ask("texts", given, sampling, stop, first), strict=True):
+                for i, text in zip(some, self._calls.ask("texts", given, sampling, stop, number * size), strict=True):
                     found[i] = text
         return found
 
     def _scored(self, windows: Sequence[Window]) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each window's scored tokens, and whether greedy decoding gives them."""
         found: list[tuple[float, bool]] = [(0.0, False)] * len(windows)
-        order, size = sorted(range(len(windows)), key=lambda i: -len(windows[i][0])), self._calls.scorer.at_once
-        for some in (order[first : first + size] for first in range(0, len(order), size)):
+        for some in _batches({i: len(ids) for i, (ids, _) in enumerate(windows)}, self._calls.scorer.at_once):
             for i, (nats, greedy) in zip(some, self._calls.ask("scores", [windows[i] for i in some]), strict=True):
                 found[i] = -nats, greedy
         return found
+
+
+def _batches(lengths: Mapping[int, int], size: int) -> Iterator[list[int]]:
+    """Yield the keys in batches of `size`, the longest first, so that memory suffices for all if it does for one."""
+    order = iter(sorted(lengths, key=lambda i: -lengths[i]))
+    while some := list(islice(order, size)):
+        yield some
 
 
 class Tasks:
@@ -97,26 +103,37 @@ class Tasks:
     """
 
     def __init__(self, names: Sequence[str], length: int):
-        self._names, self._manager = list(names), TaskManager()
-        with _explained(), doing("loading tasks"):
-            for name, task in self._manager.load(self._names)["tasks"].items():
-                new: Any = {**normalize_gen_kwargs(task.get_config("generation_kwargs") or {})}["max_gen_toks"]
-                if task.OUTPUT_TYPE == "generate_until" and new >= length:
-                    what = f"{name} asks for {new:,} new tokens, model.seq_len is {length:,}"
-                    raise UserError(230, what, "leave the task out", where="tasks")
-                if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-                    raise UserError(230, f"{name} runs code or shows images", "leave the task out", where="tasks")
+        self._names, self._manager = list(dict.fromkeys(names)), TaskManager()
+        with doing("loading tasks"):
+            for asked in self._names:
+                with _explained(asked):
+                    for name, task in self._manager.load([asked])["tasks"].items():
+                        _require_possible(name, task, length)
 
     def numbers(self, calls: Calls) -> dict[str, float]:
         """Return the numbers of lm-eval's results (`numbers_of`): work for `Calls.serve`."""
-        how: dict[str, Any] = {"tasks": self._names, "task_manager": self._manager, "torch_random_seed": None}
-        with _explained():  # standard errors would need processes of their own
-            found: Any = simple_evaluate(Harness(calls), bootstrap_iters=0, log_samples=False, **how)
-        return numbers_of(found)
+        # Standard errors would need processes of their own.
+        how: dict[str, Any] = {"bootstrap_iters": 0, "log_samples": False, "torch_random_seed": None}
+        numbers = dict[str, float]()
+        for name in self._names:
+            with _explained(name):
+                found: Any = simple_evaluate(Harness(calls), tasks=[name], task_manager=self._manager, **how)
+                numbers |= numbers_of(found)
+        return numbers
+
+
+def _require_possible(name: str, task: Any, length: int) -> None:
+    """Refuse a task that a text model of this length cannot do, or that runs code. Raises UserError 230."""
+    new: Any = {**normalize_gen_kwargs(task.get_config("generation_kwargs") or {})}["max_gen_toks"]
+    what, unsafe = "", getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False)
+    if task.OUTPUT_TYPE == "generate_until" and new >= length:
+        what = f"asks for {new:,} new tokens, model.seq_len is {length:,}"
+    if what or unsafe:
+        raise UserError(230, what or "runs code or shows images", "leave the task out", where=name)
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _explained(name: str) -> Iterator[None]:
     """Hide progress bars, and report a task that cannot be loaded or run as UserError 230."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -125,7 +142,7 @@ def _explained() -> Iterator[None]:
         if isinstance(error, UserError):
             raise
         what = " ".join(str(error.args[0] if isinstance(error, KeyError) else error).split())
-        raise UserError(230, what if " " in what else repr(error), "see `lm-eval ls tasks`", where="tasks") from error
+        raise UserError(230, what if " " in what else repr(error), "see `lm-eval ls tasks`", where=name) from error
 
 
 def numbers_of(found: Mapping[str, Any]) -> dict[str, float]:

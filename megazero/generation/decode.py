@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megazero.base.errors import UserError
 from megazero.comm.collectives import all_gather, all_reduce, gather_bytes
 from megazero.comm.grid import Axis
-from megazero.generation.sampling import Sampling, draw, penalise_
+from megazero.generation.draw import draw, penalise_
+from megazero.generation.sampling import Sampling
 from megazero.model.batch_context import BatchContext
 from megazero.model.cache import Cache
 from megazero.model.transformer import Transformer
@@ -79,6 +81,15 @@ class Decoder:
     device: torch.device | None = None
     data: Axis = Axis("data")  # noqa: RUF009 - of one rank; nothing is sent
 
+    def check(self, ids: Sequence[int], vocab: int, new: int = 1, where: object = "generate") -> None:
+        """Refuse ids that are not below `vocab`, or are too many for `new` more. Raises UserError 112."""
+        shape = self.model.shape
+        if odd := [token for token in ids if not 0 <= token < vocab]:
+            raise UserError(112, f"id {odd[0]} is not one of {vocab:,}", "give ids of this vocabulary", where=where)
+        if shape.position == "learned" and len(ids) + new > shape.seq_len:
+            what = f"expected at most {shape.seq_len - new:,} ids, as positions are learned, got {len(ids):,}"
+            raise UserError(112, what, "give fewer", where=where)
+
     @torch.no_grad()
     def continued(
         self,
@@ -95,6 +106,7 @@ class Decoder:
         A model with learned positions ends a text at its last position.
 
         Args:
+            prompts: ids that `check` permits, at least one each.
             vocab: only ids below this are drawn; the model's vocabulary may be larger than the tokenizer's.
             numbers: of the texts, on which the drawn tokens depend; None: 0, 1, ...
             ended: called with the index of a text and its new ids; True: the text has ended.

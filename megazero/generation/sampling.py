@@ -1,25 +1,17 @@
-"""Draw the next token of each text of a batch from its logits.
+"""State how the tokens of a text are drawn.
 
-    temperature        logits / temperature; 0 takes the likeliest token
-    top_k              only the K likeliest tokens                             Fan et al. 2018, arXiv 1805.04833
-    top_p              only the likeliest tokens that together have probability P       Holtzman et al. 2020, 1904.09751
-    repetition         logits of tokens that the text already has are divided by this, negative ones multiplied
+temperature   divides the logits; 0 takes the most probable token
+top_k         draw from the K most probable tokens; 0: from all                Fan et al. 2018, arXiv 1805.04833
+top_p         draw from the fewest tokens whose probabilities sum to P         Holtzman et al. 2020, arXiv 1904.09751
+repetition    divides the logits of tokens that are in the text already, multiplies negative ones
                                                                                Keskar et al. 2019, arXiv 1909.05858
-
-A token is drawn by adding noise to the logits and taking the largest (Gumbel). The noise is a function of the seed, the
-number of the text, the number of the token and the id: so a text does not depend on the batch that it is in, nor on the
-number of ranks.
-
-Shapes: B texts, V ids.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from megazero.base.errors import UserError
 
-from megazero.kernels import counter
+_LEAST, _MOST = {"tokens": 1, "repetition": 0.01}, {"top_p": 1}  # of the others: 0, and any number of 63 bits
 
 
 @dataclass(frozen=True)
@@ -28,8 +20,10 @@ class Sampling:
 
     Attributes:
         tokens: the most new tokens of a text.
-        top_k: 0: all tokens.
-        top_p, repetition: 1 changes nothing.
+        seed: of the random numbers.
+
+    Raises:
+        UserError: 100, a setting is out of its range.
     """
 
     tokens: int = 100
@@ -39,37 +33,9 @@ class Sampling:
     repetition: float = 1.0
     seed: int = 0
 
-
-def draw(logits_BV: Tensor, sampling: Sampling, numbers: Sequence[int], count: int) -> Tensor:
-    """Return the next id of each text, int64 [B].
-
-    Args:
-        logits_BV: fp64; overwritten.
-        numbers: of the texts.
-        count: the number of tokens drawn before.
-    """
-    if sampling.temperature == 0:
-        return logits_BV.argmax(-1)
-    # Relative to the largest, so that a tiny temperature gives -inf and 0 instead of inf - inf.
-    logits_BV -= logits_BV.amax(-1, keepdim=True)
-    logits_BV /= sampling.temperature
-    if 0 < sampling.top_k < logits_BV.shape[1]:
-        logits_BV.masked_fill_(logits_BV < logits_BV.topk(sampling.top_k).values[:, -1:], -torch.inf)
-    if sampling.top_p < 1:
-        ordered, places = logits_BV.sort(descending=True)
-        shares = ordered.softmax(-1)
-        beyond = shares.cumsum(-1) - shares >= sampling.top_p  # the tokens before it have enough
-        logits_BV.masked_fill_(torch.zeros_like(beyond).scatter_(1, places, beyond), -torch.inf)
-    step = torch.tensor(count, device=logits_BV.device)
-    for logits_V, number in zip(logits_BV, numbers, strict=True):
-        words = counter.words(counter.derive_key(sampling.seed, number), 0, len(logits_V), step)
-        uniform = words.double().add_(2.0**31 + 0.5).mul_(2.0**-32)
-        logits_V -= uniform.log_().neg_().log_()
-    return logits_BV.argmax(-1)
-
-
-def penalise_(logits_BV: Tensor, seen_BV: Tensor, repetition: float) -> None:
-    """Make tokens that a text already has less likely."""
-    if repetition != 1:
-        worse = torch.where(logits_BV > 0, logits_BV / repetition, logits_BV * repetition)
-        logits_BV.copy_(torch.where(seen_BV, worse, logits_BV))
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            least, most = _LEAST.get(name, 0), _MOST.get(name, 2**63 - 1)
+            if not least <= value <= most:
+                expected = f"{least} to {most}" if name in _MOST else f"at least {least}"
+                raise UserError(100, f"{name} is {value}, expected {expected}", where="generate")

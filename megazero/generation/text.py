@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megazero.base.answers import warn
 from megazero.base.errors import UserError
 from megazero.base.reading import parse_object, read_file
 from megazero.data.conversation import prompt_of
@@ -35,13 +36,17 @@ class Writer:
     chat: bool = False
     batch: int = 8
 
-    def ids_of(self, prompt: Prompt) -> list[int]:
+    def ids_of(self, prompt: Prompt, number: int = 0) -> list[int]:
         """Return the ids of a prompt.
 
+        Args:
+            number: of the prompt, for error messages.
+
         Raises:
-            UserError: 226 and 227, the template, or the conversation, is faulty; 112, the prompt has more ids than the
-                model has positions; 229, messages without `chat`.
+            UserError: 226 and 227, the template, or the conversation, is faulty; 112, the model cannot continue the
+                prompt (`Decoder.check`); 229, messages without `chat`.
         """
+        where = f"prompt {number + 1:,}"
         if prompt and isinstance(prompt[0], int):
             ids: list[int] = [*prompt]  # type: ignore[list-item]
         elif self.chat:
@@ -50,11 +55,8 @@ class Writer:
         elif isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
         else:
-            raise UserError(229, "a prompt has messages", "give --chat, or chat=True", where="generate")
-        shape = self.decoder.model.shape
-        if shape.position == "learned" and len(ids) >= shape.seq_len:
-            what = f"a prompt has {len(ids):,} ids, the model {shape.seq_len:,} positions"
-            raise UserError(112, what, "give a shorter prompt", where="generate")
+            raise UserError(229, "expected a text, got messages", "give --chat, or chat=True", where=where)
+        self.decoder.check(ids, self.tokenizer.vocab_size, where=where)
         return ids or [self.tokenizer.eod]
 
     def texts(self, prompts: Sequence[Prompt], *, first: int = 0) -> Iterator[str]:
@@ -63,16 +65,20 @@ class Writer:
         Args:
             first: the number of the first prompt, on which the drawn tokens depend.
         """
+        model, warned = self.decoder.model, False
         for start in range(0, len(prompts), self.batch):
             some = prompts[start : start + self.batch]
-            ids = [self.ids_of(prompt) for prompt in some]
-            tails = [""] * len(some)
+            numbers = range(first + start, first + start + len(some))
+            ids = [self.ids_of(prompt, number) for prompt, number in zip(some, numbers, strict=True)]
+            tails, longest = [""] * len(some), max(map(len, ids))
+            if longest > model.shape.seq_len and not warned and model.tensor.rank == 0:
+                warned = True
+                warn(f"a prompt has {longest:,} ids, the model was trained on sequences of {model.shape.seq_len:,}")
 
             def ended(text: int, new: list[int], ids: list[list[int]] = ids, tails: list[str] = tails) -> bool:
                 tails[text] = self._decoded(ids[text], new) if self.stop else ""
                 return any(stop in tails[text] for stop in self.stop)
 
-            numbers = range(first + start, first + start + len(some))
             how = {"vocab": self.tokenizer.vocab_size, "stops": self._stops, "numbers": numbers}
             found = self.decoder.continued(ids, self.sampling, **how, ended=ended)
             for prompt, own, new in zip(some, ids, found, strict=True):

@@ -47,7 +47,7 @@ class Request:
         average: evaluate the averages of the weights.
     """
 
-    run: Path
+    folder: Path
     texts: Sequence[Path] = ()
     tasks: Sequence[str] = ()
     stride: int | None = None
@@ -70,7 +70,7 @@ def evaluate(asked: Request, say: Callable[[Found], object]) -> int:
         UserError: 106, ranks that cannot split the model; 113, the config names no tokenizer; 229, a text that cannot
             be read, or is empty; 230, a task that is unknown; and those of a checkpoint that cannot be loaded.
     """
-    folder = RunFolder(asked.run)
+    folder = RunFolder(asked.folder)
     folder.require_run()
     config = _laid_out(load(str(folder.config)), asked)
     if config.data.tokenizer is None:
@@ -82,17 +82,15 @@ def evaluate(asked: Request, say: Callable[[Found], object]) -> int:
         grid, device = grid_of(config, comm, world), world.device
         ops = choose(config.precision.kernels, device, DTYPES[config.precision.dtype])
         built = build(config, grid, device, ops, filled=False, trains=False)
-        _load(RunFolder(asked.run), built, average=asked.average)
+        _load(RunFolder(asked.folder), built, average=asked.average)
         scorer = Scorer(config, grid, device, built)
         with doing("evaluating texts", len(texts)) as progress:
             of_texts = dict[str, Any]()
             for name, (ids, size) in texts.items():
                 of_texts[name] = scorer.of_text(ids, size, tokenizer.eod, asked.stride)
                 progress.advance()
-        of_tasks: Any = {}
-        if asked.tasks:
-            calls = Calls(scorer, tokenizer, grid)
-            of_tasks = calls.serve(lambda: _numbers(asked, calls))
+        calls = Calls(scorer, tokenizer, grid)
+        of_tasks = calls.serve(lambda: _numbers(asked, calls)) if asked.tasks else {}
         if world.rank == 0:
             say({name: of for name, of in (("texts", of_texts), ("tasks", of_tasks)) if of})
 
@@ -111,6 +109,9 @@ def _laid_out(config: Config, asked: Request) -> Config:
         what = f"--tensor {asked.tensor} does not divide --nproc {asked.nproc}"
         raise UserError(106, what, "change one of the two", where="eval")
     data = asked.nproc // asked.tensor
+    if (asked.stride or 1) > config.model.seq_len:
+        what = f"--stride {asked.stride} is more than a window, model.seq_len {config.model.seq_len}"
+        raise UserError(106, what, "give a smaller stride", where="eval")
     config = changed(config, {"batch.micro": asked.batch, "batch.global_": asked.batch * data})
     job = job_of(config, config.parallel.tensor * config.parallel.pipeline).alone
     laid = laid_out(config, replace(job, tensor=asked.tensor, data=data, stage=3 if data > 1 else 1))
@@ -139,6 +140,6 @@ def as_text(found: Found) -> str:
     """Return the results as lines of text."""
     lines = []
     for name, of in found.get("texts", {}).items():
-        line = f"{name}: loss {of['loss']:.4f}, perplexity {of['perplexity']:.4g}"
-        lines.append(f"{line}, {of['bits_per_byte']:.4f} bits per byte, {of['tokens']:,} tokens")
+        said = "loss {loss:.4f}, perplexity {perplexity:.4g}, {bits_per_byte:.4f} bits per byte, {tokens:,} tokens"
+        lines.append(f"{name}: {said.format(**of)}")
     return "\n".join([*lines, *(f"{name} {value:.4f}" for name, value in found.get("tasks", {}).items())])

@@ -1,24 +1,22 @@
 """Generate text with a trained run: the run's own config, its newest weights, its tokenizer.
 
-One prompt is continued on the command line, or all prompts of a file of JSON lines, {"prompt": "text"} or {"messages":
-[...]}, into another one. There each prompt has one line with its text; a command that was interrupted goes on after the
-last complete line. Several ranks of this machine split the matrices (tensor parallelism).
+Continue one prompt, or all prompts of a file into another file (`generation/prompts.py`). Several ranks of this machine
+split the matrices (tensor parallelism).
 """
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.comm.context import CommContext
 from megazero.comm.grid import Axis, make_grid, single
 from megazero.generation.decode import Decoder
+from megazero.generation.prompts import Record, read_prompts, texts_in
 from megazero.generation.sampling import Sampling
-from megazero.generation.text import Prompt, Writer
+from megazero.generation.text import Writer
 from megazero.launcher.world import World
 from megazero.tools.local_ranks import on_ranks
 from megazero.tools.opened import load
@@ -35,7 +33,7 @@ class Request:
         average: generate with the averages of the weights.
     """
 
-    run: Path
+    folder: Path
     prompt: str | None
     prompts: Path | None
     out: Path | None
@@ -47,82 +45,44 @@ class Request:
     average: bool = False
 
 
-def generate(asked: Request, say: Callable[[str], object]) -> int:
+def generate(asked: Request, say: Callable[[Record], object]) -> int:
     """Generate the texts of a request; return the exit code.
 
     Args:
-        say: called with the text of a single prompt.
+        say: called with each prompt and its text, or, if they are in a file, with the number of texts there.
 
     Raises:
-        UserError: 113, the config names no tokenizer; 106, heads that so many ranks cannot split; 229, a prompt that
-            is none; 403, the output cannot be written; and those of `load` and `Writer`.
+        UserError: 113, the config names no tokenizer; 106, heads that so many ranks cannot split; 112, a prompt is too
+            long; those of `load`, of `Writer`, and of the files.
     """
-    prompts = [asked.prompt] if asked.prompt is not None else prompts_of(asked.prompts)
-    done = 0 if asked.out is None else _done(asked.out, len(prompts))
+    records = [{"prompt": asked.prompt}] if asked.prompts is None else read_prompts(asked.prompts)
+    done = 0 if asked.out is None else texts_in(asked.out, records)
 
     def work(comm: CommContext, world: World) -> None:
         device_type = "cuda" if comm.backend == "nccl" else "cpu"
         grid = single(comm) if world.size == 1 else make_grid(comm=comm, device_type=device_type, tensor=world.size)
-        _write(asked, prompts, done, say, grid["tensor"], world)
+        _write(asked, records[done:], done, say, grid["tensor"], world)
 
-    return on_ranks(asked.nproc, work)
+    code = on_ranks(asked.nproc, work) if done < len(records) else 0
+    if asked.out is not None and code == 0:
+        say({"out": str(asked.out), "texts": len(records), "new": len(records) - done})
+    return code
 
 
 def _write(
-    asked: Request, prompts: Sequence[Prompt], done: int, say: Callable[[str], object], axis: Axis, world: World
+    asked: Request, records: Sequence[Record], done: int, say: Callable[[Record], object], axis: Axis, world: World
 ) -> None:
-    opened = load(asked.run, average=asked.average, tensor=axis, device=world.device)
+    """Generate the texts of records, `done` of which came before; rank 0 writes or says them."""
+    opened = load(asked.folder, average=asked.average, tensor=axis, device=world.device)
     if opened.tokenizer is None:
-        raise UserError(113, "the run has no data.tokenizer", "train with one to get text", where=asked.run)
+        raise UserError(113, "the run has no data.tokenizer", "train with one to get text", where=asked.folder)
     writer = Writer(Decoder(opened.model), opened.tokenizer, asked.sampling, asked.stop, asked.chat, asked.batch)
-    with doing("generating", len(prompts) - done) as progress:
-        for prompt, text in zip(prompts[done:], writer.texts(prompts[done:], first=done), strict=True):
+    prompts = [record.get("prompt", record.get("messages")) for record in records]
+    with doing("generating", len(records)) as progress:
+        for record, text in zip(records, writer.texts(prompts, first=done), strict=True):
             progress.advance()
             if axis.rank == 0 and asked.out is None:
-                say(text)
+                say({**record, "text": text})
             elif axis.rank == 0 and asked.out is not None:
-                key = "prompt" if isinstance(prompt, str) else "messages"
                 with asked.out.open("a") as file:
-                    file.write(json.dumps({key: prompt, "text": text}, ensure_ascii=False) + "\n")
-
-
-def prompts_of(path: Path | None) -> list[Prompt]:
-    """Return the prompts of a file. Raises UserError 229: it cannot be read, or a line has no prompt."""
-    assert path is not None
-    do, found = 'give lines such as {"prompt": "text"} or {"messages": [...]}', list[Prompt]()
-    try:
-        with path.open(encoding="utf-8") as file:
-            lines = [*file]  # `splitlines` would also cut at separators inside of a text
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(229, f"prompts cannot be read: {error}", do, where=path) from None
-    for number, line in enumerate(lines, 1):
-        try:
-            record: Any = json.loads(line)
-            one = record.get("prompt", record.get("messages"))
-            if not isinstance(one, str | list):
-                raise ValueError("no prompt")
-        except (ValueError, AttributeError):
-            raise UserError(229, f"line {number:,} has no prompt", do, where=path) from None
-        found.append(one)
-    return found
-
-
-def _done(out: Path, most: int) -> int:
-    """Return the number of complete lines of an output; remove an incomplete one. Raises UserError 403, 229."""
-    try:
-        if not out.exists():
-            out.touch()
-            return 0
-        content = out.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            with out.open("r+b") as file:
-                file.truncate(whole)
-    except OSError as error:
-        raise UserError(403, f"cannot be written: {error.strerror}", "give another --out", where=out) from None
-    done = content[:whole].count(b"\n")
-    if done > most:
-        raise UserError(229, f"has {done:,} lines for {most:,} prompts", "give another --out", where=out)
-    if done:
-        logging.getLogger("megazero").info("%s has %d of %d texts already", out, done, most)
-    return done
+                    file.write(json.dumps({**record, "text": text}, ensure_ascii=False) + "\n")

@@ -9,15 +9,16 @@ from megazero.base.answers import answer
 from megazero.base.command_line import at_least
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
+from megazero.generation.sampling import Sampling
 from megazero.tools.train_verb import MOST_LOCAL
 
-_SAMPLING = {  # option of `Sampling`: type, default, meaning
-    "tokens": (at_least(1, int), 100, "most new tokens"),
-    "temperature": (at_least(0, float), 0.8, "sampling temperature; 0 takes the likeliest token"),
-    "top_k": (at_least(0, int), 50, "draw from the N likeliest; 0: all"),
-    "top_p": (at_least(0, float, 1), 1.0, "draw from the likeliest tokens that together have probability N"),
-    "repetition": (at_least(0.01, float), 1.0, "divide the logits of tokens that the text has by N"),
-    "seed": (at_least(0, int), 0, "seed of the sampling"),
+_SAMPLING = {  # field of `Sampling`: its meaning
+    "tokens": "most new tokens",
+    "temperature": "divide the logits by N; 0: take the most probable token",
+    "top_k": "draw from the N most probable tokens; 0: from all",
+    "top_p": "draw from the fewest tokens whose probabilities sum to N",
+    "repetition": "divide the logits of tokens that are in the text already by N",
+    "seed": "seed of the random numbers; a text depends on it and on its number in the file",
 }
 
 
@@ -26,7 +27,7 @@ def add(verbs: Any) -> None:
     generate = verbs.add_parser("generate", help="continue prompts with a run's weights")
     evaluate = verbs.add_parser("eval", help="evaluate a run on texts and on tasks of lm-eval")
     for parser, what in ((generate, "split the matrices"), (evaluate, "evaluate")):
-        parser.add_argument("--run", dest="run_folder", type=Path, required=True, help="the run's folder")
+        parser.add_argument("--run", dest="folder", type=Path, required=True, help="the run's folder")
         parser.add_argument("--nproc", type=at_least(1, int, MOST_LOCAL), default=1, help=f"ranks that {what} (1)")
         parser.add_argument("--batch", type=at_least(1, int), default=8, help="texts at once (default: 8)")
         parser.add_argument("--average", action="store_true", help="use the averages of the weights")
@@ -38,12 +39,12 @@ def add(verbs: Any) -> None:
     generate.add_argument("--out", type=Path, metavar="FILE", help=out)
     generate.add_argument("--chat", action="store_true", help="apply the tokenizer's chat template; print the answer")
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
-    for name, (kind, default, what) in _SAMPLING.items():
-        flag = f"--{name.replace('_', '-')}"
-        generate.add_argument(flag, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
+    for name, default in vars(Sampling()).items():
+        flag, what = f"--{name.replace('_', '-')}", f"{_SAMPLING[name]} (default: {default})"
+        generate.add_argument(flag, type=type(default), default=default, metavar="N", help=what)
     generate.set_defaults(run=_generate)
-    evaluate.add_argument("--text", type=Path, nargs="+", default=[], metavar="FILE", help="files of text")
-    tasks = "tasks of lm-eval: names, or files that define one"
+    evaluate.add_argument("--text", dest="texts", type=Path, nargs="+", default=[], metavar="FILE", help="UTF-8 texts")
+    tasks = "tasks of lm-eval: names, or .yaml files that define one"
     evaluate.add_argument("--tasks", type=lambda text: text.split(","), default=[], metavar="A,B", help=tasks)
     stride = "new tokens that a window scores (default: half of model.seq_len)"
     evaluate.add_argument("--stride", type=at_least(1, int), help=stride)
@@ -54,25 +55,22 @@ def add(verbs: Any) -> None:
 def _generate(options: argparse.Namespace) -> int:
     if (options.prompt is None) == (options.prompts is None) or (options.prompts is None) != (options.out is None):
         raise UserError(100, "expected --prompt TEXT, or --prompts FILE.jsonl with --out FILE.jsonl", where="generate")
+    options.sampling = Sampling(**{name: getattr(options, name) for name in _SAMPLING})
     with doing("loading torch"):
-        from megazero.tools.generate import Request, Sampling, generate
+        from megazero.tools.generate import Request, generate
 
-    sampling = Sampling(**{name: getattr(options, name) for name in _SAMPLING})
-    given = options.run_folder, options.prompt, options.prompts, options.out, sampling
-    asked = Request(*given, options.stop, options.chat, options.batch, options.nproc, options.average)
+    def say(found: dict[str, Any]) -> None:
+        text = found["text"] if "text" in found else "{out}: {texts:,} texts, {new:,} of them new".format(**found)
+        answer(json.dumps(found) if options.json else text)
 
-    def say(text: str) -> None:
-        answer(json.dumps({"prompt": options.prompt, "text": text}) if options.json else text)
-
-    return generate(asked, say)
+    return generate(Request(**{name: getattr(options, name) for name in Request.__annotations__}), say)
 
 
 def _eval(options: argparse.Namespace) -> int:
-    if not options.text and not options.tasks:
+    if not options.texts and not options.tasks:
         raise UserError(100, "expected --text FILE, --tasks A,B, or both", where="eval")
     with doing("loading torch"):
         from megazero.tools.evaluate import Request, as_text, evaluate
 
-    given = options.run_folder, options.text, options.tasks, options.stride
-    asked = Request(*given, options.nproc, options.tensor, options.batch, options.average)
+    asked = Request(**{name: getattr(options, name) for name in Request.__annotations__})
     return evaluate(asked, lambda found: answer(json.dumps(found) if options.json else as_text(found)))

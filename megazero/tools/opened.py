@@ -51,17 +51,14 @@ class Opened:
         """Return next-token logits for ids [S] or [B, S]: [S, V] or [B, S, V].
 
         Raises:
-            UserError: 112, an id that is not in the vocabulary, or no ids; 106, learned positions that are too few.
+            UserError: 112, no ids, ids that are not in the vocabulary, or more than learned positions.
         """
         tokens = torch.as_tensor(ids)
         tokens_BS = tokens if tokens.dim() == 2 else tokens[None]
-        m = self.config.model
         if tokens.dim() not in (1, 2) or not tokens.numel() or tokens.is_floating_point():
             raise UserError(112, f"expected ids [S] or [B, S], got {tokens.dtype} {tuple(tokens.shape)}", "give ids")
-        if int(tokens.min()) < 0 or int(tokens.max()) >= m.vocab:
-            raise UserError(112, f"ids from {tokens.min()} to {tokens.max()}, the vocabulary has {m.vocab}", "give ids")
-        if m.position == "learned" and tokens_BS.shape[1] > m.seq_len:
-            raise UserError(106, f"{tokens_BS.shape[1]} ids, the model has {m.seq_len} positions", "give fewer ids")
+        for row in tokens_BS.tolist():
+            Decoder(self.model).check(row, self.config.model.vocab, new=0, where="")
         step = BatchContext(0, torch.zeros(len(tokens_BS), dtype=torch.int64), training=False)
         with torch.no_grad():
             logits_BSV = self.model(tokens_BS.T, step).transpose(0, 1)
@@ -69,7 +66,7 @@ class Opened:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompt | Sequence[int] | Sequence[str] | Sequence[Sequence[int]] | Tensor,
         *,
         stop: Sequence[str] = (),
         chat: bool = False,
@@ -80,19 +77,22 @@ class Opened:
 
         Args:
             prompts: with `chat` also the messages of a conversation, or a list of them.
-            stop: a text ends before the first of these.
+            stop: a text ends before the first of these; not for ids.
             chat: render prompts with the tokenizer's chat template, and return the answers alone.
             sampling: `tokens`, `temperature`, `top_k`, `top_p`, `repetition`, `seed` (`generation/sampling.py`).
 
         Raises:
-            UserError: 113, a text for a model without a tokenizer; and those of `Writer`.
+            UserError: 113, a text for a model without a tokenizer; those of `Sampling` and of `Writer`.
         """
+        prompts = prompts.tolist() if isinstance(prompts, Tensor) else prompts
         how, decoder, first = Sampling(**sampling), Decoder(self.model), prompts[0] if len(prompts) else ""
         single = isinstance(prompts, str) or isinstance(first, int | Mapping)
         some: Any = [prompts] if single else prompts
         if isinstance(first, int) or not (chat or isinstance(first, str | Mapping)):
-            stops = set() if self.tokenizer is None else {self.tokenizer.eod}
-            found: Any = decoder.continued(some, how, vocab=self.config.model.vocab, stops=stops)
+            stops, vocab = set() if self.tokenizer is None else {self.tokenizer.eod}, self.config.model.vocab
+            for ids in some:
+                decoder.check(ids, vocab)
+            found: Any = decoder.continued(some, how, vocab=vocab, stops=stops)
         elif self.tokenizer is None:
             raise UserError(113, "the model has no tokenizer", "give ids", where="generate")
         else:

@@ -135,13 +135,13 @@ def test_an_evaluation_that_was_broken_off_is_done_by_the_next_job(
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"tasks": "[no_such_task]"}, "MZ-230 rank=0 tasks: Spec 'no_such_task' is not a registered"),
-        ({"tasks": "[long.yaml]"}, "MZ-230 rank=0 tasks: mz_until asks for 256 new tokens, model.seq_len is 32"),
-        ({"samples": f'["{"x" * 400}"]'}, "MZ-112 rank=0 generate: a prompt has"),
-        ({"tasks": "[gone.yaml]"}, "MZ-230 rank=0 tasks: Unable to find"),
-        ({"tasks": "[odd.yaml]"}, "MZ-230 rank=0 tasks: while scanning"),
+        ({"tasks": "[no_such_task]"}, "MZ-230 rank=0 no_such_task: Spec 'no_such_task' is not a registered"),
+        ({"tasks": "[long.yaml]"}, "MZ-230 rank=0 mz_until: asks for 256 new tokens, model.seq_len is 32"),
+        ({"samples": f'["{"x" * 400}"]'}, "MZ-112 rank=0 prompt 1: expected at most"),
+        ({"tasks": "[gone.yaml]"}, "MZ-230 rank=0 gone.yaml: Unable to find"),
+        ({"tasks": "[odd.yaml]"}, "MZ-230 rank=0 odd.yaml: while scanning"),
         ({"texts": "[none.txt]"}, "MZ-229 rank=0 none.txt: cannot be read: No such file"),
-        ({"texts": "[a/x.txt, b/x.txt]"}, "MZ-229 rank=0 observe.evaluate.texts: two files have one name"),
+        ({"texts": "[a/x.txt, b/x.txt]"}, "MZ-229 rank=0 observe.evaluate.texts: two files are named x.txt"),
     ],
 )
 def test_wrong_requests_are_refused_before_training(

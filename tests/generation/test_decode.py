@@ -16,7 +16,8 @@ from megazero.config.file import load
 from megazero.config.schema import Config
 from megazero.generation import decode
 from megazero.generation.decode import Decoder, Stream
-from megazero.generation.sampling import Sampling, draw, penalise_
+from megazero.generation.draw import draw, penalise_
+from megazero.generation.sampling import Sampling
 from megazero.kernels.operations import REFERENCE
 from megazero.model.batch_context import BatchContext
 from megazero.model.parameter import declaration_of

@@ -37,9 +37,10 @@ def copy(finished: RunFolder, tmp_path: Path) -> RunFolder:
 
 def generate(folder: RunFolder, prompt: str, sampling: Sampling, **how: Any) -> str:
     """The text of one prompt."""
-    said = list[str]()
+    said = list[dict[str, Any]]()
     assert generate_all(Request(folder.path, prompt, None, None, sampling, **how), said.append) == 0
-    return said[0]
+    assert said[0]["prompt"] == prompt
+    return said[0]["text"]
 
 
 def draw(model: Transformer, ids: list[int], sampling: Sampling, vocab: int = VOCAB, stop: int = -1) -> list[int]:
@@ -78,7 +79,9 @@ def test_only_ids_of_the_tokenizer_are_drawn(model: Transformer):
 
 def test_prompts_of_any_length(finished: RunFolder, model: Transformer):
     assert isinstance(generate(finished, "", Sampling(tokens=3)), str)
-    with pytest.raises(UserError, match=r"a prompt has .* ids, the model 32 positions; give a shorter prompt"):
+    with pytest.raises(
+        UserError, match=r"MZ-112 prompt 1: expected at most 31 ids, as positions are learned, got .*; give fewer"
+    ):
         generate(finished, "x = 1  # é 中\n" * 40, Sampling(tokens=3))
 
 
@@ -162,12 +165,17 @@ def lines(path: Path) -> list[dict[str, Any]]:
 PROMPTS = ["def ", "class A", "", "a\u2028b", "x = "]
 
 
-def test_prompts_of_a_file_go_on_where_they_stopped(finished: RunFolder, tmp_path: Path) -> None:
+def test_prompts_of_a_file_go_on_where_they_stopped(
+    finished: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in PROMPTS))
     line = ["generate", "--run", str(finished.path), "--prompts", str(prompts), "--tokens", "6", "--seed", "1"]
     assert main([*line, "--out", str(out), "--batch", "2"]) == 0
     whole = out.read_bytes()
+    assert capsys.readouterr().out == f"{out}: 5 texts, 5 of them new\n"
+    assert main([*line, "--out", str(out), "--json"]) == 0, "nothing is left to do"
+    assert json.loads(capsys.readouterr().out) == {"out": str(out), "texts": 5, "new": 0}
     assert [each["prompt"] for each in lines(out)] == PROMPTS
     assert all(each["text"].startswith(each["prompt"]) for each in lines(out))
     for cut in (0, len(whole.splitlines(keepends=True)[0]), len(whole) - 7):
@@ -189,10 +197,24 @@ def test_a_stop_text_ends_a_text(finished: RunFolder, capsys: pytest.CaptureFixt
     [
         (["--prompt", "a", "--out", "x"], "MZ-100 generate: expected --prompt TEXT, or --prompts FILE.jsonl"),
         ([], "MZ-100 generate: expected --prompt TEXT, or --prompts FILE.jsonl"),
-        (["--prompts", "none.jsonl", "--out", "x"], "MZ-229 none.jsonl: prompts cannot be read"),
-        (["--prompts", "bad.jsonl", "--out", "x"], "MZ-229 bad.jsonl: line 2 has no prompt; give lines such as"),
-        (["--prompts", "chat.jsonl", "--out", "x"], "MZ-229 generate: a prompt has messages; give --chat"),
-        (["--prompts", "good.jsonl", "--out", "bad.jsonl"], "MZ-229 bad.jsonl: has 2 lines for 1 prompts"),
+        (
+            ["--prompts", "none.jsonl", "--out", "x"],
+            "MZ-229 none.jsonl: cannot be read: No such file or directory; give",
+        ),
+        (["--prompts", "latin.jsonl", "--out", "x"], "MZ-229 latin.jsonl: cannot be read: it is not UTF-8; give lines"),
+        (["--prompts", "bad.jsonl", "--out", "x"], "MZ-229 bad.jsonl: line 3: expected either prompt, a text, or mess"),
+        (["--prompts", "bad.jsonl", "--out", "x"], "got promt: str; give lines such as"),
+        (["--prompts", "cut.jsonl", "--out", "x"], "MZ-229 cut.jsonl: line 1: not JSON: Invalid control character"),
+        (["--prompts", "chat.jsonl", "--out", "x"], "MZ-229 prompt 1: expected a text, got messages; give --chat"),
+        (["--prompts", "good.jsonl", "--out", "bad.jsonl"], "MZ-229 bad.jsonl: has 3 lines for 1 prompts"),
+        (["--prompts", "good.jsonl", "--out", "other.jsonl"], "MZ-229 other.jsonl: line 1 is not the text of prompt 1"),
+        (
+            ["--prompts", "good.jsonl", "--out", "no/x"],
+            "MZ-403 no/x: cannot be written: No such file or directory; giv",
+        ),
+        (["--prompt", "a", "--top-p", "1.5"], "MZ-100 generate: top_p is 1.5, expected 0 to 1"),
+        (["--prompt", "a", "--temperature", "nan"], "MZ-100 generate: temperature is nan, expected at least 0"),
+        (["--prompt", "a", "--tokens", "0"], "MZ-100 generate: tokens is 0, expected at least 1"),
         (["--prompt", "a", "--nproc", "3"], "--nproc: model.heads % parallel.tensor == 0 is broken"),
         (["--prompt", "a", "--chat"], "MZ-226 "),
     ],
@@ -201,7 +223,10 @@ def test_wrong_requests(
     arguments: list[str], line: str, finished: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    Path("bad.jsonl").write_text('{"prompt": "a"}\n\n{"promt": "b"}\n')
+    Path("cut.jsonl").write_text('{"prompt": "a\n')
+    Path("latin.jsonl").write_bytes('{"prompt": "\xe9"}'.encode("latin-1"))
+    Path("other.jsonl").write_text('{"prompt": "b", "text": "bc"}\n')
     Path("chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     Path("good.jsonl").write_text('{"prompt": "a"}\n')
     assert main(["generate", "--run", str(finished.path), *arguments]) != 0
@@ -216,3 +241,31 @@ def test_in_python(finished: RunFolder) -> None:
     assert opened.generate(["def ", "x"], tokens=8, seed=3)[0] == text
     ids = opened.generate([5, 6, 7], tokens=8, temperature=0)
     assert opened.generate([[5, 6, 7], [9]], tokens=8, temperature=0)[0] == ids and len(ids) <= 8
+    assert opened.generate(torch.tensor([5, 6, 7]), tokens=8, temperature=0) == ids
+    assert opened.generate([5, 6, 7], tokens=8, top_p=0.0) == ids, "the most probable token alone"
+    assert opened.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "how", "said"),
+    [
+        ([5, VOCAB], {}, f"MZ-112 generate: id {VOCAB} is not one of {VOCAB}; give ids of this vocabulary"),
+        ([[5], [-1]], {}, "MZ-112 generate: id -1 is not one of"),
+        ([5] * 32, {}, "MZ-112 generate: expected at most 31 ids, as positions are learned, got 32; give fewer"),
+        ("a", {"repetition": 0}, "MZ-100 generate: repetition is 0, expected at least 0.01"),
+        ("a", {"seed": -1}, "MZ-100 generate: seed is -1, expected at least 0"),
+    ],
+)
+def test_wrong_requests_in_python(finished: RunFolder, prompt: Any, how: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as raised:
+        megazero.load(finished.path).generate(prompt, **how)
+    assert str(raised.value).startswith(said)
+
+
+def test_other_keys_of_a_line_are_kept(finished: RunFolder, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"id": 7, "prompt": "def ", "text": "of another model"}\n')
+    line = ["generate", "--run", str(finished.path), "--prompts", str(prompts), "--out", str(out), "--tokens", "3"]
+    assert main(line) == main(line) == 0
+    (found,) = lines(out)
+    assert list(found) == ["id", "prompt", "text"] and found["id"] == 7 and found["text"].startswith("def ")
