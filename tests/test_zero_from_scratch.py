@@ -181,6 +181,7 @@ def tables(text: str) -> list[str]:
     return [FIGURE.sub("#", row) if row.startswith(("| bf16 |", "| fp64 |")) else row for row in rows]
 
 
+@pytest.mark.full
 def test_tables_of_the_page_are_what_the_script_prints():
     printed = "\n\n".join(show(stage, reports_of(stage, 4)) for stage in STAGES)
     assert tables(PAGE) == tables(printed), f"python examples/zero_from_scratch.py prints:\n{printed}"

@@ -4,6 +4,8 @@ file cannot express code.
 
 from pathlib import Path
 
+import pytest
+
 from tests.tiny_run import TinyData, fresh_command
 
 WATCH = """
@@ -23,6 +25,7 @@ pickle.loads(pickle.dumps(Exception))
 """
 
 
+@pytest.mark.full
 def test_training_saving_resuming_resharding_and_exporting_unpickle_nothing(
     tiny_data: TinyData, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """Evaluations in the loop: on the run's own grid, equal to one process; training does not depend on them."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def test_training_does_not_depend_on_evaluations(plain: dict[str, Path]) -> None
     assert all(text["text"].startswith(text["prompt"]) for text in texts) and any(len(t["text"]) > 20 for t in texts)
 
 
+@pytest.mark.full
 def test_the_last_evaluation_is_that_of_the_command(plain: dict[str, Path], folder: Path, capfd: Any) -> None:
     line = ["eval", "--run", str(plain["with"]), "--text", str(folder / "code.py"), "--json"]
     assert main([*line, "--tasks", str(folder / "choice.yaml")]) == 0
@@ -87,6 +89,7 @@ GRIDS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("grid", GRIDS)
 def test_every_grid_has_the_results_of_one_process(
     grid: str, tiny_data: TinyData, plain: dict[str, Path], folder: Path, tmp_path: Path
@@ -121,6 +124,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.full
 def test_an_evaluation_that_was_broken_off_is_done_by_the_next_job(
     tiny_data: TinyData, plain: dict[str, Path], folder: Path, tmp_path: Path
 ) -> None:
@@ -132,14 +136,17 @@ def test_an_evaluation_that_was_broken_off_is_done_by_the_next_job(
     assert results(tmp_path / "run") == results(plain["with"])
 
 
+full = partial(pytest.param, marks=pytest.mark.full)
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"tasks": "[no_such_task]"}, "MZ-230 rank=0 no_such_task: Spec 'no_such_task' is not a registered"),
+        full({"tasks": "[no_such_task]"}, "MZ-230 rank=0 no_such_task: Spec 'no_such_task' is not a registered"),
         ({"tasks": "[long.yaml]"}, "MZ-230 rank=0 mz_until: asks for 256 new tokens, model.seq_len is 32"),
         ({"samples": f'["{"x" * 400}"]'}, "MZ-112 rank=0 prompt 1: expected at most"),
-        ({"tasks": "[gone.yaml]"}, "MZ-230 rank=0 gone.yaml: Unable to find"),
-        ({"tasks": "[odd.yaml]"}, "MZ-230 rank=0 odd.yaml: while scanning"),
+        full({"tasks": "[gone.yaml]"}, "MZ-230 rank=0 gone.yaml: Unable to find"),
+        full({"tasks": "[odd.yaml]"}, "MZ-230 rank=0 odd.yaml: while scanning"),
         ({"texts": "[none.txt]"}, "MZ-229 rank=0 none.txt: cannot be read: No such file"),
         ({"texts": "[a/x.txt, b/x.txt]"}, "MZ-229 rank=0 observe.evaluate.texts: two files are named x.txt"),
     ],

@@ -129,6 +129,7 @@ def patient_on(grid: Grid, fails: bool) -> int | None:
     return caught.value.code
 
 
+@pytest.mark.full
 def test_work_of_rank_0_may_take_longer_than_an_operation() -> None:
     assert run_ranks(2, patient_on, False) == [3, None]
     assert run_ranks(2, patient_on, True) == [230, 230]

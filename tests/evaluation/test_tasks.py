@@ -93,10 +93,10 @@ def answers(
     return json.loads(items.read_text()), json.loads(capfd.readouterr().out)["tasks"]
 
 
-GRIDS = [(), ("--nproc", "2", "--tensor", "2"), ("--nproc", "4")]
+FULL = [pytest.param(grid, marks=pytest.mark.full) for grid in (("--nproc", "2", "--tensor", "2"), ("--nproc", "4"))]
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=["one", "tensor 2", "stage 3 on 4"])
+@pytest.mark.parametrize("grid", [(), *FULL], ids=["one", "tensor 2", "stage 3 on 4"])
 def test_items_equal_those_of_the_hf_model(
     grid: tuple[str, ...],
     folder: Path,

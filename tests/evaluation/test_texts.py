@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,18 @@ def test_every_grid_finds_the_same(run: Path, grid: tuple[str, ...], capfd: Any)
         assert own[name] == pytest.approx(of, rel=1e-6)
 
 
+full = partial(pytest.param, marks=pytest.mark.full)
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["--text", "none.txt"], "MZ-229 none.txt: cannot be read: No such file"),
         (["--text", "empty.txt"], "MZ-229 empty.txt: is empty; give a file of UTF-8 text"),
         (["--text", "odd.txt"], "MZ-229 odd.txt: cannot be read: byte 1 is not UTF-8"),
-        (["--tasks", "no_such_task"], "MZ-230 no_such_task: Spec 'no_such_task' is not a registered task"),
+        full(["--tasks", "no_such_task"], "MZ-230 no_such_task: Spec 'no_such_task' is not a registered task"),
         (["--tasks", "a.txt", "--nproc", "2"], "MZ-230 rank=0 a.txt: Expected YAML dict from"),
-        (["--tasks", "none.yaml"], "MZ-230 none.yaml: "),
+        full(["--tasks", "none.yaml"], "MZ-230 none.yaml: "),
         (["--text", "a.txt", "--stride", "33"], "MZ-106 eval: --stride 33 is more than a window, model.seq_len 32"),
         ([], "MZ-100 eval: expected --text FILE, --tasks A,B, or both"),
         (["--text", "a.txt", "--nproc", "3", "--tensor", "2"], "MZ-106 eval: --tensor 2 does not divide --nproc 3"),

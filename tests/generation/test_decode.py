@@ -132,12 +132,12 @@ def test_what_is_drawn_follows_the_settings() -> None:
     logits_V = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0], dtype=torch.float64)
 
     def shares(**how: Any) -> Tensor:
-        rows = logits_V.repeat(20_000, 1)
+        rows = logits_V.repeat(5_000, 1)
         found = draw(rows, Sampling(**how), range(len(rows)), 0)
         return torch.bincount(found, minlength=5) / len(rows)
 
     def close(found: Tensor, expected: Tensor) -> bool:
-        return bool(((found - expected).abs() <= 5 * (expected * (1 - expected) / 20_000).sqrt()).all())
+        return bool(((found - expected).abs() <= 5 * (expected * (1 - expected) / 5_000).sqrt()).all())
 
     assert close(shares(temperature=1.0, top_k=0), logits_V.softmax(0))
     assert close(shares(temperature=0.5, top_k=2), (2 * logits_V[:2]).softmax(0) @ torch.eye(2, 5, dtype=torch.float64))

@@ -205,6 +205,7 @@ def test_traffic_of_a_block(tensor: int, mode: str, recomputed: int) -> None:
             assert told["tensor inputs"] * 10 == sums and told["tensor inputs"] * 12 == sums + 2 * unit
 
 
+@pytest.mark.full
 def test_activations_shrink() -> None:
     """Each block's are gone but for one at a time: as many blocks more cost next to nothing."""
     deep = {mode: tell_deep(mode, 4) for mode in ("none", *RECOMPUTED)}

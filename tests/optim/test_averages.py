@@ -35,6 +35,7 @@ def begin(tiny_data: TinyData, run: Path, *overrides: str, nproc: int = 1) -> No
     assert main([*line, "--nproc", str(nproc)]) == 0
 
 
+@pytest.mark.full
 def test_an_interrupted_run_has_the_averages_of_a_whole_one(tiny_data: TinyData, tmp_path: Path) -> None:
     whole, cut, other = (tmp_path / name for name in ("whole", "cut", "other"))
     begin(tiny_data, whole, *EMA, "zero.stage=2", "run.steps=6", nproc=2)

@@ -116,7 +116,9 @@ def test_a_parameter_takes_8_bytes_and_the_plan_says_so() -> None:
             assert held["parameters"] + held["gradients"] + held["optimizer"] == 4 * held["parameters"]
 
 
-@pytest.mark.parametrize("name", ["neither", "muon", "moments, masters"])
+@pytest.mark.parametrize(
+    "name", ["neither", *(pytest.param(n, marks=pytest.mark.full) for n in ("muon", "moments, masters"))]
+)
 def test_a_resumed_run_rounds_alike(tiny_data: TinyData, tmp_path: Path, name: str) -> None:
     whole, cut, own = tmp_path / "whole", tmp_path / "cut", (*SETS[name], "zero.stage=2", "schedule.steps=6")
     begin(tiny_data, whole, *own, "run.steps=6", nproc=2)
@@ -128,6 +130,7 @@ def test_a_resumed_run_rounds_alike(tiny_data: TinyData, tmp_path: Path, name: s
     assert {manifest.dtype_of(tensor, kind) for tensor in manifest.tensors for kind in manifest.kinds[1:]} == {"BF16"}
 
 
+@pytest.mark.full
 def test_a_run_may_change_between_them(tiny_data: TinyData, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     bf16, more = "precision.dtype=bf16", ("schedule.steps=6", "zero.stage=1")
     begin(tiny_data, tmp_path, bf16, *more, "run.steps=2", nproc=2)

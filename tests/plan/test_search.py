@@ -38,9 +38,9 @@ def test_an_update_is_that_of_the_job_at_rest(layout: Job, saving: dict[str, obj
 @pytest.mark.parametrize(
     ("gigabytes", "shape"),
     [
-        pytest.param(1.8, SMALL, id="1.8-gelu"),
+        pytest.param(1.8, SMALL, id="1.8-gelu", marks=pytest.mark.full),
         pytest.param(1.8, GATED, id="1.8-gated", marks=pytest.mark.full),
-        pytest.param(80.0, SMALL, id="80.0-gelu"),
+        pytest.param(80.0, SMALL, id="80.0-gelu", marks=pytest.mark.full),
         pytest.param(80.0, GATED, id="80.0-gated"),
     ],
 )
@@ -59,6 +59,7 @@ def test_the_best_is_the_best_of_all_combinations(gigabytes: float, shape: Shape
     assert all(fits(rank, machine) for one in found.best for rank in everywhere(one.job, machine))
 
 
+@pytest.mark.full
 def test_what_fits_nowhere_else_goes_to_disks() -> None:
     job = Job(SMALL, HALF, global_batch=8)
     machine = replace(tight(1.3), host_memory_bytes=10**6, disk=Disk(10**12, 3e9, 3e9))

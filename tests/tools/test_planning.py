@@ -169,6 +169,7 @@ def test_nothing_fits() -> None:
         find(load("gpt13b"), 257, MACHINES["a100-80gb"])
 
 
+@pytest.mark.full
 def test_offload_that_gains_nothing_is_not_among_the_best() -> None:
     found = find(load("gpt100b"), 48, MACHINES["a100-80gb"])
     assert len(found.best) == 10

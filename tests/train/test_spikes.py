@@ -69,6 +69,7 @@ def test_a_spike_is_skipped_or_reported(
     assert said.count(f"step {AT}: gradient norm") == 1 and said.count("; not updated") == int(action == "skip")
 
 
+@pytest.mark.full
 def test_every_grid_and_a_resumed_run_skip_the_same_steps(tiny_data: TinyData, tmp_path: Path) -> None:
     own = ("run.on_spike=skip", "run.spike_factor=1.05", "schedule.steps=50", "batch.micro=1")
     runs = {"one": 1, "two": 2, "resumed": 2}
