@@ -5,7 +5,8 @@
     12 layers, hidden 512, 8 heads in 4 groups, SwiGLU 1,536, vocabulary 8,192: a Llama of 43M parameters, fp32
 
 One process of one thread; a prompt of 64 tokens and 64 new ones, in batches of 1 and 16 texts. The reference (1.000) is
-transformers. The new tokens of both are compared.
+transformers. The new tokens of both are compared. *matrix products alone*: the products of every pass without attention
+and all else.
 """
 
 import argparse
@@ -34,6 +35,7 @@ def groups() -> Iterator[Group]:
     """Yield a group for each batch."""
     for batch in (1, 16):
         systems = [System("transformers", theirs, (batch,)), System("ours", ours, (batch,))]
+        systems.append(System("matrix products alone", products, (batch,), has_loss=False))
         yield Group(f"generation, {batch} texts at once", systems)
 
 
@@ -65,6 +67,23 @@ def ours(batch: int) -> Call:
     def call() -> float:
         new = opened.generate(prompts, tokens=NEW, temperature=0.0)
         return sum(map(sum, new)) / sum(map(len, new))
+
+    return call
+
+
+def products(batch: int) -> Call:
+    """Return a call that computes the products with all matrices, and nothing else: a bound for both."""
+    import torch
+
+    named = [(name, each.detach()) for name, each in _model().named_parameters() if each.dim() == 2]
+    matrices = [(name == "lm_head.weight", each) for name, each in named if "embed" not in name]
+    inputs = {each.shape[1]: torch.randn(batch * PROMPT, each.shape[1]) for _, each in matrices}
+
+    def call() -> float:
+        for rows in (batch * PROMPT, *[batch] * (NEW - 1)):
+            for is_head, matrix in matrices:
+                torch.nn.functional.linear(inputs[matrix.shape[1]][: batch if is_head else rows], matrix)
+        return 0.0
 
     return call
 
