@@ -2,14 +2,17 @@
 
 import json
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megazero.base.errors import UserError
 from megazero.kernels import __main__ as kernels
 from megazero.kernels import cpu
 from megazero.kernels.build import BuildError
+from megazero.run.early_stops import EarlyStops
 from megazero.tools.doctor.doctor import Diagnosis, as_json
 from megazero.tools.doctor.finding import Finding
 from scripts.slurm import folder, preflight
@@ -67,6 +70,17 @@ def test_kernels_are_built_or_it_is_said_why_not(
     assert capsys.readouterr().err == (
         "cpu kernels: not built, no g++ on this machine; runs use the reference instead\n"
     )
+
+
+def test_the_batch_script_counts_early_stops(tmp_path: Path) -> None:
+    lines = (ROOT / "scripts/slurm/train.sbatch").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("early=")]
+    script = f'folder="$1"\n{line}\necho "${{early:-0}}"'
+    for count in range(4):
+        done = subprocess.run(["bash", "-c", script, "_", tmp_path], capture_output=True, text=True, check=True)
+        assert int(done.stdout) == count
+        with suppress(UserError):
+            EarlyStops(tmp_path / "early_stops").add("stopped by SIGTERM")
 
 
 CLUSTER = """

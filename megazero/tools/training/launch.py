@@ -111,7 +111,7 @@ def _stopped_early(folder: RunFolder, number: int, phase: str) -> int:
         phase: the phase of rank 0; before rank 0 had the run's folder, nothing is counted there.
 
     Raises:
-        UserError: 422, this happened too often in a row, or the file of the count is damaged.
+        UserError: 422, this happened too often in a row.
     """
     text = stopped_by(number)
     if phase != START:
