@@ -27,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megazero.base.answers import answer, fail, flush_output, leave, show, tell
+from megazero.base.answers import answer, fail, flush_output, leave, show, tell, warn
 from megazero.base.command_line import OVERRIDES, Parser, at_least, tokens
 from megazero.base.doing import doing
 from megazero.base.errors import UserError, of_system
@@ -36,6 +36,7 @@ from megazero.base.packages import missing
 from megazero.base.picture import check_name
 from megazero.base.stop_signals import end_at_once, handle
 from megazero.base.version import __version__
+from megazero.run.folder import RunFolder
 from megazero.tools import certify_verb, data_verb, generate_verb, train_verb
 from megazero.tools.train_verb import MOST_LOCAL
 
@@ -46,7 +47,6 @@ _DATA_TOOLS = {
     "inspect": ("inspect", "check token files and describe their contents"),
     "merge": ("merge", "join token files"),
 }
-_MOST_GPUS = 2**20  # ranks of a job
 
 
 def command(arguments: Sequence[str] | None = None) -> int:
@@ -187,9 +187,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     with doing("loading torch"):
-        from megazero.observe.sinks import warn
         from megazero.tools.convert.transformers_files import export_run
-    from megazero.run.folder import RunFolder
 
     folder, how = RunFolder(options.run_folder), {"proven": options.proof, "average": options.average}
     return answer(export_run(folder, options.out, options.part_mb, options.family, warn, **how))
@@ -197,9 +195,7 @@ def _export(options: argparse.Namespace) -> int:
 
 def _import(options: argparse.Namespace) -> int:
     with doing("loading torch"):
-        from megazero.observe.sinks import warn
         from megazero.tools.convert.transformers_files import import_run
-    from megazero.run.folder import RunFolder
 
     return answer(import_run(options.model, RunFolder(options.out), warn, proven=options.proof))
 
@@ -240,7 +236,7 @@ def _add_planning(verbs: Any) -> None:
     explain.add_argument("--config", help="show this config's values")
     explain.add_argument("overrides", nargs="*", metavar="section[.key] | section.key=value")
     explain.set_defaults(run=_explain)
-    ranks = at_least(1, int, _MOST_GPUS)
+    ranks = at_least(1, int, 2**20)
     schedule = _with_config(verbs, _schedule, "schedule", "show and draw what each rank of a pipeline does in a step")
     schedule.add_argument("--nproc", type=ranks, help="ranks of the run (default: parallel.tensor * parallel.pipeline)")
     schedule.add_argument("--draw", type=Path, metavar="FILE", help="write a timeline, .svg or .png")

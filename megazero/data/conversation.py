@@ -69,15 +69,17 @@ class SpecialNames:
         return "|".join(map(re.escape, names)) or "(?!)"
 
 
-def prompt_of(messages: Sequence[Mapping[str, Any]], template: Template, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a conversation up to the beginning of the next answer.
+def prompt_of(
+    messages: Sequence[Mapping[str, Any]], template: Template, tokenizer: Tokenizer, where: object
+) -> list[int]:
+    """Return the ids of a conversation, at `where`, up to the beginning of the next answer.
 
     Raises:
         UserError: 227, the template cannot render it; 226, the template itself is faulty.
     """
 
     def refuse(what: str) -> UserError:
-        return UserError(227, what, "repair the conversation", where=template.where)
+        return UserError(227, what, "repair the conversation", where=where)
 
     names = SpecialNames(tokenizer.specials)
     if not all(isinstance(one, Mapping) and isinstance(one.get("content"), str) for one in messages):

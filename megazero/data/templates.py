@@ -156,8 +156,7 @@ def open_template(path: Path | None, tokenizer: Tokenizer) -> Template:
             raise UserError(TEMPLATE_FAULT, f"template cannot be read: {said}", "check --chat", where=where) from error
     if not isinstance(source, str):
         what = f"no chat template: there is no {CHAT_TEMPLATE} next to it, and none in {CONFIG}"
-        do = f"add {CHAT_TEMPLATE}, or give preprocess --chat TEMPLATE.jinja"
-        raise UserError(TEMPLATE_FAULT, what, do, where=tokenizer.path)
+        raise UserError(TEMPLATE_FAULT, what, "add one of them", where=tokenizer.path)
     return Template(source, where, _token_names(config, tokenizer))
 
 

@@ -77,8 +77,8 @@ def evaluations(
         found["evaluating texts"] = partial(_texts, scorer, texts, tokenizer.eod)
     if asked.samples:
         writer = Writer(scorer.decoder, tokenizer, Sampling(seed=config.run.seed), batch=scorer.texts)
-        for number, prompt in enumerate(asked.samples):
-            writer.ids_of(prompt, number)  # raises before training what would be raised after it
+        for prompt in asked.samples:
+            writer.ids_of(prompt, "observe.evaluate.samples")  # raises before training what would be raised after it
         found["writing samples"] = partial(_samples, writer, asked.samples, folder / "samples" if leads else None)
     if asked.tasks:
         found["evaluating tasks"] = _tasks(asked.tasks, Calls(scorer, tokenizer, grid), leads=leads)

@@ -65,8 +65,8 @@ class Harness(TemplateLM):
         for settings, numbers in groups.items():
             how: dict[str, Any] = {**normalize_gen_kwargs(json.loads(settings))}
             new, stop = how["max_gen_toks"], [text for text in [*how["until"], eod] if text]
-            names = {"temperature": 0.0, "top_k": 50, "top_p": 1.0}
-            sampling = {"tokens": new, **{name: how.get(name, default) for name, default in names.items()}}
+            sampling = {"tokens": new, "temperature": how.get("temperature", 0.0), "top_p": how.get("top_p", 1.0)}
+            sampling["top_k"] = max(0, how.get("top_k", 50))
             ids = {i: self.tok_encode(requests[i].args[0])[new - self._length :] for i in numbers}
             size = self._calls.scorer.texts
             for number, some in enumerate(_batches({i: len(own) for i, own in ids.items()}, size)):
@@ -104,11 +104,14 @@ class Tasks:
 
     def __init__(self, names: Sequence[str], length: int):
         self._names, self._manager = list(dict.fromkeys(names)), TaskManager()
+        found = dict[str, str]()
         with doing("loading tasks"):
             for asked in self._names:
                 with _explained(asked):
                     for name, task in self._manager.load([asked])["tasks"].items():
                         _require_possible(name, task, length)
+                        if found.setdefault(name, asked) != asked:
+                            raise UserError(230, f"{name} is also in {found[name]}", "leave one out", where=asked)
 
     def numbers(self, calls: Calls) -> dict[str, float]:
         """Return the numbers of lm-eval's results (`numbers_of`): work for `Calls.serve`."""

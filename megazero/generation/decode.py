@@ -82,13 +82,14 @@ class Decoder:
     data: Axis = Axis("data")  # noqa: RUF009 - of one rank; nothing is sent
 
     def check(self, ids: Sequence[int], vocab: int, new: int = 1, where: object = "generate") -> None:
-        """Refuse ids that are not below `vocab`, or are too many for `new` more. Raises UserError 112."""
+        """Refuse no ids, ids that are not below `vocab`, and too many for `new` more. Raises UserError 112."""
         shape = self.model.shape
-        if odd := [token for token in ids if not 0 <= token < vocab]:
-            raise UserError(112, f"id {odd[0]} is not one of {vocab:,}", "give ids of this vocabulary", where=where)
+        odd = [token for token in ids if not 0 <= token < vocab]
+        what = f"id {odd[0]} is not one of {vocab:,}" if odd else "" if len(ids) else "expected ids, got none"
         if shape.position == "learned" and len(ids) + new > shape.seq_len:
             what = f"expected at most {shape.seq_len - new:,} ids, as positions are learned, got {len(ids):,}"
-            raise UserError(112, what, "give fewer", where=where)
+        if what:
+            raise UserError(112, what, "change the prompt", where=where)
 
     @torch.no_grad()
     def continued(

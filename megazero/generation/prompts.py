@@ -19,7 +19,7 @@ _DO = 'give lines such as {"prompt": "text"} or {"messages": [...]}'
 def read_prompts(path: Path) -> list[Record]:
     """Return the lines of a file that are not empty. Raises UserError 229: unreadable, or a line without a prompt."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             lines = [*file]  # `splitlines` would also cut at separators inside of a text
     except (OSError, UnicodeDecodeError) as error:
         what = f"cannot be read: {getattr(error, 'strerror', 'it is not UTF-8')}"
@@ -35,11 +35,19 @@ def read_prompts(path: Path) -> list[Record]:
 
 
 def _with_prompt(record: Record) -> Record:
-    """Return the record without its text, if it is an output. Raises ValueError: it has no prompt, or two."""
-    if [isinstance(record.get("prompt"), str), isinstance(record.get("messages"), list)].count(True) != 1:
+    """Return the record without its text, if it has one. Raises ValueError: no prompt, or it cannot be written."""
+    messages = record.get("messages")
+    talks = isinstance(messages, list) and all(isinstance(one, dict) for one in messages)
+    if isinstance(record.get("prompt"), str) == talks:
         got = ", ".join(f"{key}: {type(value).__name__}" for key, value in record.items()) or "no key"
-        raise ValueError(f"expected either prompt, a text, or messages, a list; got {got}")
+        raise ValueError(f"expected either prompt, a text, or messages, a list of objects; got {got}")
+    _head(record)
     return {key: value for key, value in record.items() if key != "text"}
+
+
+def _head(record: Record) -> bytes:
+    """Return the beginning of a record's line in the output, up to its text. Raises ValueError: not to be written."""
+    return json.dumps({**record, "text": ""}, ensure_ascii=False, allow_nan=False)[:-2].encode()
 
 
 def texts_in(out: Path, records: Sequence[Record]) -> int:
@@ -50,15 +58,16 @@ def texts_in(out: Path, records: Sequence[Record]) -> int:
     """
     do = "give another --out"
     try:
-        with out.open("a+b") as file:
-            file.seek(0)
-            *lines, rest = file.read().split(b"\n")
-            file.truncate(file.tell() - len(rest))
+        *lines, rest = (out.read_bytes() if out.is_file() else b"").split(b"\n")
+        if len(lines) + bool(rest) > len(records):
+            raise UserError(229, f"has {len(lines):,} lines for {len(records):,} prompts", do, where=out)
+        for number, (line, head) in enumerate(zip([*lines, rest], map(_head, records), strict=False), 1):
+            # The rest may end before the text.
+            if not line.startswith(head) and not (number > len(lines) and head.startswith(line)):
+                raise UserError(229, f"line {number:,} is not the text of prompt {number:,}", do, where=out)
+        with out.open("ab") as file:
+            if rest:
+                file.truncate(sum(len(line) + 1 for line in lines))
     except OSError as error:
-        raise UserError(403, f"cannot be written: {error.strerror}", do, where=out) from None
-    if len(lines) > len(records):
-        raise UserError(229, f"has {len(lines):,} lines for {len(records):,} prompts", do, where=out)
-    for number, (line, record) in enumerate(zip(lines, records, strict=False), 1):
-        if not line.startswith(json.dumps(record, ensure_ascii=False)[:-1].encode()):
-            raise UserError(229, f"line {number:,} is not the text of prompt {number:,}", do, where=out)
+        raise UserError(403, f"cannot be written: {error.strerror or error}", do, where=out) from None
     return len(lines)

@@ -37,5 +37,4 @@ class Sampling:
         for name, value in vars(self).items():
             least, most = _LEAST.get(name, 0), _MOST.get(name, 2**63 - 1)
             if not least <= value <= most:
-                expected = f"{least} to {most}" if name in _MOST else f"at least {least}"
-                raise UserError(100, f"{name} is {value}, expected {expected}", where="generate")
+                raise UserError(100, f"{name} is {value}, expected {least} to {most:.3g}", where="generate")

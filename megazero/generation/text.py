@@ -1,21 +1,20 @@
 """Continue texts and conversations: encode prompts, decode new tokens, end at stop texts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megazero.base.answers import warn
 from megazero.base.errors import UserError
-from megazero.base.reading import parse_object, read_file
 from megazero.data.conversation import prompt_of
 from megazero.data.templates import Template, open_template
 from megazero.data.tokenizer import Tokenizer
+from megazero.data.tokenizers.common import config_beside
 from megazero.generation.decode import Decoder
 from megazero.generation.sampling import Sampling
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]  # a text, the messages of a conversation, ids
-GENERATION, _BYTES = "generation_config.json", 1 << 20
+GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,7 @@ class Writer:
         stop: a continuation ends before the first of these texts.
         chat: prompts are conversations, or the first message of one, and answers are returned without their prompts.
         batch: the number of texts that are continued at once.
+        warn: called once, if a prompt is longer than the sequences of training.
     """
 
     decoder: Decoder
@@ -35,29 +35,30 @@ class Writer:
     stop: Sequence[str] = ()
     chat: bool = False
     batch: int = 8
+    warn: Callable[[str], object] = str
 
-    def ids_of(self, prompt: Prompt, number: int = 0) -> list[int]:
+    def ids_of(self, prompt: Prompt, where: object) -> list[int]:
         """Return the ids of a prompt.
 
         Args:
-            number: of the prompt, for error messages.
+            where: the prompt, for error messages.
 
         Raises:
             UserError: 226 and 227, the template, or the conversation, is faulty; 112, the model cannot continue the
                 prompt (`Decoder.check`); 229, messages without `chat`.
         """
-        where = f"prompt {number + 1:,}"
         if prompt and isinstance(prompt[0], int):
             ids: list[int] = [*prompt]  # type: ignore[list-item]
         elif self.chat:
             messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            ids = prompt_of(messages, self._template, self.tokenizer)
+            ids = prompt_of(messages, self._template, self.tokenizer, where)
         elif isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
         else:
             raise UserError(229, "expected a text, got messages", "give --chat, or chat=True", where=where)
+        ids = ids or [self.tokenizer.eod]
         self.decoder.check(ids, self.tokenizer.vocab_size, where=where)
-        return ids or [self.tokenizer.eod]
+        return ids
 
     def texts(self, prompts: Sequence[Prompt], *, first: int = 0) -> Iterator[str]:
         """Yield the continuation of each prompt, after it if it is a text and not `chat`. All ranks of a model call it.
@@ -65,15 +66,15 @@ class Writer:
         Args:
             first: the number of the first prompt, on which the drawn tokens depend.
         """
-        model, warned = self.decoder.model, False
+        trained, warned = self.decoder.model.shape.seq_len, False
         for start in range(0, len(prompts), self.batch):
             some = prompts[start : start + self.batch]
             numbers = range(first + start, first + start + len(some))
-            ids = [self.ids_of(prompt, number) for prompt, number in zip(some, numbers, strict=True)]
+            ids = [self.ids_of(prompt, f"prompt {n + 1:,}") for prompt, n in zip(some, numbers, strict=True)]
             tails, longest = [""] * len(some), max(map(len, ids))
-            if longest > model.shape.seq_len and not warned and model.tensor.rank == 0:
+            if longest > trained and not warned:
                 warned = True
-                warn(f"a prompt has {longest:,} ids, the model was trained on sequences of {model.shape.seq_len:,}")
+                self.warn(f"a prompt has {longest:,} ids, the model was trained on sequences of {trained:,}")
 
             def ended(text: int, new: list[int], ids: list[list[int]] = ids, tails: list[str] = tails) -> bool:
                 tails[text] = self._decoded(ids[text], new) if self.stop else ""
@@ -98,11 +99,6 @@ class Writer:
     @cached_property
     def _stops(self) -> set[int]:
         """Return the ids that end a text: the end of a document, and those of a generation config."""
-        path, found = self.tokenizer.path.with_name(GENERATION), None
-        if path.exists():
-            try:
-                found = parse_object(read_file(path, _BYTES)).get("eos_token_id")
-            except (OSError, ValueError) as error:
-                raise UserError(209, f"cannot be read: {error}", "repair or remove it", where=path) from error
+        found = config_beside(self.tokenizer.path, GENERATION).get("eos_token_id")
         more = found if isinstance(found, list) else [found]
         return {self.tokenizer.eod, *(each for each in more if isinstance(each, int))}

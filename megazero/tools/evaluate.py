@@ -67,8 +67,9 @@ def evaluate(asked: Request, say: Callable[[Found], object]) -> int:
         say: called with the results.
 
     Raises:
-        UserError: 106, ranks that cannot split the model; 113, the config names no tokenizer; 229, a text that cannot
-            be read, or is empty; 230, a task that is unknown; and those of a checkpoint that cannot be loaded.
+        UserError: 106, ranks that cannot split the model, or a stride longer than a window; 113, the config names no
+            tokenizer; 229, a text that cannot be read, or is empty; 230, a task that is unknown; and those of a
+            checkpoint that cannot be loaded.
     """
     folder = RunFolder(asked.folder)
     folder.require_run()

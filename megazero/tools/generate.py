@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megazero.base.answers import warn
 from megazero.base.doing import doing
 from megazero.base.errors import UserError
 from megazero.comm.context import CommContext
@@ -76,13 +77,14 @@ def _write(
     opened = load(asked.folder, average=asked.average, tensor=axis, device=world.device)
     if opened.tokenizer is None:
         raise UserError(113, "the run has no data.tokenizer", "train with one to get text", where=asked.folder)
-    writer = Writer(Decoder(opened.model), opened.tokenizer, asked.sampling, asked.stop, asked.chat, asked.batch)
-    prompts = [record.get("prompt", record.get("messages")) for record in records]
+    how = asked.sampling, asked.stop, asked.chat, asked.batch, warn if axis.rank == 0 else str
+    writer = Writer(Decoder(opened.model), opened.tokenizer, *how)
+    prompts = [record["prompt"] if isinstance(record.get("prompt"), str) else record["messages"] for record in records]
     with doing("generating", len(records)) as progress:
         for record, text in zip(records, writer.texts(prompts, first=done), strict=True):
             progress.advance()
             if axis.rank == 0 and asked.out is None:
                 say({**record, "text": text})
             elif axis.rank == 0 and asked.out is not None:
-                with asked.out.open("a") as file:
+                with asked.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({**record, "text": text}, ensure_ascii=False) + "\n")

@@ -46,8 +46,7 @@ def add(verbs: Any) -> None:
     evaluate.add_argument("--text", dest="texts", type=Path, nargs="+", default=[], metavar="FILE", help="UTF-8 texts")
     tasks = "tasks of lm-eval: names, or .yaml files that define one"
     evaluate.add_argument("--tasks", type=lambda text: text.split(","), default=[], metavar="A,B", help=tasks)
-    stride = "new tokens that a window scores (default: half of model.seq_len)"
-    evaluate.add_argument("--stride", type=at_least(1, int), help=stride)
+    evaluate.add_argument("--stride", type=at_least(1, int), help="new tokens of a window (default: half of it)")
     evaluate.add_argument("--tensor", type=at_least(1, int), default=1, help="ranks that split the matrices (1)")
     evaluate.set_defaults(run=_eval)
 

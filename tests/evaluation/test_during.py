@@ -144,9 +144,10 @@ full = partial(pytest.param, marks=pytest.mark.full)
     [
         full({"tasks": "[no_such_task]"}, "MZ-230 rank=0 no_such_task: Spec 'no_such_task' is not a registered"),
         ({"tasks": "[long.yaml]"}, "MZ-230 rank=0 mz_until: asks for 256 new tokens, model.seq_len is 32"),
-        ({"samples": f'["{"x" * 400}"]'}, "MZ-112 rank=0 prompt 1: expected at most"),
+        ({"samples": f'["{"x" * 400}"]'}, "MZ-112 rank=0 observe.evaluate.samples: expected at most"),
         full({"tasks": "[gone.yaml]"}, "MZ-230 rank=0 gone.yaml: Unable to find"),
         full({"tasks": "[odd.yaml]"}, "MZ-230 rank=0 odd.yaml: while scanning"),
+        full({"tasks": "[choice.yaml, twice.yaml]"}, "MZ-230 rank=0 twice.yaml: mz_choice is also in choice.yaml"),
         ({"texts": "[none.txt]"}, "MZ-229 rank=0 none.txt: cannot be read: No such file"),
         ({"texts": "[a/x.txt, b/x.txt]"}, "MZ-229 rank=0 observe.evaluate.texts: two files are named x.txt"),
     ],
@@ -166,6 +167,8 @@ def test_wrong_requests_are_refused_before_training(
         Path(name, "x.txt").write_text("x")
     Path("long.yaml").write_text((folder / "until.yaml").read_text().replace("max_gen_toks: 12", "max_gen_toks: 256"))
     Path("odd.yaml").write_text('task: "odd')
+    for name in ("choice", "twice"):
+        Path(f"{name}.yaml").write_text((folder / "choice.yaml").read_text())
     Path("gone.yaml").write_text((HERE / "choice.yaml").read_text().replace("FOLDER", "gone"))
     how = [*asked(folder, **options)]
     assert main([*line_of(tiny_data, tmp_path / "run", *how), "--nproc", "2"]) != 0

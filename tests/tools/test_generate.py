@@ -15,6 +15,7 @@ from megazero.checkpoint.store import Store
 from megazero.config.file import load
 from megazero.data.tokenizer import open_tokenizer
 from megazero.generation.decode import Decoder
+from megazero.generation.prompts import read_prompts, texts_in
 from megazero.generation.sampling import Sampling
 from megazero.model.batch_context import BatchContext
 from megazero.model.transformer import Transformer
@@ -80,7 +81,8 @@ def test_only_ids_of_the_tokenizer_are_drawn(model: Transformer):
 def test_prompts_of_any_length(finished: RunFolder, model: Transformer):
     assert isinstance(generate(finished, "", Sampling(tokens=3)), str)
     with pytest.raises(
-        UserError, match=r"MZ-112 prompt 1: expected at most 31 ids, as positions are learned, got .*; give fewer"
+        UserError,
+        match=r"MZ-112 prompt 1: expected at most 31 ids, as positions are learned, got",
     ):
         generate(finished, "x = 1  # é 中\n" * 40, Sampling(tokens=3))
 
@@ -213,8 +215,8 @@ def test_a_stop_text_ends_a_text(finished: RunFolder, capsys: pytest.CaptureFixt
             "MZ-403 no/x: cannot be written: No such file or directory; giv",
         ),
         (["--prompt", "a", "--top-p", "1.5"], "MZ-100 generate: top_p is 1.5, expected 0 to 1"),
-        (["--prompt", "a", "--temperature", "nan"], "MZ-100 generate: temperature is nan, expected at least 0"),
-        (["--prompt", "a", "--tokens", "0"], "MZ-100 generate: tokens is 0, expected at least 1"),
+        (["--prompt", "a", "--temperature", "nan"], "MZ-100 generate: temperature is nan, expected 0 to 9.22e+18"),
+        (["--prompt", "a", "--tokens", "0"], "MZ-100 generate: tokens is 0, expected 1 to 9.22e+18"),
         (["--prompt", "a", "--nproc", "3"], "--nproc: model.heads % parallel.tensor == 0 is broken"),
         (["--prompt", "a", "--chat"], "MZ-226 "),
     ],
@@ -249,11 +251,12 @@ def test_in_python(finished: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("prompt", "how", "said"),
     [
-        ([5, VOCAB], {}, f"MZ-112 generate: id {VOCAB} is not one of {VOCAB}; give ids of this vocabulary"),
+        ([5, VOCAB], {}, f"MZ-112 generate: id {VOCAB} is not one of {VOCAB}; change the prompt"),
         ([[5], [-1]], {}, "MZ-112 generate: id -1 is not one of"),
-        ([5] * 32, {}, "MZ-112 generate: expected at most 31 ids, as positions are learned, got 32; give fewer"),
-        ("a", {"repetition": 0}, "MZ-100 generate: repetition is 0, expected at least 0.01"),
-        ("a", {"seed": -1}, "MZ-100 generate: seed is -1, expected at least 0"),
+        ([[]], {}, "MZ-112 generate: expected ids, got none; change the prompt"),
+        ([5] * 32, {}, "MZ-112 generate: expected at most 31 ids, as positions are learned, got 32; change the prompt"),
+        ("a", {"repetition": 0}, "MZ-100 generate: repetition is 0, expected 0.01 to 9.22e+18"),
+        ("a", {"seed": -1}, "MZ-100 generate: seed is -1, expected 0 to 9.22e+18"),
     ],
 )
 def test_wrong_requests_in_python(finished: RunFolder, prompt: Any, how: dict[str, Any], said: str) -> None:
@@ -268,4 +271,49 @@ def test_other_keys_of_a_line_are_kept(finished: RunFolder, tmp_path: Path) -> N
     line = ["generate", "--run", str(finished.path), "--prompts", str(prompts), "--out", str(out), "--tokens", "3"]
     assert main(line) == main(line) == 0
     (found,) = lines(out)
+    assert prompts.read_text().startswith('{"id": 7'), "prompts are only read"
     assert list(found) == ["id", "prompt", "text"] and found["id"] == 7 and found["text"].startswith("def ")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("one\nmy notes", "has 1 lines for 1 prompts"),
+        ("my notes", "line 1 is not the text of prompt 1"),
+        ('{"prompt": "a", "id": 12, "text": "ab"}\n', "line 1 is not the text of prompt 1"),
+        ('{"prompt": "a", "id": 1}\n', "line 1 is not the text of prompt 1"),
+    ],
+)
+def test_a_file_that_is_no_output_is_left_alone(content: str, said: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text(content)
+    with pytest.raises(UserError, match=f"MZ-229 {out}: {said}; give another --out"):
+        texts_in(out, [{"prompt": "a", "id": 1}])
+    assert out.read_text() == content
+
+
+@pytest.mark.parametrize("cut", [0, 5, 20, 29])
+def test_an_incomplete_line_is_removed(cut: int, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    whole = '{"prompt": "é", "text": "ab"}\n'.encode()
+    out.write_bytes(whole + whole[:cut])
+    assert texts_in(out, [{"prompt": "é"}] * 2) == 1
+    assert out.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": null, "messages": [5]}', "got prompt: NoneType, messages: list"),
+        ('{"prompt": "a", "messages": []}', "got prompt: str, messages: list"),
+        ('{"prompt": "a", "note": "\\ud800"}', "surrogates not allowed"),
+        ('{"prompt": "a", "x": 1e999}', "not JSON compliant"),
+    ],
+)
+def test_lines_that_cannot_be_answered(line: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line)
+    with pytest.raises(UserError, match=f"MZ-229 {path}: line 1: .*{said}"):
+        read_prompts(path)
+    path.write_text('\ufeff{"prompt": null, "messages": [{"role": "user", "content": "a"}]}')
+    assert len(read_prompts(path)) == 1

@@ -52,7 +52,7 @@ def test_a_trained_run_has_its_tokenizer(tiny_data: TinyData, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("ids", "what"),
-    [([], "expected ids"), ([400], "MZ-112: id 400 is not one of 400; give ids"), ([0.5], "expected ids")],
+    [([], "expected ids"), ([400], "MZ-112: id 400 is not one of 400; change"), ([0.5], "expected ids")],
 )
 def test_wrong_ids_get_one_line(folders: Path, ids: list, what: str) -> None:
     with pytest.raises(UserError, match=what):

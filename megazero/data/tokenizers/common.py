@@ -143,9 +143,9 @@ def read_tokenizer(path: Path) -> bytes:
     return content
 
 
-def config_beside(path: Path) -> dict[str, Any]:
-    """Return the content of tokenizer_config.json next to a file; {}: there is none. Raises UserError 209: damaged."""
-    beside = path.with_name(CONFIG)
+def config_beside(path: Path, name: str = CONFIG) -> dict[str, Any]:
+    """Return the content of a JSON object next to a file; {}: there is none. Raises UserError 209: damaged."""
+    beside = path.with_name(name)
     if not beside.exists():
         return {}
     try:

@@ -25,13 +25,12 @@ def torch_backends() -> Iterator[Finding]:
     import torch.cuda.nccl
     import torch.distributed as dist
 
-    other = "pip install torch==..."
     yield Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
     without = "not in this build of torch"
     gloo, nccl = (dist.is_available() and there() for there in (dist.is_gloo_available, dist.is_nccl_available))
-    absent = Finding("gloo", without, "missing", f"install another build: {other}")
+    absent = Finding("gloo", without, "missing", "install another build: pip install torch==...")
     yield Finding("gloo", "available, for ranks on CPUs") if gloo else absent
-    absent = Finding("NCCL", without, "absent", f"on a GPU machine install a CUDA build: {other}")
+    absent = Finding("NCCL", without, "absent", "on a GPU machine install a CUDA build: pip install torch==...")
     version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else ""
     yield Finding("NCCL", f"{version}, for ranks on GPUs") if nccl else absent
 
