@@ -13,7 +13,8 @@ from megazero.base.errors import UserError
 from megazero.base.reading import looked_up, parse_object, read_file
 
 FILE_BYTES = 64 << 20  # of a tokenizer's file; the largest published ones have 35 MB
-CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"  # next to a file, as transformers writes them
+# Files next to a tokenizer's, as transformers writes them.
+CONFIG, CHAT_TEMPLATE, GENERATION = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
 BESIDE_BYTES = 4 << 20  # the largest size of each of these
 MOST_IDS = 1 << 24  # bounds the table of sizes, which reaches to the largest id, even if the file has few ids
 SPACE_MARK = "\u2581"  # stands for a space in SentencePiece's pieces
@@ -145,13 +146,13 @@ def read_tokenizer(path: Path) -> bytes:
 
 def config_beside(path: Path, name: str = CONFIG) -> dict[str, Any]:
     """Return the content of a JSON object next to a file; {}: there is none. Raises UserError 209: damaged."""
-    beside = path.with_name(name)
-    if not beside.exists():
+    neighbour = path.with_name(name)
+    if not neighbour.exists():
         return {}
     try:
-        return parse_object(read_file(beside, BESIDE_BYTES))
+        return parse_object(read_file(neighbour, BESIDE_BYTES))
     except (OSError, ValueError) as error:
-        raise UserError(209, f"cannot be read: {error}", "repair or remove it", where=beside) from error
+        raise UserError(209, f"cannot be read: {error}", "repair or remove it", where=neighbour) from error
 
 
 def how_to_make(path: Path) -> str:

@@ -25,13 +25,13 @@ from megazero.checkpoint.manifest import WEIGHT, File, Logical, Manifest, shard_
 from megazero.checkpoint.shard import FLOATS, NAMES, key_of, plan_shard, write_shard
 from megazero.checkpoint.store import Store
 from megazero.checkpoint.weights import read_weights
+from megazero.data.tokenizers.common import GENERATION
 from megazero.tools.convert.families import Family
 from megazero.tools.convert.fields import ROLES
 from megazero.tools.convert.tensors import Link
 
 _Files = Mapping[str, bytes]  # name -> content
 _INDEX, _ONE = "model.safetensors.index.json", "model.safetensors"
-GENERATION = "generation_config.json"
 _WRITABLE = "free space there, or make it writable"
 _PART = 1 << 30  # approximate bytes of a file of an imported checkpoint
 _ROWS = 1 << 26  # approximate bytes of a tensor that are converted at a time
