@@ -103,7 +103,8 @@ class Tasks:
     """
 
     def __init__(self, names: Sequence[str], length: int):
-        self._names, self._manager, found = list(dict.fromkeys(names)), TaskManager(), dict[str, str]()
+        self._names, self._manager = list(dict.fromkeys(names)), TaskManager()
+        found = dict[str, str]()
         with doing("loading tasks"):
             for asked in self._names:
                 with _explained(asked):
@@ -115,8 +116,8 @@ class Tasks:
     def numbers(self, calls: Calls) -> dict[str, float]:
         """Return the numbers of lm-eval's results (`numbers_of`): work for `Calls.serve`."""
         # Standard errors would need processes of their own.
-        how: dict[str, Any] = {"bootstrap_iters": 0, "log_samples": False, "torch_random_seed": None}
-        how["task_manager"], numbers = self._manager, dict[str, float]()
+        how = dict[str, Any](task_manager=self._manager, bootstrap_iters=0, log_samples=False, torch_random_seed=None)
+        numbers = dict[str, float]()
         for name in self._names:
             with _explained(name):
                 how["tasks"] = [name]

@@ -9,12 +9,11 @@ from megazero.base.errors import UserError
 from megazero.data.conversation import prompt_of
 from megazero.data.templates import Template, open_template
 from megazero.data.tokenizer import Tokenizer
-from megazero.data.tokenizers.common import config_beside
+from megazero.data.tokenizers.common import GENERATION, config_beside
 from megazero.generation.decode import Decoder
 from megazero.generation.sampling import Sampling
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]  # a text, the messages of a conversation, ids
-GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -71,14 +70,14 @@ class Writer:
             some = prompts[start : start + self.batch]
             numbers = range(first + start, first + start + len(some))
             ids = [self.ids_of(prompt, f"prompt {n + 1:,}") for prompt, n in zip(some, numbers, strict=True)]
-            tails, longest = [""] * len(some), max(map(len, ids))
+            longest = max(map(len, ids))
             if longest > trained and not warned:
                 warned = True
                 self.warn(f"a prompt has {longest:,} ids, the model was trained on sequences of {trained:,}")
 
-            def ended(text: int, new: list[int], ids: list[list[int]] = ids, tails: list[str] = tails) -> bool:
-                tails[text] = self._decoded(ids[text], new) if self.stop else ""
-                return any(stop in tails[text] for stop in self.stop)
+            def ended(text: int, new: list[int], ids: list[list[int]] = ids) -> bool:
+                tail = self._decoded(ids[text], new) if self.stop else ""
+                return any(stop in tail for stop in self.stop)
 
             how = {"vocab": self.tokenizer.vocab_size, "stops": self._stops, "numbers": numbers}
             found = self.decoder.continued(ids, self.sampling, **how, ended=ended)

@@ -83,7 +83,7 @@ def evaluate(asked: Request, say: Callable[[Found], object]) -> int:
         grid, device = grid_of(config, comm, world), world.device
         ops = choose(config.precision.kernels, device, DTYPES[config.precision.dtype])
         built = build(config, grid, device, ops, filled=False, trains=False)
-        _load(RunFolder(asked.folder), built, average=asked.average)
+        _load(folder, built, average=asked.average)
         scorer = Scorer(config, grid, device, built)
         with doing("evaluating texts", len(texts)) as progress:
             of_texts = dict[str, Any]()
