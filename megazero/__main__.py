@@ -231,12 +231,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_planning(verbs: Any) -> None:
-    """Add the verbs for planning before a run."""
+    """Add the verbs that need no run's folder."""
     explain = verbs.add_parser("explain", help="show options, their types, defaults and meaning")
     explain.add_argument("--config", help="show this config's values")
     explain.add_argument("overrides", nargs="*", metavar="section[.key] | section.key=value")
     explain.set_defaults(run=_explain)
-    ranks = at_least(1, int, 2**20)
+    ranks = at_least(1, int, 2**20)  # more than any job has
     schedule = _with_config(verbs, _schedule, "schedule", "show and draw what each rank of a pipeline does in a step")
     schedule.add_argument("--nproc", type=ranks, help="ranks of the run (default: parallel.tensor * parallel.pipeline)")
     schedule.add_argument("--draw", type=Path, metavar="FILE", help="write a timeline, .svg or .png")

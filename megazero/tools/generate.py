@@ -73,7 +73,11 @@ def generate(asked: Request, say: Callable[[Record], object]) -> int:
 def _write(
     asked: Request, records: Sequence[Record], done: int, say: Callable[[Record], object], axis: Axis, world: World
 ) -> None:
-    """Generate the texts of records, `done` of which came before; rank 0 writes or says them."""
+    """Generate the texts of records; rank 0 appends them to the output, or passes them to `say`.
+
+    Args:
+        done: the number of texts that the output has already.
+    """
     opened = load(asked.folder, average=asked.average, tensor=axis, device=world.device)
     if opened.tokenizer is None:
         raise UserError(113, "the run has no data.tokenizer", "train with one to get text", where=asked.folder)

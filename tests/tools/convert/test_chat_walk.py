@@ -51,7 +51,7 @@ def test_a_chat_model_of_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.
     opened = megazero.load("runs/chats", torch.float32)
     assert opened.tokenizer is not None
     writer = Writer(Decoder(opened.model), opened.tokenizer, Sampling(tokens=12, temperature=0.0), chat=True)
-    prompt = writer.ids_of("What is argparse?", "test")
+    prompt = writer.ids_of("What is argparse?", where="the question")
     assert prompt == ids["input_ids"][0].tolist()
     assert opened.generate(prompt, tokens=12, temperature=0.0) == [id_ for id_ in theirs.tolist() if id_ != own.eod]
     (answer,) = writer.texts([chat])
